@@ -1,0 +1,46 @@
+"""Every error that COARSE raises on purpose.
+
+Messages say who, what, how far it had come, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class CoarseError(Exception):
+    """Base of all errors of this package."""
+
+
+class WorkerLostError(CoarseError):
+    """A worker died or left while others still needed it."""
+
+
+class MemoryDeviceLostError(CoarseError):
+    """A memory device died or stopped answering."""
+
+
+class SchemaMismatchError(CoarseError):
+    """Workers registered tensors that differ in number, name, length, dtype or reduction."""
+
+
+class RendezvousError(CoarseError):
+    """Workers could not find each other: wrong or duplicate rank, or one that never came."""
+
+
+class SyncTimeoutError(CoarseError, TimeoutError):
+    """A wait passed its deadline although every process is alive."""
+
+
+class OutOfDeviceMemoryError(CoarseError, MemoryError):
+    """A memory device cannot hold what is asked of it; nothing was allocated."""
+
+
+class SessionClosedError(CoarseError):
+    """The session, or a tensor group of it, was used after close()."""
+
+
+class ForkedSessionError(CoarseError):
+    """A session was used in a process forked from the one that opened it."""
+
+
+class ProtocolError(CoarseError):
+    """A peer sent something that the control protocol does not allow."""
