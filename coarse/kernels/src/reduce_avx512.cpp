@@ -1,0 +1,29 @@
+// The kernels for processors with AVX-512 F, BW, DQ, VL and F16C. Empty on other architectures.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "reduce_table.inc"
+
+// After the headers: what they define inline must stay runnable on every processor.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#define COARSE_KERNEL_TABLE kAvx512Kernels
+#define COARSE_KERNEL_NAME "avx512"
+#define COARSE_KERNEL_F16C
+
+#include "reduce_kernels.inc"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // defined(__x86_64__)
