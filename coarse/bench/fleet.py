@@ -1,0 +1,286 @@
+"""The driver's side: long-lived worker processes of one system, asked in turn, and never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+
+from coarse.bench.channel import Channel
+from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
+from coarse.bench.worker import WorkerJob
+from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
+
+START_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 600.0
+_CLOSE_TIMEOUT_S = 15.0
+_TERMINATE_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.2
+_EXIT_CODE_TIMEOUT_S = 0.5
+_EXIT_CODE_INTERVAL_S = 0.01
+_STDERR_TAIL_LINES = 20
+
+
+class BenchError(CoarseError):
+    """A benchmark could not be carried through: a wrong result, or too little memory for it."""
+
+
+class Fleet:
+    """The worker processes of one system. Context manager; idempotent close(); one thread at a time.
+
+    Every wait is bounded and watches the processes. Workers live in process groups of their own: Ctrl-C
+    reaches the driver alone, which then ends them; should the driver be killed, they end by themselves.
+
+    Args:
+        system: A name that systems.launch() knows.
+        num_workers: Number of worker processes.
+        options: Settings of the system, handed to its adapter.
+        threads: OMP_NUM_THREADS of each worker.
+    """
+
+    def __init__(
+        self, system: str, num_workers: int, options: dict[str, Any] | None = None, *, threads: int = 1
+    ) -> None:
+        self.system = system
+        self._num_workers = num_workers
+        self._options = options or {}
+        self._threads = threads
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._directory: Path | None = None
+        self._healthy = False
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Starts the workers and waits until every one is set up.
+
+        Raises:
+            WorkerLostError: If one dies or reports an error; the message ends with its standard error.
+            SyncTimeoutError: If they are not all there within `timeout_s`.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="coarse-bench-"))
+        socket_path = os.fspath(self._directory / "socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(socket_path)
+            listener.listen(self._num_workers)
+            self._spawn(socket_path)
+            self._accept_all(listener, time.monotonic() + timeout_s)
+        self._healthy = True
+
+    def ask(self, command: str, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> list[Any]:
+        """Gives every worker one command and returns their results, by rank.
+
+        Raises:
+            WorkerLostError: If one dies.
+            BenchError: If one reports an error.
+            SyncTimeoutError: If one does not answer within `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        healthy, self._healthy = self._healthy, False
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send({"do": command, "with": arguments})
+            except OSError:
+                raise self._lost(f"worker {rank}", command) from None
+        answers = self._collect(command, deadline)
+        self._healthy = healthy
+        return answers
+
+    def descendants(self) -> list[psutil.Process]:
+        """All live processes of the system: launchers, workers, memory devices."""
+        found: dict[int, psutil.Process] = {}
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(process.pid)
+                for each in (root, *root.children(recursive=True)):
+                    found[each.pid] = each
+        return list(found.values())
+
+    def close(self) -> None:
+        """Ends every process, politely if all is well, and removes the private directory."""
+        if self._directory is None:
+            return
+        try:
+            if self._healthy:
+                self._leave()
+        finally:
+            self._kill_all()
+            for channel in self._channels:
+                channel.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._processes, self._channels, self._directory = [], [], None
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._healthy = False
+        self.close()
+
+    def _spawn(self, socket_path: str) -> None:
+        assert self._directory is not None
+        job = WorkerJob(
+            rank=RANK_FROM_LAUNCHER,
+            num_workers=self._num_workers,
+            directory=self._directory,
+            options=self._options,
+        )
+        plan = launch(self.system, job, socket_path)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self._threads),
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **plan.environment,
+        }
+        for index, command in enumerate(plan.commands):
+            with (self._directory / f"stderr-{index}").open("wb") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+
+    def _accept_all(self, listener: socket.socket, deadline: float) -> None:
+        """Waits for all workers' connections, then for their first messages, and sorts them by rank."""
+        listener.settimeout(_POLL_INTERVAL_S)
+        while len(self._channels) < self._num_workers:
+            try:
+                self._channels.append(Channel(listener.accept()[0]))
+            except TimeoutError:
+                self._check_alive("start")
+                self._check_deadline("start", deadline, f"{len(self._channels)} of {self._num_workers} came")
+        hellos = self._receive_all("start", deadline)
+        ranks = [self._checked("start", hello).get("rank", -1) for hello in hellos]
+        if sorted(ranks) != list(range(self._num_workers)):
+            raise BenchError(
+                f"{self.system}: {self._num_workers} workers were started, their ranks are {ranks}"
+            )
+        self._channels = [channel for _, channel in sorted(zip(ranks, self._channels, strict=True))]
+
+    def _collect(self, command: str, deadline: float) -> list[Any]:
+        answers = self._receive_all(command, deadline)
+        return [self._checked(command, answer)["result"] for answer in answers]
+
+    def _receive_all(self, command: str, deadline: float) -> list[dict[str, Any]]:
+        """One message of each channel, in channel order; stops at the first error or lost worker."""
+        received: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as selector:
+            for index, channel in enumerate(self._channels):
+                selector.register(channel, selectors.EVENT_READ, index)
+            while len(received) < len(self._channels):
+                for key, _ in selector.select(_POLL_INTERVAL_S):
+                    received[key.data] = self._receive_one(key.data, command)
+                    selector.unregister(key.fileobj)
+                    self._checked(command, received[key.data])
+                missing = sorted(set(range(len(self._channels))) - set(received))
+                self._check_deadline(command, deadline, f"no answer of workers {missing}")
+        return [received[index] for index in range(len(self._channels))]
+
+    def _receive_one(self, index: int, command: str) -> dict[str, Any]:
+        try:
+            return self._channels[index].receive()
+        except EOFError:
+            raise self._lost(f"worker {index}", command) from None
+
+    def _checked(self, command: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if "error" not in answer:
+            return answer
+        codes = self._exit_codes()
+        for index, code in codes.items():
+            if code < 0:  # what the survivors complain of is only the echo of this
+                raise self._lost(f"process {index}", command)
+        raise BenchError(f"{self.system}: {command} failed: {answer['error']}{self._stderr_tail()}")
+
+    def _check_alive(self, command: str) -> None:
+        for index, process in enumerate(self._processes):
+            if process.poll() is not None:
+                raise self._lost(f"process {index}", command)
+
+    def _check_deadline(self, command: str, deadline: float, state: str) -> None:
+        if time.monotonic() > deadline:
+            raise SyncTimeoutError(f"{self.system}: {command} took too long; {state}.{self._stderr_tail()}")
+
+    def _lost(self, who: str, command: str) -> WorkerLostError:
+        codes = ", ".join(_describe_exit(code) for code in self._exit_codes().values())
+        how = f" ({codes})" if codes else ""
+        return WorkerLostError(f"{self.system}: {who} died during {command}{how}.{self._stderr_tail()}")
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Exit codes of the processes that have ended; EOF and errors can be seen a moment before them."""
+        deadline = time.monotonic() + _EXIT_CODE_TIMEOUT_S
+        codes: dict[int, int] = {}
+        while not codes and time.monotonic() < deadline:
+            polled = {index: process.poll() for index, process in enumerate(self._processes)}
+            codes = {index: code for index, code in polled.items() if code is not None}
+            time.sleep(_EXIT_CODE_INTERVAL_S)
+        return codes
+
+    def _stderr_tail(self) -> str:
+        """The last lines that the system's processes wrote, indented, process by process."""
+        assert self._directory is not None
+        tails = []
+        for log in sorted(self._directory.glob("stderr-*")):
+            lines = log.read_text(errors="replace").splitlines()[-_STDERR_TAIL_LINES:]
+            if lines:
+                tails.append("\n".join((f"  {log.name.replace('stderr-', 'process ')}:", *lines)))
+        return "\n" + "\n".join(tails) if tails else ""
+
+    def _leave(self) -> None:
+        """Lets workers shut their system down; whoever does not manage in time is killed by the caller."""
+        with contextlib.suppress(CoarseError):
+            self.ask("close", timeout_s=_CLOSE_TIMEOUT_S)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CLOSE_TIMEOUT_S)
+
+    def _kill_all(self) -> None:
+        # Launchers put their children into groups of their own, and a dead launcher's children are nobody's
+        # descendants: note them all before the first signal.
+        everyone = self.descendants()
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        _, alive = psutil.wait_procs(everyone, timeout=_TERMINATE_TIMEOUT_S if everyone else 0)
+        for each in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+@contextlib.contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """Within this context SIGTERM raises SystemExit: a terminated benchmark cleans up as after Ctrl-C."""
+
+    def leave(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

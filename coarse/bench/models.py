@@ -1,0 +1,136 @@
+"""The models of `coarse bench train-step`: published architectures, randomly initialised, on random batches.
+
+Imports torch and transformers when a model is built, no earlier.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+_NUM_BATCHES = 8
+_NUM_CLASSES = 1000
+_DIGIT_CLASSES = 10
+
+NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
+    {"bert-base": 108_893_186, "bert-small": 28_502_018, "resnet50": 25_557_032, "digits": 151_306}
+)
+"""Parameters of each model: what memory to ask for before one is built."""
+
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A module, what it is fed, and its loss.
+
+    Args:
+        module: The torch module.
+        batches: Batches, used in turn.
+        loss: Runs `module`, or a wrapper of it, on a batch and returns the scalar loss.
+    """
+
+    module: Any
+    batches: tuple[Batch, ...]
+    loss: Callable[[Any, Batch], Any]
+
+
+def build_workload(model: str, *, batch: int, sequence: int, rank: int) -> Workload:
+    """Builds a model of MODELS; parameters and batches are functions of the rank alone.
+
+    Args:
+        batch: Samples in each batch.
+        sequence: Tokens in each sample, for models of text.
+
+    Raises:
+        ValueError: If `model` is none of MODELS.
+    """
+    if model not in MODELS:
+        raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
+    torch = importlib.import_module("torch")
+    torch.manual_seed(rank)
+    return MODELS[model](torch, batch, sequence)
+
+
+def _bert(torch: Any, batch: int, sequence: int, **shape: int) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.BertConfig(**shape, max_position_embeddings=max(512, sequence))
+
+    def make_batch() -> Batch:
+        return {
+            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
+            "start_positions": torch.randint(sequence, (batch,)),
+            "end_positions": torch.randint(sequence, (batch,)),
+        }
+
+    return Workload(
+        module=transformers.BertForQuestionAnswering(config),
+        batches=_repeat(make_batch),
+        loss=_loss_of_transformers,
+    )
+
+
+def _bert_base(torch: Any, batch: int, sequence: int) -> Workload:
+    return _bert(torch, batch, sequence)
+
+
+def _bert_small(torch: Any, batch: int, sequence: int) -> Workload:
+    shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048}
+    return _bert(torch, batch, sequence, **shape)
+
+
+def _resnet50(torch: Any, batch: int, sequence: int) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.ResNetConfig(num_labels=_NUM_CLASSES)  # its defaults are ResNet-50's
+
+    def make_batch() -> Batch:
+        return {
+            "pixel_values": torch.randn(batch, 3, 224, 224),
+            "labels": torch.randint(_NUM_CLASSES, (batch,)),
+        }
+
+    return Workload(
+        module=transformers.ResNetForImageClassification(config),
+        batches=_repeat(make_batch),
+        loss=_loss_of_transformers,
+    )
+
+
+def _digits(torch: Any, batch: int, sequence: int) -> Workload:
+    nn = torch.nn
+    module = nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, _DIGIT_CLASSES),
+    )
+
+    def make_batch() -> Batch:
+        return {"pixels": torch.randn(batch, 1, 8, 8), "labels": torch.randint(_DIGIT_CLASSES, (batch,))}
+
+    def loss(wrapped: Any, fed: Batch) -> Any:
+        return nn.functional.cross_entropy(wrapped(fed["pixels"]), fed["labels"])
+
+    return Workload(module=module, batches=_repeat(make_batch), loss=loss)
+
+
+def _repeat(make_batch: Callable[[], Batch]) -> tuple[Batch, ...]:
+    return tuple(make_batch() for _ in range(_NUM_BATCHES))
+
+
+def _loss_of_transformers(wrapped: Any, fed: Batch) -> Any:
+    return wrapped(**fed).loss
+
+
+MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
+    {"bert-base": _bert_base, "bert-small": _bert_small, "resnet50": _resnet50, "digits": _digits}
+)
+"""Builder of each model, by its name on the command line."""

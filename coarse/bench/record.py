@@ -1,0 +1,122 @@
+"""What a benchmark writes down: one JSON object a line, each with commit, machine and kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import coarse
+from coarse.bench.statistics import Timing
+
+MEASURED = "measured"
+"""Kind of every figure here: neither emulated nor simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine that a figure was measured on. Cores are those this process may use."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Describes this machine."""
+        return cls(
+            cpu=_cpu_model(),
+            cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.cores} cores, {self.memory_bytes / 2**30:.1f} GiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where figures come from: the commit of COARSE and the machine."""
+
+    commit: str
+    machine: Machine
+
+    @classmethod
+    def here(cls) -> Provenance:
+        """The code and the machine of this process."""
+        return cls(commit=_commit(), machine=Machine.here())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRecord:
+    """One cell of `coarse bench sync`: a system at a tensor size.
+
+    Args:
+        nbytes: Length of one worker's tensor.
+    """
+
+    system: str
+    num_workers: int
+    nbytes: int
+    dtype: str
+    timing: Timing
+
+    @property
+    def algbw_gbytes_per_s(self) -> float:
+        """Bytes of one worker's tensor over the median time of the slowest worker."""
+        return self.timing.algbw_gbytes_per_s(self.nbytes)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a record line, beside provenance."""
+        return {
+            "bench": "sync",
+            "system": self.system,
+            "num_workers": self.num_workers,
+            "bytes": self.nbytes,
+            "dtype": self.dtype,
+            **asdict(self.timing),
+            "algbw_gbytes_per_s": self.algbw_gbytes_per_s,
+        }
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]], provenance: Provenance) -> None:
+    """Appends one JSON line per record to `path`, creating the file but no directory.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps({**record, "kind": MEASURED, **asdict(provenance)}) + "\n")
+
+
+def _cpu_model() -> str:
+    """Model name of the first CPU; the architecture where /proc/cpuinfo names no model (aarch64)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _commit() -> str:
+    """`git describe` of the checkout this package runs from, or the version of an installed package."""
+    package = Path(coarse.__file__).resolve().parent
+    try:
+        # An installed copy may lie below some checkout that does not hold its source.
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")
+        return _git(package, "describe", "--always", "--dirty", "--tags")
+    except (OSError, subprocess.SubprocessError):
+        return f"coarse {coarse.__version__}"
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", os.fspath(directory), *arguments]
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
+    return result.stdout.strip()

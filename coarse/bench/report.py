@@ -1,0 +1,155 @@
+"""Tables that a benchmark prints. Pure functions of its figures; a missing figure is a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from coarse.bench.record import MEASURED, Machine, SyncRecord
+from coarse.bench.sync import LIMIT, PEERS, format_bytes
+from coarse.bench.train import Comparison, TrainPlan, TrainResult
+
+_LATENCY_BYTES = 4096
+_DASH = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table of text: the first column is a label, the others are figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def heading(machine: Machine, what: str) -> str:
+    """One line that says what was measured, where, and of which kind the figures are."""
+    return f"{what}; {MEASURED} on {machine}"
+
+
+def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
+    """GB/s of each system by size; COARSE against the best peer and against the limit.
+
+    The second row of a size is COARSE with unregistered buffers, left out if that was not measured.
+    """
+    peers = [peer for peer in PEERS if any(record.system == peer for record in records)]
+    has_unregistered = any(record.system == "coarse-unregistered" for record in records)
+    rows: list[tuple[str, ...]] = []
+    for nbytes in dict.fromkeys(record.nbytes for record in records):
+        speed = {record.system: record.algbw_gbytes_per_s for record in records if record.nbytes == nbytes}
+        figures = tuple(_number(speed.get(system), 2) for system in (*peers, LIMIT))
+        rows.append((format_bytes(nbytes), *figures, *_coarse_figures(speed, "coarse")))
+        if has_unregistered:
+            blanks = ("",) * len(figures)
+            rows.append(("  unregistered", *blanks, *_coarse_figures(speed, "coarse-unregistered")))
+    return TextTable(
+        title="All-reduce, GB/s (1e9 bytes of one worker's tensor over the median time)",
+        columns=("size", *peers, LIMIT, "coarse", "/ best peer", "of limit"),
+        rows=tuple(rows),
+    )
+
+
+def latency_table(records: Sequence[SyncRecord]) -> TextTable:
+    """Median and 99th percentile of each system at 4 KiB, or at the smallest size measured."""
+    sizes = {record.nbytes for record in records}
+    nbytes = _LATENCY_BYTES if _LATENCY_BYTES in sizes else min(sizes)
+    rows = [
+        (
+            record.system,
+            _number(record.timing.p50_us, 1),
+            _number(record.timing.p99_us, 1),
+            str(record.timing.iterations),
+        )
+        for record in records
+        if record.nbytes == nbytes
+    ]
+    return TextTable(
+        title=f"Latency at {format_bytes(nbytes)}",
+        columns=("system", "p50 us", "p99 us", "iterations"),
+        rows=tuple(rows),
+    )
+
+
+def train_table(comparison: Comparison) -> TextTable:
+    """Step time of each system and its parts, blocked communication, speed-up over DDP, memory."""
+    return TextTable(
+        title=describe_train(comparison.results[0].plan),
+        columns=(
+            *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
+            *("blocked ms", "of ddp's", "x ddp", "peak PSS MiB"),
+        ),
+        rows=tuple(_train_row(comparison, result) for result in comparison.results),
+    )
+
+
+def single_table(comparison: Comparison) -> TextTable:
+    """What wrapping costs in a single process: step time of each system, and how much longer than bare."""
+    rows = [
+        (
+            result.system,
+            _milliseconds(result.step.p50_us),
+            _milliseconds(result.step.p99_us),
+            _percent(comparison.overhead_percent(result), signed=True),
+            _mebibytes(result.first_step.peak_pss_bytes),
+        )
+        for result in comparison.results
+    ]
+    return TextTable(
+        title=describe_train(comparison.results[0].plan),
+        columns=("system", "step p50 ms", "p99 ms", "over bare", "peak PSS MiB"),
+        rows=tuple(rows),
+    )
+
+
+def describe_train(plan: TrainPlan) -> str:
+    """The settings of a run, in one line."""
+    sequence = f", sequence {plan.sequence}" if plan.model.startswith("bert") else ""
+    workers = f"{plan.num_workers} worker" + ("s" if plan.num_workers > 1 else "")
+    threads = f"{plan.threads} thread" + ("s" if plan.threads > 1 else "")
+    return f"{plan.model}, batch {plan.batch}{sequence}, {workers} of {threads}, {plan.optimizer} fused"
+
+
+def _coarse_figures(speed: Mapping[str, float], system: str) -> tuple[str, str, str]:
+    own = speed.get(system)
+    if own is None:
+        return (_DASH, _DASH, _DASH)
+    best_peer = max((speed[peer] for peer in PEERS if peer in speed), default=None)
+    limit = speed.get(LIMIT)
+    ratio = _DASH if best_peer is None else f"{own / best_peer:.2f}x"
+    return (_number(own, 2), ratio, _percent(None if limit is None else 100 * own / limit))
+
+
+def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:
+    is_bare = result.system == "none"
+    speedup = comparison.speedup_over_ddp(result)
+    return (
+        result.system,
+        _milliseconds(result.step.p50_us),
+        _milliseconds(result.step.p99_us),
+        *(_milliseconds(result.phases[phase].p50_us) for phase in ("forward", "backward", "optimizer")),
+        _DASH if is_bare else _milliseconds(comparison.blocked_us(result)),
+        _DASH if is_bare else _percent(comparison.blocked_percent_of_ddp(result)),
+        _DASH if speedup is None else f"{speedup:.2f}x",
+        _mebibytes(result.first_step.peak_pss_bytes),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    """Fixed digits; more for what would print as zero."""
+    if value is None:
+        return _DASH
+    return f"{value:.{digits}f}" if value >= 10.0**-digits else f"{value:.2g}"
+
+
+def _milliseconds(value_us: float | None) -> str:
+    return _DASH if value_us is None else f"{value_us / 1e3:.2f}"
+
+
+def _percent(value: float | None, *, signed: bool = False) -> str:
+    if value is None:
+        return _DASH
+    return f"{value:+.1f}%" if signed else f"{value:.0f}%"
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f}"

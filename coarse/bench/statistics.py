@@ -1,0 +1,64 @@
+"""From the raw seconds of every worker to the figures that a benchmark prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MICROSECONDS = 1e6
+
+
+def slowest_worker(seconds_by_worker: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    """Seconds of each iteration: it lasts as long as it does on its slowest worker.
+
+    Raises:
+        ValueError: If there is no worker, no iteration, or workers counted different iterations.
+    """
+    lengths = {len(seconds) for seconds in seconds_by_worker}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            f"need the same positive number of iterations of every worker, got {sorted(lengths)}"
+        )
+    slowest: NDArray[np.float64] = np.asarray(seconds_by_worker, dtype=np.float64).max(axis=0)
+    return slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Distribution of one quantity over iterations, in microseconds; percentiles interpolate linearly."""
+
+    min_us: float
+    p50_us: float
+    p99_us: float
+    iterations: int
+
+    @classmethod
+    def from_seconds(cls, seconds: Sequence[float] | NDArray[np.float64]) -> Timing:
+        """Summarises iterations given in seconds.
+
+        Raises:
+            ValueError: If there are none.
+        """
+        values_us = np.asarray(seconds, dtype=np.float64) * _MICROSECONDS
+        if values_us.size == 0:
+            raise ValueError("no iterations to summarise")
+        p50_us, p99_us = np.percentile(values_us, [50, 99])
+        return cls(
+            min_us=float(values_us.min()),
+            p50_us=float(p50_us),
+            p99_us=float(p99_us),
+            iterations=int(values_us.size),
+        )
+
+    def algbw_gbytes_per_s(self, nbytes: int) -> float:
+        """Algorithm bandwidth: bytes of one worker's tensor over the median time; G is 1e9, B is bytes."""
+        return nbytes / self.p50_us / 1e3
+
+
+def iterations_within(budget_s: float, seconds_each: float, *, at_least: int, at_most: int) -> int:
+    """How many iterations of `seconds_each` fit `budget_s`, within bounds."""
+    fitting = int(budget_s / max(seconds_each, 1e-9))
+    return max(at_least, min(at_most, fitting))

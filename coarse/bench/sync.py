@@ -1,0 +1,155 @@
+"""`coarse bench sync`: all-reduce of one tensor, COARSE beside its peers and what the machine allows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.memory import available_bytes
+from coarse.bench.record import SyncRecord
+from coarse.bench.statistics import Timing, iterations_within, slowest_worker
+
+PEERS = ("gloo", "mpich", "openmpi", "horovod")
+COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
+LIMIT = "limit"
+DTYPES = ("float32", "float64", "int32", "int64")
+
+_MIN_ITERATIONS = 2
+_MAX_ITERATIONS = 3000
+_PROBE_ITERATIONS = 2
+# The tensor, its result, and what a library may hold on the way.
+_COPIES_PER_WORKER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan:
+    """What one run measures.
+
+    Args:
+        systems: Names, in the order of their turns.
+        num_workers: Workers of each system.
+        sizes: Lengths of one worker's tensor, in bytes.
+        dtype: One of DTYPES.
+        algorithm: COARSE's algorithm; "" leaves it to the environment, as 0 memory devices do.
+        memory_devices: Memory devices of COARSE.
+        budget_s: Seconds of measuring per system and size, over all rounds; at least 2 iterations a round.
+        rounds: Turns that each system takes at each size.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    systems: tuple[str, ...]
+    num_workers: int
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    algorithm: str = ""
+    memory_devices: int = 0
+    budget_s: float = 2.0
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if not self.systems or not self.sizes:
+            raise ValueError("nothing to measure: need at least one system and one size")
+        if self.num_workers < 1 or self.rounds < 1 or self.budget_s <= 0 or self.memory_devices < 0:
+            raise ValueError(
+                "workers and rounds start at 1, the budget above 0 s, memory devices at 0 (default)"
+            )
+        item_bytes = np.dtype(self.dtype).itemsize
+        for nbytes in self.sizes:
+            if nbytes < item_bytes or nbytes % item_bytes:
+                raise ValueError(f"size {nbytes} B is no positive multiple of {item_bytes} B ({self.dtype})")
+
+
+Progress = Callable[[str], None]
+"""Called with a description before each turn."""
+
+
+def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRecord]:
+    """Measures every system at every size, systems taking turns; each turn verifies before it times.
+
+    Raises:
+        CoarseError: If memory does not suffice, a worker dies or answers too late, or a result is wrong.
+    """
+    _check_memory(plan)
+    with contextlib.ExitStack() as stack:
+        fleets = [stack.enter_context(_fleet(plan, system)) for system in plan.systems]
+        for fleet in fleets:
+            progress(f"starting {fleet.system}")
+            fleet.start()
+        records = []
+        for nbytes in plan.sizes:
+            records += _measure_size(plan, fleets, nbytes, progress)
+    return records
+
+
+def num_progress_steps(plan: SyncPlan) -> int:
+    """How often run_sync() calls its progress function."""
+    return len(plan.systems) * (1 + plan.rounds * len(plan.sizes))
+
+
+def _check_memory(plan: SyncPlan) -> None:
+    needed = max(plan.sizes) * plan.num_workers * _COPIES_PER_WORKER
+    available = available_bytes()
+    if needed > available:
+        raise BenchError(
+            f"{plan.num_workers} workers with tensors of {format_bytes(max(plan.sizes))} may need "
+            f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are available. Choose smaller --sizes."
+        )
+
+
+def _fleet(plan: SyncPlan, system: str) -> Fleet:
+    if system == LIMIT:
+        return Fleet(system, 1, {"num_workers": plan.num_workers})
+    if system not in COARSE_SYSTEMS:
+        return Fleet(system, plan.num_workers)
+    chosen = {"algorithm": plan.algorithm, "memory_devices": plan.memory_devices}
+    options = {name: value for name, value in chosen.items() if value}
+    return Fleet(system, plan.num_workers, options)
+
+
+def _measure_size(
+    plan: SyncPlan, fleets: Sequence[Fleet], nbytes: int, progress: Progress
+) -> list[SyncRecord]:
+    seconds: dict[str, list[float]] = {fleet.system: [] for fleet in fleets}
+    for round_index in range(plan.rounds):
+        for fleet in fleets:
+            progress(f"{format_bytes(nbytes)}  {fleet.system}  round {round_index + 1} of {plan.rounds}")
+            seconds[fleet.system] += _take_turn(plan, fleet, nbytes)
+    return [
+        SyncRecord(
+            system=system,
+            num_workers=plan.num_workers,
+            nbytes=nbytes,
+            dtype=plan.dtype,
+            timing=Timing.from_seconds(values),
+        )
+        for system, values in seconds.items()
+    ]
+
+
+def _take_turn(plan: SyncPlan, fleet: Fleet, nbytes: int) -> list[float]:
+    """One system's turn. It holds its tensors only that long, so that memory is needed for one only."""
+    fleet.ask("prepare", nbytes=nbytes, dtype=plan.dtype)
+    fleet.ask("verify")
+    probe = slowest_worker(fleet.ask("run", iterations=_PROBE_ITERATIONS))
+    iterations = iterations_within(
+        plan.budget_s / plan.rounds, float(probe.min()), at_least=_MIN_ITERATIONS, at_most=_MAX_ITERATIONS
+    )
+    seconds = slowest_worker(fleet.ask("run", iterations=iterations))
+    fleet.ask("release")
+    return [float(each) for each in seconds]
+
+
+def format_bytes(nbytes: int) -> str:
+    """A size as people write it: 4 KiB, 1 MiB, 1000 B."""
+    for unit, length in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= length and nbytes % length == 0:
+            return f"{nbytes // length} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,138 @@
+"""How the processes of each system are started, and what is missing where they cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coarse.bench.worker import WorkerJob
+
+RANK_FROM_LAUNCHER = -1
+
+_MISSING_HINTS: Mapping[str, str] = {
+    "limit": "build the native module first: pip install -e .",
+    "coarse": "build the native module first: pip install -e .",
+    "gloo": "pip install torch",
+    "mpich": "pip install mpi4py mpich",
+    "openmpi": "pip install mpi4py; apt-get install openmpi-bin",
+    "horovod": "benchmarks/build_horovod.sh builds it",
+    "ddp": "pip install torch transformers",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Commands that start the processes of one system, and what they add to the environment."""
+
+    commands: tuple[tuple[str, ...], ...]
+    environment: Mapping[str, str]
+
+
+def missing(system: str) -> str | None:
+    """Why `system` cannot run here and how to get it, in one line; None if it can."""
+    present = {
+        "limit": lambda: _importable("coarse.kernels._native"),
+        "coarse": lambda: _importable("coarse.kernels._native"),
+        "coarse-unregistered": lambda: _importable("coarse.kernels._native"),
+        "mpich": lambda: _importable("mpi4py") and _mpich_launcher() is not None,
+        "openmpi": lambda: _importable("mpi4py") and _openmpi_launcher() is not None,
+        "horovod": lambda: _importable("horovod.torch") and _script("horovodrun") is not None,
+    }.get(system, lambda: _importable("torch"))()
+    if present:
+        return None
+    hint = _MISSING_HINTS.get(system, _MISSING_HINTS["coarse" if system.startswith("coarse") else "ddp"])
+    return f"{system}: not installed, skipped. To get it: {hint}"
+
+
+def launch(system: str, job: WorkerJob, socket_path: str) -> Launch:
+    """How to start the workers of `system`; `job.rank` is filled in here.
+
+    Raises:
+        FileNotFoundError: If its launcher is missing; ask missing() first.
+    """
+    if system in _LAUNCHERS:
+        return _LAUNCHERS[system](system, job, socket_path)
+    ranks = range(job.num_workers)
+    return Launch(
+        commands=tuple(_worker_command(system, job, socket_path, rank) for rank in ranks),
+        environment={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+    )
+
+
+def _launch_mpich(system: str, job: WorkerJob, socket_path: str) -> Launch:
+    prefix = (_required(_mpich_launcher(), "mpiexec.hydra"), "-n", str(job.num_workers))
+    return Launch(
+        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        environment={"MPI4PY_LIBMPI": _mpich_library()},
+    )
+
+
+def _launch_openmpi(system: str, job: WorkerJob, socket_path: str) -> Launch:
+    # Root and more workers than cores are usual in containers; two workers on two cores run the same.
+    prefix = (
+        _required(_openmpi_launcher(), "mpirun.openmpi"),
+        *("--allow-run-as-root", "--oversubscribe", "-n", str(job.num_workers)),
+    )
+    return Launch(
+        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        environment={"MPI4PY_LIBMPI": "libmpi.so.40", "TMPDIR": os.fspath(job.directory)},
+    )
+
+
+def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
+    prefix = (
+        _required(_script("horovodrun"), "horovodrun"),
+        *("--gloo", "--network-interfaces", "lo", "-np", str(job.num_workers)),
+        *("-H", f"localhost:{job.num_workers}"),
+    )
+    return Launch(
+        commands=((*prefix, *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER)),),
+        environment={},
+    )
+
+
+_LAUNCHERS = {"mpich": _launch_mpich, "openmpi": _launch_openmpi, "horovod": _launch_horovod}
+
+
+def _worker_command(system: str, job: WorkerJob, socket_path: str, rank: int) -> tuple[str, ...]:
+    ranked = WorkerJob(rank=rank, num_workers=job.num_workers, directory=job.directory, options=job.options)
+    module = (sys.executable, "-m", "coarse.bench.worker")
+    return (*module, "--system", system, "--socket", socket_path, "--job", ranked.to_json())
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _mpich_launcher() -> str | None:
+    return _script("mpiexec.hydra") or shutil.which("mpiexec.mpich")
+
+
+def _mpich_library() -> str:
+    """The wheel's library beside this Python, else Debian's; mpi4py's wheels load what they are told to."""
+    beside = Path(sys.prefix) / "lib" / "libmpi.so.12"
+    return os.fspath(beside) if beside.exists() else "libmpich.so.12"
+
+
+def _openmpi_launcher() -> str | None:
+    return shutil.which("mpirun.openmpi")
+
+
+def _script(name: str) -> str | None:
+    """A program of this Python environment, else of PATH."""
+    beside = Path(sys.executable).parent / name
+    return os.fspath(beside) if beside.exists() else shutil.which(name)
+
+
+def _required(path: str | None, program: str) -> str:
+    if path is None:
+        raise FileNotFoundError(f"{program} was not found; install it or leave its system out of --against")
+    return path

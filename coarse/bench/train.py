@@ -1,0 +1,308 @@
+"""`coarse bench train-step`: a real training step under COARSE, torch DDP and without any communication."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.memory import PeakPss, available_bytes
+from coarse.bench.models import MODELS, NUM_PARAMETERS
+from coarse.bench.statistics import Timing, iterations_within, slowest_worker
+from coarse.bench.training import LEARNING_RATE, OPTIMIZERS, PHASES
+
+PEERS = ("ddp", "ddp-default", "none")
+
+_MIN_STEPS = 3
+_MAX_STEPS = 500
+_PROBE_STEPS = 3
+_MEMORY_STEPS = 3
+# Parameters, gradients, two moments, and communication buffers, of four bytes each.
+_BYTES_PER_PARAMETER = 5 * 4
+_PROCESS_BYTES = 300 << 20
+# Beside what is running: the driver itself, and caches that must not be squeezed out while steps are timed.
+_MEMORY_MARGIN = 1.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainPlan:
+    """What one run measures.
+
+    Args:
+        systems: Names, in the order of their turns.
+        sequence: Tokens in a sample; means nothing to models of images.
+        threads: Threads of each worker.
+        steps: Steps timed in each round; 0 takes as many as fit the budget.
+        budget_s: Seconds of timed steps per system, over all rounds.
+        rounds: Turns that each system takes.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    systems: tuple[str, ...]
+    model: str
+    batch: int
+    sequence: int
+    num_workers: int
+    threads: int
+    optimizer: str
+    steps: int = 0
+    budget_s: float = 20.0
+    rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        if min(self.batch, self.sequence, self.num_workers, self.threads, self.rounds) < 1:
+            raise ValueError("batch, sequence, workers, threads and rounds all start at 1")
+        if not self.systems or self.steps < 0 or self.budget_s <= 0:
+            raise ValueError(
+                "need at least one system, steps from 0 (as the budget allows), a budget above 0 s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """What a system looks like when it runs alone: its first step's outcome and its memory."""
+
+    losses: tuple[float, ...]
+    parameter_hashes: tuple[str, ...]
+    parameter_sample: tuple[float, ...]
+    parameter_bytes: int
+    peak_pss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Figures of one system. Phases are those of the slowest worker; their medians need not add up.
+
+    Args:
+        phases: Timing of each of training.PHASES.
+    """
+
+    system: str
+    plan: TrainPlan
+    first_step: FirstStep
+    phases: Mapping[str, Timing]
+
+    @property
+    def step(self) -> Timing:
+        """Timing of the whole step."""
+        return self.phases["step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All systems of a run, each against the step without communication and against DDP."""
+
+    results: tuple[TrainResult, ...]
+    side_by_side: bool
+    """Whether all systems stayed up and took turns; else each was started anew for every turn."""
+
+    def result(self, system: str) -> TrainResult | None:
+        """The result of a system, if it was measured."""
+        return next((each for each in self.results if each.system == system), None)
+
+    def blocked_us(self, result: TrainResult) -> float | None:
+        """Median step minus the median step without communication: what a step waits for its gradients."""
+        bare = self.result("none")
+        return None if bare is None else result.step.p50_us - bare.step.p50_us
+
+    def blocked_percent_of_ddp(self, result: TrainResult) -> float | None:
+        """Blocked communication time as a share of DDP's."""
+        ddp = self.result("ddp")
+        blocked_us = self.blocked_us(result)
+        ddp_us = None if ddp is None else self.blocked_us(ddp)
+        return None if blocked_us is None or not ddp_us or ddp_us < 0 else 100 * blocked_us / ddp_us
+
+    def speedup_over_ddp(self, result: TrainResult) -> float | None:
+        """DDP's median step over this one's."""
+        ddp = self.result("ddp")
+        return None if ddp is None else ddp.step.p50_us / result.step.p50_us
+
+    def overhead_percent(self, result: TrainResult) -> float | None:
+        """By how much the median step is longer than the bare one."""
+        bare = self.result("none")
+        return None if bare is None else 100 * (result.step.p50_us / bare.step.p50_us - 1)
+
+    def as_json(self, result: TrainResult) -> dict[str, Any]:
+        """The fields of a record line, beside provenance."""
+        plan, first = result.plan, result.first_step
+        return {
+            "bench": "train-step",
+            "system": result.system,
+            "num_workers": plan.num_workers,
+            "bytes": first.parameter_bytes,
+            **asdict(result.step),
+            "algbw_gbytes_per_s": None,
+            "model": plan.model,
+            "batch": plan.batch,
+            "sequence": plan.sequence,
+            "threads": plan.threads,
+            "optimizer": plan.optimizer,
+            **{f"{phase}_p50_us": result.phases[phase].p50_us for phase in PHASES if phase != "step"},
+            "blocked_us": self.blocked_us(result),
+            "blocked_percent_of_ddp": self.blocked_percent_of_ddp(result),
+            "speedup_over_ddp": self.speedup_over_ddp(result),
+            "peak_pss_bytes": first.peak_pss_bytes,
+            "parameter_hashes": list(first.parameter_hashes),
+            "side_by_side": self.side_by_side,
+        }
+
+
+Progress = Callable[[str], None]
+"""Called with a description before each piece of work."""
+
+
+def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Comparison:
+    """Verifies every system alone, then times them in turns.
+
+    Where memory allows, all systems stay up and take turns; otherwise each is started anew for every turn.
+
+    Raises:
+        CoarseError: If memory does not suffice, a worker dies or answers too late, or parameters disagree.
+    """
+    _check_memory(plan)
+    first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
+    _verify(plan, first_steps)
+    needed = _MEMORY_MARGIN * sum(first.peak_pss_bytes for first in first_steps.values())
+    side_by_side = needed <= available_bytes()
+    measure = _measure_side_by_side if side_by_side else _measure_one_by_one
+    results = tuple(
+        TrainResult(system=system, plan=plan, first_step=first_steps[system], phases=phases)
+        for system, phases in measure(plan, progress).items()
+    )
+    return Comparison(results=results, side_by_side=side_by_side)
+
+
+def num_progress_steps(plan: TrainPlan) -> int:
+    """How often run_train() calls its progress function."""
+    return len(plan.systems) * (1 + plan.rounds)
+
+
+def _check_memory(plan: TrainPlan) -> None:
+    """Refuses what cannot fit; what activations need on top depends on the batch and is not foreseen."""
+    each = NUM_PARAMETERS[plan.model] * _BYTES_PER_PARAMETER + _PROCESS_BYTES
+    needed, available = each * plan.num_workers, available_bytes()
+    if needed > available:
+        raise BenchError(
+            f"{plan.num_workers} workers that train {plan.model} need at least {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are available. Choose a smaller --model or fewer --workers."
+        )
+
+
+def _fleet(plan: TrainPlan, system: str) -> Fleet:
+    options = {
+        "model": plan.model,
+        "batch": plan.batch,
+        "sequence": plan.sequence,
+        "optimizer": plan.optimizer,
+        "threads": plan.threads,
+    }
+    return Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads)
+
+
+def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
+    """Takes the first steps of a system with the machine to itself, watching its memory."""
+    progress(f"{system}  verifying")
+    with _fleet(plan, system) as fleet, PeakPss(fleet.descendants) as memory:
+        fleet.start()
+        answers = fleet.ask("first_step")
+        fleet.ask("run", steps=_MEMORY_STEPS)
+    return FirstStep(
+        losses=tuple(answer["loss"] for answer in answers),
+        parameter_hashes=tuple(answer["hash"] for answer in answers),
+        parameter_sample=tuple(answers[0]["sample"]),
+        parameter_bytes=answers[0]["parameter_bytes"],
+        peak_pss_bytes=memory.peak_bytes,
+    )
+
+
+def _verify(plan: TrainPlan, first_steps: Mapping[str, FirstStep]) -> None:
+    """After one step all workers hold the same parameters, and those are DDP's.
+
+    Workers start from different parameters and see different batches, so both hold only if the initial
+    parameters were broadcast and the gradients averaged.
+
+    Raises:
+        BenchError: If parameters differ.
+    """
+    for system, first in first_steps.items():
+        if system != "none" and len(set(first.parameter_hashes)) != 1:
+            raise BenchError(
+                f"{system}: workers disagree after one step: {', '.join(first.parameter_hashes)}"
+            )
+    ddp = first_steps.get("ddp")
+    for system, first in first_steps.items():
+        if ddp is not None and system != "none" and not _close(first.parameter_sample, ddp.parameter_sample):
+            raise BenchError(f"{system}: parameters after one step are not those of ddp ({plan.model})")
+
+
+def _close(sample: Sequence[float], reference: Sequence[float]) -> bool:
+    """Whether two parameter samples agree up to the order of additions.
+
+    Adam's first update is nearly the gradient's sign, so an element whose gradient is all rounding error may
+    end up two learning rates away; 99 of 100 must agree closely.
+    """
+    difference = np.abs(np.asarray(sample) - np.asarray(reference))
+    return bool(
+        difference.max() <= 2.5 * LEARNING_RATE and np.mean(difference <= 0.01 * LEARNING_RATE) >= 0.99
+    )
+
+
+class _Times:
+    """Seconds of each phase, step after step, of the slowest worker."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[NDArray[np.float64]]] = {phase: [] for phase in PHASES}
+
+    def add(self, answers: Sequence[Mapping[str, Sequence[float]]]) -> None:
+        """Adds one turn's answers, one per worker."""
+        for phase, turns in self._seconds.items():
+            turns.append(slowest_worker([answer[phase] for answer in answers]))
+
+    def timings(self) -> dict[str, Timing]:
+        """Timing of each phase over all turns."""
+        return {phase: Timing.from_seconds(np.concatenate(turns)) for phase, turns in self._seconds.items()}
+
+
+def _measure_side_by_side(plan: TrainPlan, progress: Progress) -> dict[str, dict[str, Timing]]:
+    times = {system: _Times() for system in plan.systems}
+    with contextlib.ExitStack() as stack:
+        fleets = {system: stack.enter_context(_fleet(plan, system)) for system in plan.systems}
+        for fleet in fleets.values():
+            fleet.start()
+        for round_index in range(plan.rounds):
+            for system, fleet in fleets.items():
+                progress(f"{system}  round {round_index + 1} of {plan.rounds}")
+                times[system].add(_take_turn(plan, fleet))
+    return {system: each.timings() for system, each in times.items()}
+
+
+def _measure_one_by_one(plan: TrainPlan, progress: Progress) -> dict[str, dict[str, Timing]]:
+    times = {system: _Times() for system in plan.systems}
+    for round_index in range(plan.rounds):
+        for system in plan.systems:
+            progress(f"{system}  round {round_index + 1} of {plan.rounds} (started anew)")
+            with _fleet(plan, system) as fleet:
+                fleet.start()
+                times[system].add(_take_turn(plan, fleet))
+    return {system: each.timings() for system, each in times.items()}
+
+
+def _take_turn(plan: TrainPlan, fleet: Fleet) -> list[dict[str, list[float]]]:
+    steps = plan.steps
+    if not steps:
+        probe = slowest_worker([answer["step"] for answer in fleet.ask("run", steps=_PROBE_STEPS)])
+        share_s = plan.budget_s / plan.rounds
+        steps = iterations_within(share_s, float(np.median(probe)), at_least=_MIN_STEPS, at_most=_MAX_STEPS)
+    answers: list[dict[str, list[float]]] = fleet.ask("run", steps=steps)
+    return answers

@@ -1,0 +1,167 @@
+"""The systems of `coarse bench train-step`: one training loop under each way of synchronising gradients."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coarse.bench.collectives import join_gloo
+from coarse.bench.models import Workload, build_workload
+from coarse.bench.worker import Adapter, WorkerJob
+
+LEARNING_RATE = 1e-4
+PHASES = ("forward", "backward", "optimizer", "step")
+OPTIMIZERS = ("adamw", "sgd")
+_SAMPLES_PER_PARAMETER = 64
+
+
+class TrainAdapter:
+    """The commands of `coarse bench train-step` for one system.
+
+    Args:
+        job: Its options are model, batch, sequence, optimizer and threads.
+        wrap: Joins the other workers' process group if the system has one, and returns what wraps the module.
+    """
+
+    commands = frozenset({"first_step", "run"})
+
+    def __init__(self, job: WorkerJob, wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> None:
+        self._job = job
+        self._wrap = wrap
+        self._torch: Any = None
+        self._workload: Workload | None = None
+        self._model: Any = None
+        self._optimizer: Any = None
+        self._num_steps = 0
+
+    def setup(self) -> int:
+        options, rank = self._job.options, self._job.rank
+        self._torch = importlib.import_module("torch")
+        self._torch.set_num_threads(options["threads"])
+        wrap = self._wrap(self._job)
+        self._workload = build_workload(
+            options["model"], batch=options["batch"], sequence=options["sequence"], rank=rank
+        )
+        self._model = wrap(self._workload.module)
+        self._optimizer = _make_optimizer(self._torch, options["optimizer"], self._model.parameters())
+        # Dropout must draw the same numbers in every system, however many its wrapper drew.
+        self._torch.manual_seed(1000 + rank)
+        return rank
+
+    def first_step(self) -> dict[str, Any]:
+        """Takes one step; returns the hash and a sample of the parameters, their length and the loss."""
+        loss = self._step([])
+        return {
+            "loss": loss,
+            "hash": self._parameter_hash(),
+            "sample": self._parameter_sample(),
+            "parameter_bytes": sum(each.nbytes for each in self._parameters()),
+        }
+
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Takes `steps` steps after one that is not counted; returns the seconds of each step's phases."""
+        marks: list[tuple[float, ...]] = []
+        gc.collect()
+        gc.disable()
+        try:
+            self._step([])
+            for _ in range(steps):
+                times: list[float] = []
+                self._step(times)
+                marks.append(tuple(times))
+        finally:
+            gc.enable()
+        return {
+            "forward": [times[1] - times[0] for times in marks],
+            "backward": [times[2] - times[1] for times in marks],
+            "optimizer": [times[3] - times[2] for times in marks],
+            "step": [times[3] - times[0] for times in marks],
+        }
+
+    def close(self) -> None:
+        # A wrapper may offer close(); a module does not.
+        close = getattr(self._model, "close", None)
+        if callable(close):
+            close()
+        self._model = self._optimizer = self._workload = None
+        if self._torch.distributed.is_initialized():
+            self._torch.distributed.destroy_process_group()
+
+    def _step(self, times: list[float]) -> float:
+        """One step, as users write it; appends the time before it and after each of its three phases."""
+        assert self._workload is not None
+        batch = self._workload.batches[self._num_steps % len(self._workload.batches)]
+        self._num_steps += 1
+        times.append(time.perf_counter())
+        loss = self._workload.loss(self._model, batch)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        times.append(time.perf_counter())
+        return float(loss.detach())
+
+    def _parameters(self) -> list[Any]:
+        assert self._workload is not None
+        return [parameter.detach() for parameter in self._workload.module.parameters()]
+
+    def _parameter_hash(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self._parameters():
+            digest.update(parameter.contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+    def _parameter_sample(self) -> list[float]:
+        """Up to 64 elements of each parameter, evenly spaced."""
+        sample: list[float] = []
+        for parameter in self._parameters():
+            flat = parameter.reshape(-1)
+            sample += flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].tolist()
+        return sample
+
+
+def _make_optimizer(torch: Any, name: str, parameters: Any) -> Any:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=True)
+    raise ValueError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}")
+
+
+def _wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
+    join_gloo(job)
+    wrap: Callable[[Any], Any] = importlib.import_module("coarse.torch").DistributedDataParallel
+    return wrap
+
+
+def _wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
+    """DDP at its best here: gradients are views of its buckets, which saves a copy and their memory."""
+    wrap = join_gloo(job).nn.parallel.DistributedDataParallel
+    return lambda module: wrap(module, gradient_as_bucket_view=True)
+
+
+def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
+    wrap: Callable[[Any], Any] = join_gloo(job).nn.parallel.DistributedDataParallel
+    return wrap
+
+
+def _wrap_none(job: WorkerJob) -> Callable[[Any], Any]:
+    return lambda module: module
+
+
+def _under(wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> Callable[[WorkerJob], Adapter]:
+    return lambda job: TrainAdapter(job, wrap)
+
+
+TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
+    "train-coarse": _under(_wrap_coarse),
+    "train-ddp": _under(_wrap_ddp),
+    "train-ddp-default": _under(_wrap_ddp_default),
+    "train-none": _under(_wrap_none),
+}
+"""Adapter of each system; the prefix sets them apart from the systems of `coarse bench sync`."""

@@ -1,0 +1,138 @@
+"""A benchmark's worker process: joins the other workers of its system and obeys the driver.
+
+    python -m coarse.bench.worker --system gloo --socket /private/socket --job '{...}'
+
+The driver sends `{"do": "run", "with": {"iterations": 10}}` and receives `{"result": ...}` or
+`{"error": "..."}`; the first message is the worker's own `{"rank": 0}`, sent when its system is set up.
+Between commands a worker blocks in a queue, never in its communication library: idle systems leave the cores
+to the one being measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from coarse.bench.channel import Channel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJob:
+    """What the driver tells a worker at its start.
+
+    Args:
+        rank: This worker's rank, or -1 where the system's own launcher decides.
+        num_workers: Workers of this system.
+        directory: Private directory of this system, for rendezvous files.
+        options: Settings of the system, such as COARSE's algorithm.
+    """
+
+    rank: int
+    num_workers: int
+    directory: Path
+    options: dict[str, Any]
+
+    def to_json(self) -> str:
+        """Text for the command line."""
+        return json.dumps({**asdict(self), "directory": os.fspath(self.directory)})
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerJob:
+        """Reads what to_json() wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "directory": Path(fields["directory"])})
+
+
+class Adapter(Protocol):
+    """One system under measurement, as a worker process sees it. All methods are called from one thread."""
+
+    commands: frozenset[str]
+    """Names of the methods that the driver may call; arguments and results are JSON values."""
+
+    def setup(self) -> int:
+        """Joins the other workers and returns this worker's rank."""
+
+    def close(self) -> None:
+        """Leaves the system; collective where the system's own shutdown is."""
+
+
+def make_adapter(system: str, job: WorkerJob) -> Adapter:
+    """The adapter of a system; its framework is imported by setup(), no earlier.
+
+    Raises:
+        ValueError: If no adapter is known by that name.
+    """
+    from coarse.bench.collectives import SYNC_SYSTEMS
+    from coarse.bench.training import TRAIN_SYSTEMS
+
+    factories: dict[str, Callable[[WorkerJob], Adapter]] = {**SYNC_SYSTEMS, **TRAIN_SYSTEMS}
+    if system not in factories:
+        raise ValueError(f"unknown system {system!r}; known are {', '.join(sorted(factories))}")
+    return factories[system](job)
+
+
+def serve(channel: Channel, adapter: Adapter) -> None:
+    """Executes commands until "close" has been answered. Errors are reported to the driver, which decides."""
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
+    while True:
+        message = inbox.get()
+        try:
+            channel.send({"result": _execute(adapter, message)})
+        except Exception as error:
+            traceback.print_exc()
+            channel.send({"error": f"{type(error).__name__}: {error}"})
+        if message["do"] == "close":
+            return
+
+
+def _execute(adapter: Adapter, message: dict[str, Any]) -> Any:
+    command = message["do"]
+    if command == "close":
+        return adapter.close()
+    if command not in adapter.commands:
+        raise ValueError(f"unknown command {command!r}; known are {', '.join(sorted(adapter.commands))}")
+    return getattr(adapter, command)(**message["with"])
+
+
+def _receive_all(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Moves messages to `inbox`; ends the process when the driver is gone.
+
+    The main thread may be blocked in a collective that a dead driver's workers will never finish.
+    """
+    try:
+        while True:
+            inbox.put(channel.receive())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of a worker process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="coarse.bench.worker", description=__doc__)
+    parser.add_argument("--system", required=True)
+    parser.add_argument("--socket", required=True, help="Unix socket where the driver listens")
+    parser.add_argument("--job", required=True, type=WorkerJob.from_json, help="a WorkerJob as JSON")
+    parsed = parser.parse_args(arguments)
+    channel = Channel.connect(parsed.socket)
+    try:
+        adapter = make_adapter(parsed.system, parsed.job)
+        channel.send({"rank": adapter.setup()})
+    except Exception as error:
+        traceback.print_exc()
+        channel.send({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    serve(channel, adapter)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

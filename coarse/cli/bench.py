@@ -1,0 +1,266 @@
+"""`coarse bench sync` and `coarse bench train-step`: COARSE beside its peers, measured in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from coarse.env import parse_bytes
+
+if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --help`
+    from rich.console import Console
+
+    from coarse.bench.report import TextTable
+
+_SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
+_TRAIN_PEERS = ("ddp", "ddp-default", "none")
+_MODELS = ("bert-base", "bert-small", "resnet50", "digits")
+_DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
+_EXIT_USAGE = 2
+
+Result = TypeVar("Result")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the `bench` sub-command; its handlers return an exit code."""
+    bench = subparsers.add_parser("bench", help="measure COARSE beside its peers", description=__doc__)
+    benches = bench.add_subparsers(dest="bench", metavar="BENCH", required=True)
+    _add_sync_parser(benches)
+    _add_train_step_parser(benches)
+
+
+def _add_sync_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "sync",
+        help="all-reduce of one tensor",
+        description="All-reduce of one tensor by size: COARSE with registered and unregistered buffers, its "
+        "peers, and the limit: an in-place reduction over shared memory by the same kernels without queues.",
+    )
+    parser.set_defaults(handler=run_sync_command)
+    parser.add_argument("--sizes", type=_sizes, default=_DEFAULT_SIZES, help="default: %(default)s")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64", "int32", "int64"))
+    parser.add_argument(
+        "--algorithm",
+        default="",
+        choices=("auto", "gather", "direct", "ring"),
+        help="of COARSE; default: $COARSE_ALGORITHM, or auto",
+    )
+    parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: the session's")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds per system and size; default: %(default)s",
+    )
+    _add_common_arguments(parser, peers=_SYNC_PEERS, default="gloo,mpich,openmpi,horovod", rounds=3)
+
+
+def _add_train_step_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "train-step",
+        help="a real training step",
+        description="A real model's training step under COARSE, torch DDP, and without any communication.",
+    )
+    parser.set_defaults(handler=run_train_step_command)
+    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
+    parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="steps per round; default: what the budget allows"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
+    )
+    parser.add_argument(
+        "--single", action="store_true", help="one worker: what wrapping costs a single process"
+    )
+    _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,none", rounds=4)
+
+
+def _add_common_arguments(
+    parser: argparse.ArgumentParser, *, peers: tuple[str, ...], default: str, rounds: int
+) -> None:
+    parser.add_argument(
+        "--against",
+        type=_names_among(peers),
+        default=default,
+        metavar="PEERS",
+        help=f'of {", ".join(peers)}, separated by commas, or ""; default: %(default)s',
+    )
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="turns of each system; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
+
+
+def run_sync_command(arguments: argparse.Namespace) -> int:
+    """Runs `coarse bench sync`; returns its exit code.
+
+    Raises:
+        CoarseError: If a system fails; nothing is left behind.
+    """
+    from coarse.bench import report
+    from coarse.bench.sync import COARSE_SYSTEMS, LIMIT, SyncPlan, num_progress_steps, run_sync
+
+    limit = (LIMIT,) if arguments.dtype == "float32" else ()
+    systems = _installed((*arguments.against, *limit, *COARSE_SYSTEMS))
+    try:
+        plan = SyncPlan(
+            systems=systems,
+            num_workers=arguments.workers,
+            sizes=arguments.sizes,
+            dtype=arguments.dtype,
+            algorithm=arguments.algorithm,
+            memory_devices=arguments.memory_devices,
+            budget_s=arguments.budget,
+            rounds=arguments.rounds,
+        )
+    except ValueError as error:
+        return _usage_error(str(error))
+    records = _with_progress(lambda progress: run_sync(plan, progress), num_progress_steps(plan))
+    what = f"{plan.num_workers} workers, {plan.dtype}, {plan.rounds} rounds, every result verified"
+    _publish(
+        what,
+        [report.bandwidth_table(records), report.latency_table(records)],
+        (record.as_json() for record in records),
+        arguments.json,
+    )
+    return 0
+
+
+def run_train_step_command(arguments: argparse.Namespace) -> int:
+    """Runs `coarse bench train-step`; returns its exit code.
+
+    Raises:
+        CoarseError: If a system fails; nothing is left behind.
+    """
+    from coarse.bench import report
+    from coarse.bench.train import TrainPlan, num_progress_steps, run_train
+
+    peers = arguments.against
+    if arguments.single:
+        peers = tuple(dict.fromkeys((*peers, "none")))
+    try:
+        plan = TrainPlan(
+            systems=_installed(("coarse", *peers)),
+            model=arguments.model,
+            batch=arguments.batch,
+            sequence=arguments.seq,
+            num_workers=1 if arguments.single else arguments.workers,
+            threads=arguments.threads,
+            optimizer=arguments.optimizer,
+            steps=arguments.steps,
+            budget_s=arguments.budget,
+            rounds=arguments.rounds,
+        )
+    except ValueError as error:
+        return _usage_error(str(error))
+    comparison = _with_progress(lambda progress: run_train(plan, progress), num_progress_steps(plan))
+    turns = "all systems up, in turns" if comparison.side_by_side else "started anew for each turn (memory)"
+    table = report.single_table(comparison) if arguments.single else report.train_table(comparison)
+    _publish(
+        f"{plan.rounds} rounds, {turns}, parameters verified",
+        [table],
+        (comparison.as_json(result) for result in comparison.results),
+        arguments.json,
+    )
+    return 0
+
+
+def _installed(systems: Iterable[str]) -> tuple[str, ...]:
+    """Those of `systems` that can run here; says how to get the others."""
+    from coarse.bench.systems import missing
+
+    present = []
+    for system in systems:
+        reason = missing(system)
+        if reason is None:
+            present.append(system)
+        else:
+            print(reason, file=sys.stderr)
+    return tuple(present)
+
+
+def _with_progress(work: Callable[[Callable[[str], None]], Result], num_steps: int) -> Result:
+    """Runs `work` under a progress bar on standard error; its argument takes a description of each step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from coarse.bench.fleet import sigterm_as_exit
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    # Four refreshes a second cost nothing measurable, more would be seen in the workers' times.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
+    with sigterm_as_exit(), bar:
+        task = bar.add_task("starting", total=num_steps)
+        begun = 0
+
+        def progress(description: str) -> None:
+            nonlocal begun
+            bar.update(task, completed=begun, description=description)
+            begun += 1
+
+        return work(progress)
+
+
+def _publish(
+    what: str, tables: Iterable[TextTable], records: Iterable[Mapping[str, Any]], json_path: Path | None
+) -> None:
+    """Prints the tables, and appends the records to `json_path` if there is one."""
+    from rich.console import Console
+
+    from coarse.bench.record import Provenance, append_records
+    from coarse.bench.report import heading
+
+    provenance = Provenance.here()
+    console = Console()
+    print(heading(provenance.machine, what))
+    print(f"commit {provenance.commit}")
+    for table in tables:
+        _print_table(console, table)
+    if json_path is not None:
+        append_records(json_path, records, provenance)
+
+
+def _print_table(console: Console, table: TextTable) -> None:
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(table.columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*row)
+    # Redirected output has no width of its own, and a table that is cut off is no record.
+    width = max(console.width, console.measure(drawn).maximum)
+    console.print(drawn, width=width, crop=False)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_bytes(part, what="--sizes") for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _names_among(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    def names(text: str) -> tuple[str, ...]:
+        chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return chosen
+
+    return names
+
+
+def _usage_error(message: str) -> int:
+    print(f"coarse bench: {message}", file=sys.stderr)
+    return _EXIT_USAGE

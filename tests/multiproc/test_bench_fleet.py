@@ -1,0 +1,121 @@
+"""Fleet: workers that die, err or hang are named, with what they wrote; nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coarse.bench.fleet import BenchError, Fleet
+from coarse.errors import SyncTimeoutError, WorkerLostError
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def private_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where fleets put their directories; empty again after each test. Short: a socket lies in it."""
+    previous = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="b-") as directory:
+        tempfile.tempdir = directory
+        yield Path(directory)
+        tempfile.tempdir = previous
+        assert list(Path(directory).iterdir()) == []
+
+
+def workers_of(fleet: Fleet) -> list[psutil.Process]:
+    return [each for each in fleet.descendants() if "coarse.bench.worker" in each.cmdline()]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
+
+
+def test_workers_answer_in_rank_order_and_leave() -> None:
+    with Fleet("gloo", 3) as fleet:
+        fleet.start()
+        workers = workers_of(fleet)
+        assert len(workers) == 3
+        fleet.ask("prepare", nbytes=4096, dtype="float32")
+        assert fleet.ask("verify") == [None, None, None]
+        assert [len(seconds) for seconds in fleet.ask("run", iterations=5)] == [5, 5, 5]
+        fleet.ask("release")
+    assert_gone(workers)
+    fleet.close()
+
+
+def test_private_directory_is_entered_by_its_owner_only(private_directory: Path) -> None:
+    with Fleet("gloo", 1) as fleet:
+        fleet.start()
+        (directory,) = private_directory.iterdir()
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_killed_worker_is_named_with_its_signal_and_the_others_are_ended() -> None:
+    with Fleet("gloo", 2) as fleet:
+        fleet.start()
+        workers = workers_of(fleet)
+        fleet.ask("prepare", nbytes=4096, dtype="float32")
+        threading.Timer(0.3, workers[1].kill).start()
+        with pytest.raises(WorkerLostError, match=r"(worker|process) \d died during run.*SIGKILL"):
+            fleet.ask("run", iterations=1_000_000)
+    assert_gone(workers)
+
+
+def test_error_of_a_worker_comes_with_its_traceback() -> None:
+    with Fleet("gloo", 2) as fleet:
+        fleet.start()
+        with pytest.raises(BenchError, match="prepare comes first") as caught:
+            fleet.ask("verify")
+    assert "Traceback" in str(caught.value)
+
+
+def test_worker_that_cannot_start_says_why() -> None:
+    with Fleet("no-such-system", 1) as fleet, pytest.raises(BenchError, match="unknown system"):
+        fleet.start()
+
+
+def test_worker_that_does_not_answer_is_named() -> None:
+    with Fleet("gloo", 2) as fleet:
+        fleet.start()
+        (stopped, _) = workers = sorted(workers_of(fleet), key=lambda worker: worker.pid)
+        stopped.suspend()
+        with pytest.raises(SyncTimeoutError, match=r"no answer of workers \[0(, 1)?\]"):
+            fleet.ask("prepare", timeout_s=0.5, nbytes=4096, dtype="float32")
+    assert_gone(workers)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
+    code = (
+        "import sys, time, tempfile\n"
+        "from coarse.bench.fleet import Fleet, sigterm_as_exit\n"
+        "tempfile.tempdir = sys.argv[1]\n"
+        "with sigterm_as_exit(), Fleet('gloo', 2) as fleet:\n"
+        "    fleet.start()\n"
+        "    print(*(each.pid for each in fleet.descendants()), flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", code, os.fspath(private_directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+        assert driver.stdout is not None
+        line = driver.stdout.readline()
+        workers = [psutil.Process(int(pid)) for pid in line.split()]
+        driver.send_signal(how)
+    assert len(workers) == 2
+    assert driver.returncode != 0
+    assert_gone(workers)
+    if how == signal.SIGKILL:  # nobody was left to remove it
+        for leftover in private_directory.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                subprocess.run(["rm", "-r", leftover], check=True)

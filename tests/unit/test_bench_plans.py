@@ -1,0 +1,144 @@
+"""Plans and command lines of a benchmark: what cannot be measured is refused before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+from coarse.bench import memory, sync, train
+from coarse.bench.fleet import BenchError
+from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
+from coarse.bench.sync import SyncPlan, run_sync
+from coarse.bench.train import TrainPlan, run_train
+from coarse.cli import bench
+
+SYNC: dict[str, Any] = {"systems": ("gloo",), "num_workers": 2, "sizes": (4096,)}
+TRAIN: dict[str, Any] = {
+    "systems": ("ddp",),
+    "model": "digits",
+    "batch": 1,
+    "sequence": 32,
+    "num_workers": 2,
+    "threads": 1,
+    "optimizer": "adamw",
+}
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    return parser.parse_args(["bench", *arguments])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sizes": ()},
+        {"sizes": (4095,)},
+        {"sizes": (0,)},
+        {"systems": ()},
+        {"dtype": "float8"},
+        {"num_workers": 0},
+        {"rounds": 0},
+        {"budget_s": 0.0},
+        {"memory_devices": -1},
+    ],
+)
+def test_sync_plan_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        SyncPlan(**{**SYNC, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"model": "gpt"}, {"optimizer": "lion"}, {"batch": 0}, {"steps": -1}, {"systems": ()}]
+)
+def test_train_plan_refuses(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        TrainPlan(**{**TRAIN, **wrong})
+
+
+def test_memory_that_cannot_be_had_is_refused_with_numbers() -> None:
+    with pytest.raises(BenchError, match=r"may need \d+\.\d GiB, \d+\.\d GiB are available"):
+        run_sync(SyncPlan(**{**SYNC, "sizes": (1 << 50,)}))
+    with pytest.raises(BenchError, match=r"need at least \d+\.\d GiB, \d+\.\d GiB are available"):
+        run_train(TrainPlan(**{**TRAIN, "num_workers": 1_000_000}))
+
+
+def test_command_line_reads_sizes_and_peers() -> None:
+    arguments = parse("sync", "--sizes", "4KiB,1MiB", "--against", "gloo, mpich")
+    assert arguments.sizes == (4096, 1 << 20)
+    assert arguments.against == ("gloo", "mpich")
+    assert arguments.handler is bench.run_sync_command
+
+
+def test_command_line_defaults_are_those_of_the_published_tables() -> None:
+    arguments = parse("sync")
+    assert arguments.sizes == (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20, 400 << 20)
+    assert arguments.against == sync.PEERS
+    assert parse("train-step").against == ("ddp", "none")
+
+
+def test_no_peers_may_be_asked_for() -> None:
+    assert parse("sync", "--against", "").against == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("sync", "--against", "nccl"), ("sync", "--sizes", "4 cows"), ("train-step", "--model", "gpt")],
+)
+def test_unknown_words_are_refused(
+    command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(command, option, value)
+    error = capsys.readouterr().err
+    assert f"argument {option}" in error
+    assert value in error
+
+
+def test_impossible_plan_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = parse("sync", "--sizes", "4095B", "--against", "gloo")
+    assert arguments.handler(arguments) == 2
+    assert "size 4095 B" in capsys.readouterr().err
+
+
+def test_names_of_the_command_line_are_those_of_the_benchmarks() -> None:
+    assert bench._SYNC_PEERS == sync.PEERS
+    assert bench._TRAIN_PEERS == train.PEERS
+    assert tuple(MODELS) == bench._MODELS
+
+
+def test_command_line_parser_imports_no_extra() -> None:
+    code = (
+        "import argparse, sys; from coarse.cli import bench; "
+        "bench.add_parser(argparse.ArgumentParser().add_subparsers()); "
+        "print(sorted({'torch', 'numpy', 'psutil', 'mpi4py', 'rich', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameter_counts_are_those_of_the_models(model: str) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        module = build_workload(model, batch=1, sequence=8, rank=0).module
+    assert sum(parameter.numel() for parameter in module.parameters()) == NUM_PARAMETERS[model]
+
+
+def test_pss_of_this_process_is_no_larger_than_its_resident_memory() -> None:
+    pss = memory.pss_bytes([os.getpid()])
+    assert 0 < pss <= psutil.Process().memory_info().rss + (64 << 20)
+
+
+def test_process_that_has_ended_counts_nothing() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert memory.pss_bytes([ended.pid]) == 0
