@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from coarse.errors import RendezvousError
 
@@ -92,3 +93,107 @@ def _required_int(environ: Mapping[str, str], name: str, *, default: int | None 
         return int(text)
     except ValueError:
         raise RendezvousError(f"{name}={text!r} is no whole number") from None
+
+
+ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring")
+SCHEDULING_CHOICES = ("queues", "fcfs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a session is set up. The same on every worker.
+
+    Args:
+        memory_devices: Memory devices on each node; 0 stands for as many as local workers.
+        sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
+        shard_bytes: Partition threshold: no shard is smaller unless its tensor is.
+        gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
+        routing_threshold_bytes: Shards below go to the lowest-latency proxy, others to the widest one.
+        algorithm: "auto", "gather", "direct" or "ring".
+        scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
+        timeout_s: A wait longer than this is an error.
+        spin_us: How long an idle sync core looks for work before it sleeps, in microseconds.
+
+    Raises:
+        ValueError: If a value is out of range; the message names the variable.
+    """
+
+    memory_devices: int = 0
+    sync_cores: int = 0
+    shard_bytes: int = 256 << 10
+    gather_bytes: int = 64 << 10
+    routing_threshold_bytes: int = 0
+    algorithm: str = "auto"
+    scheduling: str = "queues"
+    timeout_s: float = 600.0
+    spin_us: int = 100
+
+    def __post_init__(self) -> None:
+        _check_range("COARSE_MEMORY_DEVICES", self.memory_devices, 0, 64)
+        _check_range("COARSE_SYNC_CORES", self.sync_cores, 0, 256)
+        _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64, 1 << 32)
+        _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
+        _check_range("COARSE_ROUTING_THRESHOLD_BYTES", self.routing_threshold_bytes, 0, 1 << 40)
+        _check_range("COARSE_TIMEOUT_S", self.timeout_s, 0.001, 10**7)
+        _check_range("COARSE_SPIN_US", self.spin_us, 0, 10**6)
+        _check_choice("COARSE_ALGORITHM", self.algorithm, ALGORITHM_CHOICES)
+        _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Reads COARSE_MEMORY_DEVICES and so on: the names of the fields in capitals.
+
+        Raises:
+            ValueError: If a variable cannot be read, or a variable of that prefix is not known.
+        """
+        environ = os.environ if environ is None else environ
+        readers: dict[str, Callable[[str, str], object]] = {
+            "memory_devices": _read_int,
+            "sync_cores": _read_int,
+            "shard_bytes": _read_bytes,
+            "gather_bytes": _read_bytes,
+            "routing_threshold_bytes": _read_bytes,
+            "algorithm": _read_text,
+            "scheduling": _read_text,
+            "timeout_s": _read_float,
+            "spin_us": _read_int,
+        }
+        values: dict[str, Any] = {}
+        for field, read in readers.items():
+            name = f"COARSE_{field.upper()}"
+            if name in environ:
+                values[field] = read(name, environ[name])
+        return cls(**values)
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is out of range: it must lie between {low} and {high}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
+
+
+def _read_int(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no whole number") from None
+
+
+def _read_float(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is no number") from None
+
+
+def _read_bytes(name: str, text: str) -> int:
+    return parse_bytes(text, what=name)
+
+
+def _read_text(name: str, text: str) -> str:
+    del name
+    return text

@@ -1,0 +1,364 @@
+"""The parameter client: a worker's end of the push and pull interface (COARSE paper, sections III-D and IV-B)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.env import Settings
+from coarse.errors import (
+    CoarseError,
+    ForkedSessionError,
+    MemoryDeviceLostError,
+    SessionClosedError,
+    SyncTimeoutError,
+    WorkerLostError,
+)
+from coarse.kernels import _native
+from coarse.profiler.routing import RoutingTable, static_routing
+from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
+
+_STAGING_BUFFERS = 8
+_STAGING_BYTES = 512 << 10
+_ABORT_MESSAGE_TIMEOUT_S = 2.0
+
+FateOfDevice = Callable[[int], str]
+
+
+class Client:
+    """Registers tensors with the memory devices, pushes and pulls them.
+
+    Thread safety: one caller at a time, whichever thread it is.
+
+    Args:
+        rank: This worker, also its client number on this node.
+        num_clients: Workers of this node.
+        connections: One to each memory device; they have all welcomed this client.
+        segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
+        settings: Of the session.
+        fate_of_device: Tells in words how a memory device ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_clients: int,
+        connections: Sequence[DeviceConnection],
+        segment_fd: int,
+        doorbells_fd: int,
+        settings: Settings,
+        fate_of_device: FateOfDevice,
+    ) -> None:
+        self.rank = rank
+        self.num_clients = num_clients
+        self._connections = connections
+        self._settings = settings
+        self._fate_of_device = fate_of_device
+        self._routing = self._routing_table()
+        self._next_group = 0
+        self._groups: dict[int, TensorGroup] = {}
+        self._staging: TensorGroup | None = None
+        self._lost: CoarseError | None = None
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._native = _native.Client(
+            num_devices=len(connections),
+            segment_fd=segment_fd,
+            doorbells_fd=doorbells_fd,
+            watch_fds=[connection.fileno() for connection in connections],
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait before it is an error."""
+        return self._settings.timeout_s
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
+        """Registers tensors; every worker must do so with the same arguments.
+
+        Raises:
+            SchemaMismatchError: If another worker registered something else; names the first difference.
+            OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
+            ValueError: If there is no tensor, or two of one name.
+        """
+        if not specs:
+            raise ValueError(f"{name}: there is no tensor to register")
+        if len({spec.name for spec in specs}) < len(specs):
+            raise ValueError(f"{name}: two tensors share a name")
+        return self._register(
+            GroupSchema(
+                name=name,
+                specs=tuple(specs),
+                shard_bytes=self._settings.shard_bytes,
+                gather_bytes=self._settings.gather_bytes,
+                algorithm=self._settings.algorithm,
+            )
+        )
+
+    def all_reduce(self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True) -> None:
+        """Reduces a buffer that is not registered, in place.
+
+        Args:
+            address: Of the first element, in this process; the buffer is contiguous.
+            num_elements: Its length, the same on every worker.
+            dtype, op: As in TensorSpec.
+            present: False contributes nothing but receives the result.
+        """
+        self._check_usable()
+        if num_elements == 0:
+            return
+        group = self._staging_group()
+        status = self._native.all_reduce(
+            group.id, address, num_elements, DTYPE_NUMBERS[dtype], OP_NUMBERS[op], present, self.timeout_s
+        )
+        self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
+
+    def check(self, status: _native.WaitStatus, describe: Callable[[], str]) -> None:
+        """Turns the end of a native call into an error, unless it was a good one.
+
+        Args:
+            status: What the native call returned.
+            describe: Says what was waited for, if that is needed.
+        """
+        if status == _native.WaitStatus.DONE:
+            return
+        if status == _native.WaitStatus.FORKED:
+            raise ForkedSessionError(
+                f"worker {self.rank}: the session was opened by process {self._pid} and is used in its fork "
+                f"{os.getpid()}. Load data there, train here; or start the process with the spawn method."
+            )
+        if status == _native.WaitStatus.TIMED_OUT:
+            raise SyncTimeoutError(f"worker {self.rank}: waited {self.timeout_s:.1f} s for {describe()}")
+        self._lost = self._explain_loss(status)
+        raise self._lost
+
+    def close(self) -> None:
+        """Says goodbye to the memory devices. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        is_own = os.getpid() == self._pid
+        for connection in self._connections:
+            if is_own:
+                try:
+                    connection.send({"type": "bye"})
+                except MemoryDeviceLostError:
+                    continue
+                finally:
+                    connection.close()
+            else:
+                connection.close()
+        self._groups.clear()
+
+    # ---- for tensor groups ----
+
+    def release(self, group: int) -> None:
+        """Gives a tensor group up; its memory is freed when every worker has."""
+        if self._groups.pop(group, None) is None or self._is_closed:
+            return
+        self._native.remove_group(group)
+        if self._lost is not None or os.getpid() != self._pid:
+            return
+        for connection in self._connections:
+            connection.send({"type": "unregister", "group": group})
+
+    # ---- private ----
+
+    def _register(self, schema: GroupSchema) -> TensorGroup:
+        self._check_usable()
+        group, self._next_group = self._next_group, self._next_group + 1
+        for connection in self._connections:
+            connection.send(schema.to_message(group))
+        try:
+            fds = self._collect_memory(group, schema.name)
+        except CoarseError:
+            for connection in self._connections:
+                connection.send({"type": "unregister", "group": group})
+            raise
+        plan = schema.native_plan(group, self.num_clients)
+        partition = schema.partition()
+        routes = [
+            self._routing.route(shard.num_elements * ITEM_BYTES[schema.specs[shard.tensor].dtype])
+            for shard in partition.shards
+        ]
+        try:
+            slots = self._native.add_group(plan, self.rank, fds["control"], fds["slots"], routes)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        self._groups[group] = TensorGroup(self, self._native, group, schema, partition.tensor_offsets, slots)
+        return self._groups[group]
+
+    def _collect_memory(self, group: int, name: str) -> dict[str, int]:
+        replies = collect_replies(
+            self._connections,
+            kind="registered",
+            group=group,
+            timeout_s=self.timeout_s,
+            what=f"worker {self.rank}: registering {name}",
+        )
+        fds: dict[str, int] = {}
+        for reply in replies.values():
+            fds.update(zip(reply.message["fds"], reply.fds, strict=True))
+        return fds
+
+    def _routing_table(self) -> RoutingTable:
+        static = static_routing(self.rank, self.num_clients, len(self._connections))
+        return RoutingTable(
+            lat_proxy=static.lat_proxy,
+            bw_proxy=static.bw_proxy,
+            threshold_bytes=self._settings.routing_threshold_bytes,
+        )
+
+    def _staging_group(self) -> TensorGroup:
+        if self._staging is None:
+            buffers = [
+                TensorSpec(name=f"buffer{i}", dtype="uint8", num_elements=_STAGING_BYTES, op="sum")
+                for i in range(_STAGING_BUFFERS)
+            ]
+            self._staging = self._register(
+                GroupSchema(
+                    name="staging buffers",
+                    specs=tuple(buffers),
+                    shard_bytes=_STAGING_BYTES,
+                    gather_bytes=0,
+                    algorithm="direct",
+                    is_staging=True,
+                )
+            )
+        return self._staging
+
+    def _check_usable(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        if self._is_closed:
+            raise SessionClosedError(f"worker {self.rank}: the session is closed")
+        if os.getpid() != self._pid:
+            self.check(_native.WaitStatus.FORKED, str)
+
+    def _explain_loss(self, status: _native.WaitStatus) -> CoarseError:
+        """The reason of a loss, from what memory devices said of it."""
+        try:
+            collect_replies(
+                self._connections, kind="", group=None, timeout_s=_ABORT_MESSAGE_TIMEOUT_S, what="loss of a peer"
+            )
+        except (WorkerLostError, SyncTimeoutError) as error:
+            if isinstance(error, WorkerLostError):
+                return WorkerLostError(f"worker {self.rank}: {error}")
+        except CoarseError as error:
+            if not isinstance(error, MemoryDeviceLostError):
+                return error
+        device = self._native.lost_device if status == _native.WaitStatus.DEVICE_LOST else self._dead_device()
+        return MemoryDeviceLostError(
+            f"worker {self.rank}: memory device md{device} (pid {self._connections[device].pid}) "
+            f"{self._fate_of_device(device)}. Gradients of this step are lost, parameters are those of the step "
+            "before. Start the job again from your last checkpoint."
+        )
+
+    def _dead_device(self) -> int:
+        for connection in self._connections:
+            try:
+                os.kill(connection.pid, 0)
+            except OSError:
+                return connection.device
+        return 0
+
+
+class TensorGroup:
+    """Tensors that were registered together: a slot of device memory for each, which only this worker writes.
+
+    A tensor is pushed, and pulled before it is pushed again; in between its slot belongs to the memory devices.
+    Thread safety: one caller at a time, whichever thread it is.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        native: _native.Client,
+        group: int,
+        schema: GroupSchema,
+        tensor_offsets: Sequence[int],
+        slots: _native.Mapping,
+    ) -> None:
+        self.id = group
+        self.name = schema.name
+        self.specs = schema.specs
+        self._client = client
+        self._native = native
+        self._offsets = tensor_offsets
+        self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type]
+
+    def buffer(self, index: int) -> memoryview[Any]:
+        """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it."""
+        if self._slots is None:
+            raise self._closed_error()
+        start = self._offsets[index]
+        return self._slots[start : start + self.specs[index].nbytes]
+
+    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
+        """Contributes a tensor to the next synchronisation.
+
+        Args:
+            index: Position in `specs`.
+            present: False contributes nothing, as if it were zeros.
+            joined: True contributes nothing and does not count in a mean: this worker has run out of inputs.
+            source: Address of the tensor's bytes to copy to the slot first; 0 if they are there already.
+        """
+        if self._slots is None:
+            raise self._closed_error()
+        flags = (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0)
+        status = self._native.push(self.id, index, flags, source)
+        if status != _native.WaitStatus.DONE:
+            self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
+
+    def flush(self) -> None:
+        """Wakes memory devices for pushes that were held back to spare wake-ups; pulling does it too."""
+        self._native.flush()
+
+    def pull(self, index: int, *, destination: int = 0) -> int:
+        """Waits for the result of a pushed tensor.
+
+        Args:
+            index: Position in `specs`.
+            destination: Address to copy the result to; 0 leaves it in the slot alone.
+
+        Returns:
+            How many workers contributed; 0 means that the slot was left as it was.
+        """
+        if self._slots is None:
+            raise self._closed_error()
+        status = self._native.pull(self.id, index, destination, self._client.timeout_s)
+        if status != _native.WaitStatus.DONE:
+            self._client.check(status, lambda: self._describe_wait(index))
+        return self._native.contributors(self.id, index)
+
+    def pull_all(self) -> list[int]:
+        """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each."""
+        if self._slots is None:
+            raise self._closed_error()
+        status = self._native.pull_all(self.id, self._client.timeout_s)
+        if status != _native.WaitStatus.DONE:
+            self._client.check(status, self._describe_pending)
+        return self._native.all_contributors(self.id)
+
+    def close(self) -> None:
+        """Gives the group up; its memory is freed when every worker has. Idempotent."""
+        if self._slots is not None:
+            self._slots = None
+            self._client.release(self.id)
+
+    def _describe_pending(self) -> str:
+        waits = [self._describe_wait(i) for i in range(len(self.specs)) if self._native.is_late(self.id, i)]
+        return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more tensors" if len(waits) > 3 else "")
+
+    def _describe_wait(self, index: int) -> str:
+        missing = self._native.missing_clients(self.id, index)
+        whom = f"not pushed by worker(s) {', '.join(map(str, missing))}" if missing else "being reduced"
+        return f"{self.specs[index].name!r} of {self.name} ({whom})"
+
+    def _closed_error(self) -> SessionClosedError:
+        return SessionClosedError(f"worker {self._client.rank}: tensor group {self.name!r} is closed")

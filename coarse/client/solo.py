@@ -1,0 +1,74 @@
+"""The client of a job of one worker: nobody to synchronise with, no process, no shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from coarse.client.schema import TensorSpec
+from coarse.errors import SessionClosedError
+
+
+class SoloClient:
+    """Offers what Client does; every result is the worker's own contribution."""
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> SoloTensorGroup:
+        """Takes memory for the tensors."""
+        return SoloTensorGroup(name, specs)
+
+    def all_reduce(self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True) -> None:
+        """Leaves the buffer as it is: the sum, mean and maximum of one."""
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+class SoloTensorGroup:
+    """Offers what TensorGroup does, for one worker."""
+
+    def __init__(self, name: str, specs: Sequence[TensorSpec]) -> None:
+        self.id = 0
+        self.name = name
+        self.specs = tuple(specs)
+        self._buffers: list[memoryview[Any]] | None = [memoryview(bytearray(spec.nbytes)) for spec in specs]
+        self._contributors = [0] * len(self.specs)
+
+    def buffer(self, index: int) -> memoryview[Any]:
+        """The writable bytes of a tensor."""
+        return self._open()[index]
+
+    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
+        """Takes the contribution, which is also the result."""
+        buffer = self._open()[index]
+        if source:
+            ctypes.memmove(_address(buffer), source, len(buffer))
+        self._contributors[index] = int(present and not joined)
+
+    def flush(self) -> None:
+        """Has nobody to wake."""
+
+    def pull(self, index: int, *, destination: int = 0) -> int:
+        """Returns at once; copies the result if asked."""
+        buffer = self._open()[index]
+        if destination:
+            ctypes.memmove(destination, _address(buffer), len(buffer))
+        return self._contributors[index]
+
+    def pull_all(self) -> list[int]:
+        """Returns at once."""
+        self._open()
+        return list(self._contributors)
+
+    def close(self) -> None:
+        """Frees the tensors. Idempotent."""
+        self._buffers = None
+
+    def _open(self) -> list[memoryview[Any]]:
+        if self._buffers is None:
+            raise SessionClosedError(f"tensor group {self.name!r} is closed")
+        return self._buffers
+
+
+def _address(buffer: memoryview[Any]) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace coarse {
+
+/// One function per header: each translates, none thinks.
+void registerSharedMemory(pybind11::module_& module);
+void registerTensorGroup(pybind11::module_& module);
+void registerProxy(pybind11::module_& module);
+void registerClient(pybind11::module_& module);
+void registerReduce(pybind11::module_& module);
+
+}  // namespace coarse

@@ -1,0 +1,23 @@
+#include <system_error>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The data path of COARSE: shared memory, queues, sync cores.";
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const std::system_error& error) {
+      // OSError(errno, text) picks the right subclass by itself.
+      py::tuple args = py::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+  });
+  coarse::registerSharedMemory(module);
+  coarse::registerTensorGroup(module);
+  coarse::registerProxy(module);
+  coarse::registerClient(module);
+  coarse::registerReduce(module);
+}

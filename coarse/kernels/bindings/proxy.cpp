@@ -1,0 +1,53 @@
+#include "coarse/proxy.hpp"
+
+#include <pybind11/stl.h>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+
+void registerProxy(py::module_& module) {
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<Proxy>(module, "Proxy")
+      .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients, std::size_t numSyncCores,
+                       int scheduling, std::vector<std::size_t> localClients, std::vector<int> cpus,
+                       std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds,
+                       int eventFd) {
+             ProxyConfig config;
+             config.device = device;
+             config.numDevices = numDevices;
+             config.numClients = numClients;
+             config.numSyncCores = numSyncCores;
+             config.scheduling = static_cast<Scheduling>(scheduling);
+             config.localClients = std::move(localClients);
+             config.cpus = std::move(cpus);
+             config.spinMicroseconds = spinMicroseconds;
+             return std::make_unique<Proxy>(std::move(config), doorbellsFd, ringLogsFd, ringFds, eventFd);
+           }),
+           py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"), py::arg("num_sync_cores"),
+           py::arg("scheduling"), py::arg("local_clients"), py::arg("cpus"), py::arg("spin_us"),
+           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"))
+      .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
+      .def("start", &Proxy::start)
+      .def("stop", &Proxy::stop, ReleaseGil())
+      .def("add_group", &Proxy::addGroup, py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"),
+           py::arg("initialise"), ReleaseGil())
+      .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
+      .def("abort_client", &Proxy::abortClient, py::arg("client"))
+      .def("client_left", &Proxy::clientLeft, py::arg("client"))
+      .def("last_step", &Proxy::lastStep, py::arg("client"))
+      .def("take_events",
+           [](Proxy& proxy) {
+             std::vector<std::pair<int, std::string>> events;
+             for (ProxyEvent& event : proxy.takeEvents()) events.emplace_back(event.client, std::move(event.message));
+             return events;
+           })
+      .def("statistics", [](const Proxy& proxy) {
+        const ProxyStatistics statistics = proxy.statistics();
+        return std::pair(statistics.numShards, statistics.numBytes);
+      });
+}
+
+}  // namespace coarse

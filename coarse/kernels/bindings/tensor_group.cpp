@@ -1,0 +1,57 @@
+#include "coarse/tensor_group.hpp"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+using ShardTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, int, int, int, bool>;
+
+Shard toShard(const ShardTuple& values) {
+  Shard shard;
+  shard.tensor = std::get<0>(values);
+  shard.numElements = std::get<1>(values);
+  shard.offset = std::get<2>(values);
+  shard.dtype = static_cast<DType>(std::get<3>(values));
+  shard.op = static_cast<ReduceOp>(std::get<4>(values));
+  shard.algorithm = static_cast<Algorithm>(std::get<5>(values));
+  shard.isDynamic = std::get<6>(values);
+  return shard;
+}
+
+GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotBytes,
+                   const std::vector<ShardTuple>& shards) {
+  GroupPlan plan;
+  plan.id = id;
+  plan.numClients = numClients;
+  plan.slotBytes = slotBytes;
+  for (const ShardTuple& shard : shards) plan.shards.push_back(toShard(shard));
+  plan.validate();
+  return plan;
+}
+
+}  // namespace
+
+void registerTensorGroup(py::module_& module) {
+  py::class_<GroupPlan>(module, "GroupPlan")
+      .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"), py::arg("shards"))
+      .def_readonly("id", &GroupPlan::id)
+      .def_readonly("num_clients", &GroupPlan::numClients)
+      .def_readonly("slot_bytes", &GroupPlan::slotBytes)
+      .def_property_readonly("num_shards", [](const GroupPlan& plan) { return plan.shards.size(); });
+  module.def("client_segment_bytes", &ClientSegment::numBytes, py::arg("num_devices"));
+  module.def("doorbells_bytes", [](std::size_t numDevices) { return numDevices * sizeof(Doorbell); },
+             py::arg("num_devices"));
+  module.def("group_control_bytes", &GroupControl::numBytes, py::arg("num_shards"), py::arg("num_clients"));
+  module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
+  module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);
+  module.attr("RING_LOG_CAPACITY") = kRingLogCapacity;
+}
+
+}  // namespace coarse

@@ -1,0 +1,114 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "coarse/descriptor_queue.hpp"
+#include "coarse/layout.hpp"
+#include "coarse/shared_memory.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+
+/// How a wait ended.
+enum class WaitStatus : std::uint8_t {
+  kDone = 0,
+  kTimedOut = 1,
+  kAborted = 2,      // a memory device says that a process was lost; its reason waits on the control socket
+  kDeviceLost = 3,   // a control socket was closed by its memory device
+  kForked = 4,       // called in a child of the process that made the client
+};
+
+/// A registered tensor: a range of shards.
+struct ClientTensor {
+  std::uint32_t firstShard = 0;
+  std::uint32_t numShards = 0;
+  std::uint32_t step = 0;     // pushed last
+  bool isPending = false;     // pushed and not pulled
+};
+
+/// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
+///
+/// Thread safety: one caller at a time, whichever thread it is.
+class Client {
+ public:
+  /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
+  /// @param watchFds one control socket per memory device, looked at during waits; stay open while the client lives.
+  /// @param interrupt called about ten times a second during a wait; may throw to end it.
+  Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
+         std::function<void()> interrupt);
+
+  /// @param routes the memory device that takes each shard's descriptor.
+  /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
+  std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd, std::vector<std::uint16_t> routes);
+  void removeGroup(std::uint32_t group);
+
+  /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard by shard, each
+  /// told to its memory device as soon as it is there.
+  /// @throws std::invalid_argument for a tensor that does not exist, std::logic_error if its last result was not pulled.
+  WaitStatus push(std::uint32_t group, std::uint32_t tensor, std::uint8_t flags, const void* source);
+  /// Tells memory devices what push() may have held back to spare wake-ups.
+  void flush() noexcept;
+  /// Waits for the result, copies it to `destination` unless that is null, shard by shard as they complete.
+  WaitStatus pull(std::uint32_t group, std::uint32_t tensor, void* destination, double timeoutSeconds);
+  /// Waits for everything that was pushed to `group` and not pulled.
+  WaitStatus pullAll(std::uint32_t group, double timeoutSeconds);
+  /// How many clients contributed to the tensor's last result.
+  std::uint32_t contributors(std::uint32_t group, std::uint32_t tensor) const;
+  /// First shard of `tensor` that is not complete and the clients that have not contributed to it.
+  std::vector<std::size_t> missingClients(std::uint32_t group, std::uint32_t tensor) const;
+  std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
+  /// Whether the tensor was pushed and its result is not there.
+  bool isLate(std::uint32_t group, std::uint32_t tensor) const;
+
+  /// Reduces a buffer that is not registered through the dynamic shards of `group`, in a pipeline of copies in, reductions
+  /// and copies out.
+  WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
+                       bool isPresent, double timeoutSeconds);
+
+  /// The memory device whose socket was found closed.
+  std::size_t lostDevice() const noexcept { return lostDevice_; }
+
+ private:
+  struct Group {
+    GroupPlan plan;
+    std::size_t client;
+    Mapping controlMapping;
+    GroupControl control;
+    std::shared_ptr<Mapping> slots;
+    std::vector<std::uint16_t> routes;
+    std::vector<ClientTensor> tensors;
+  };
+
+  Group& find(std::uint32_t group);
+  const Group& find(std::uint32_t group) const;
+  static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
+  static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
+  WaitStatus post(std::uint16_t device, const Descriptor& descriptor, std::size_t numBytes);
+  WaitStatus waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step, double timeoutSeconds);
+  template <typename IsDone>
+  WaitStatus wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds);
+  WaitStatus health();
+  bool isForked() const noexcept;
+
+  std::size_t numDevices_;
+  Mapping segmentMapping_;
+  ClientSegment segment_;
+  Mapping doorbellMapping_;
+  Doorbell* doorbells_;
+  std::vector<int> watchFds_;
+  std::function<void()> interrupt_;
+  std::vector<DescriptorProducer> producers_;
+  std::vector<std::size_t> heldBackBytes_;  // per device, told but not rung for
+  std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
+  std::uint32_t numPosted_ = 0;
+  std::size_t lostDevice_ = 0;
+  pid_t pid_;
+};
+
+}  // namespace coarse

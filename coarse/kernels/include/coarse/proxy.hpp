@@ -1,0 +1,161 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "coarse/descriptor_queue.hpp"
+#include "coarse/layout.hpp"
+#include "coarse/ring.hpp"
+#include "coarse/shared_memory.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+
+/// How a proxy takes descriptors.
+enum class Scheduling : std::uint8_t {
+  kQueues = 0,  // one queue per client, all served together: no order of pushes can block (paper, section III-F)
+  kFcfs = 1,    // one shard at a time in order of arrival: deadlocks by design, to show that it does (paper, Fig 10)
+};
+
+struct ProxyConfig {
+  std::size_t device = 0;
+  std::size_t numDevices = 1;
+  std::size_t numClients = 1;
+  std::size_t numSyncCores = 1;
+  Scheduling scheduling = Scheduling::kQueues;
+  std::vector<std::size_t> localClients;  // whose contributions this device brings into a ring
+  std::vector<int> cpus;                  // sync core i runs on cpus[i]; empty: wherever the system puts it
+  std::uint32_t spinMicroseconds = 50;    // how long an idle sync core looks for work before it sleeps
+
+  /// @throws std::invalid_argument if a number is out of range.
+  void validate() const;
+};
+
+/// Something that ends a client's or everybody's synchronisation. client is -1 if it is nobody's fault in particular.
+struct ProxyEvent {
+  int client = -1;
+  std::string message;
+};
+
+struct ProxyStatistics {
+  std::uint64_t numShards = 0;  // shards that sync cores of this device completed
+  std::uint64_t numBytes = 0;   // bytes of those, of one client
+};
+
+/// The data path of one memory device: takes descriptors from one queue per client, counts who has contributed, and
+/// reduces complete shards on its sync cores, together with those of the other memory devices.
+///
+/// Thread safety: all public functions may be called from one control thread; sync cores run on threads of their own.
+/// Lock order: controlMutex_ alone.
+class Proxy {
+ public:
+  /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one from each;
+  /// all stay the caller's. `eventFd` is an eventfd that is written when takeEvents() has something.
+  /// @throws std::invalid_argument if a descriptor is unsealed or too small.
+  Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd);
+  /// Stops the sync cores and joins them.
+  ~Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  /// Starts to serve a client. Before start().
+  void addClient(std::size_t client, int segmentFd);
+  /// Starts the sync cores. @pre every client has been added.
+  void start();
+  void stop() noexcept;
+
+  /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory.
+  void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise);
+  /// Unmaps a tensor group. @pre no client will push to it any more.
+  void removeGroup(std::uint32_t group);
+
+  /// Wakes `client` for good: nothing will complete any more.
+  void abortClient(std::size_t client) noexcept;
+  /// `client` will push no more. What others have pushed or will push can never complete, and is an event.
+  void clientLeft(std::size_t client);
+  /// The highest step of any shard that `client` has contributed to.
+  std::uint32_t lastStep(std::size_t client) const noexcept;
+  /// What has gone wrong since the last call.
+  std::vector<ProxyEvent> takeEvents();
+  ProxyStatistics statistics() const noexcept;
+
+ private:
+  struct Client {
+    Mapping mapping;
+    ClientSegment segment;
+    DescriptorConsumer queue;
+    bool isEvicted = false;
+    std::atomic<std::uint32_t> lastStep{0};
+  };
+
+  void runSyncCore(std::size_t core);
+  void pinToCpu(std::size_t core) const noexcept;
+  void sleep(std::uint32_t seenRings) noexcept;
+  void parkWhilePaused();
+
+  bool drainQueues();
+  bool drainFirstComeFirstServe();
+  void accept(std::size_t client, const Descriptor& descriptor);
+  std::string rejection(std::size_t client, const Descriptor& descriptor, const TensorGroup* group) const;
+  void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
+  void complete(TensorGroup& group, const RingEntry& entry);
+  std::string disagreement(const TensorGroup& group, std::uint32_t shard) const;
+
+  bool reduceReadyShard();
+  void reduceShard(TensorGroup& group, const RingEntry& entry);
+  void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
+  void count(const TensorGroup& group, std::uint32_t shard) noexcept;
+  bool advanceRings(std::size_t core);
+  TensorGroup* findGroup(std::uint32_t group) const noexcept;
+  void wakeOthers() noexcept;
+  void report(int client, std::string message);
+  bool hasUnfinishedShard() const noexcept;
+  template <typename Change>
+  void whilePaused(Change change);
+
+  ProxyConfig config_;
+  Mapping doorbellMapping_;
+  Mapping ringLogMapping_;
+  std::vector<Mapping> ringMappings_;
+  Doorbell* doorbells_ = nullptr;
+  RingLogs* ringLogs_ = nullptr;
+  std::vector<RingSegment*> ringSegments_;
+  std::vector<std::unique_ptr<RingCore>> ringCores_;
+  std::vector<std::unique_ptr<Client>> clients_;
+
+  // Read by sync cores; changed only while they are parked.
+  std::unordered_map<std::uint32_t, std::unique_ptr<TensorGroup>> groups_;
+  std::vector<TensorGroup*> groupList_;
+
+  // First-come-first-serve: the shard that blocks the proxy.
+  struct Blocker {
+    TensorGroup* group;
+    RingEntry entry;
+  };
+  std::optional<Blocker> blocker_;
+
+  std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
+  bool hasPushedRing_ = false;
+
+  std::vector<std::thread> threads_;
+  std::atomic<bool> isStopping_{false};
+  std::atomic<bool> isPausing_{false};
+  std::atomic<int> numLeft_{0};
+  std::mutex controlMutex_;  // guards numParked_, events_
+  std::condition_variable controlChanged_;
+  std::size_t numParked_ = 0;
+  std::vector<ProxyEvent> events_;
+  int eventFd_;
+  std::atomic<std::uint64_t> numShards_{0};
+  std::atomic<std::uint64_t> numBytes_{0};
+};
+
+}  // namespace coarse

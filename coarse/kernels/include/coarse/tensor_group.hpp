@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "coarse/dtype.hpp"
+#include "coarse/layout.hpp"
+#include "coarse/reduce.hpp"
+#include "coarse/shared_memory.hpp"
+
+namespace coarse {
+
+/// How the contributions to a shard become its result.
+enum class Algorithm : std::uint8_t {
+  kGather = 0,  // the device where the last contribution arrives reduces the whole tensor at once: lowest latency
+  kDirect = 1,  // any free sync core of any device takes the shard; needs coherent shared memory
+  kRing = 2,    // the sync cores of all devices pass chunks around (paper, section IV-A)
+};
+
+/// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and devices.
+struct Shard {
+  std::uint32_t tensor = 0;
+  std::uint32_t numElements = 0;  // of a dynamic shard: bytes it can hold
+  std::uint64_t offset = 0;       // bytes from the start of a client's slots, a multiple of the item size
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kMean;
+  Algorithm algorithm = Algorithm::kDirect;
+  bool isDynamic = false;  // length, dtype and op come with each contribution: buffers that are not registered
+};
+
+/// The shards of the tensors that were registered together.
+struct GroupPlan {
+  std::uint32_t id = 0;
+  std::size_t numClients = 0;
+  std::size_t slotBytes = 0;  // of one client
+  std::vector<Shard> shards;
+
+  /// @throws std::invalid_argument if a shard leaves the slots or is misaligned.
+  void validate() const;
+};
+
+/// What a shard is in this very step: the plan's numbers, or those of the contributions of a dynamic shard.
+struct ShardShape {
+  std::uint32_t numElements = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kMean;
+};
+
+/// A tensor group as one memory device holds it: shared state and the slots of every client.
+class TensorGroup {
+ public:
+  /// Maps `controlFd` and one slot descriptor per client; the descriptors stay the caller's.
+  /// @throws std::invalid_argument if a descriptor is not sealed or too small.
+  TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds);
+
+  const GroupPlan& plan() const noexcept { return plan_; }
+  const GroupControl& control() const noexcept { return control_; }
+  std::byte* slot(std::size_t client, const Shard& shard) const noexcept { return slots_[client].data() + shard.offset; }
+  /// @pre all contributions to `shard` have arrived and agree.
+  ShardShape shape(std::uint32_t shard) const noexcept;
+  bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
+  /// Number of clients that share in a mean: those that have not run out of inputs.
+  std::uint32_t divisor(std::uint32_t shard) const noexcept;
+  std::uint32_t numPresent(std::uint32_t shard) const noexcept;
+
+ private:
+  GroupPlan plan_;
+  Mapping controlMapping_;
+  GroupControl control_;
+  std::vector<Mapping> slots_;
+};
+
+/// Maps sealed memory after checking that it holds at least `numBytes`.
+/// @throws std::invalid_argument if it does not.
+Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what);
+
+}  // namespace coarse

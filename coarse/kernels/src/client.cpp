@@ -1,0 +1,318 @@
+#include "coarse/client.hpp"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/copy.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+namespace {
+
+// A sleeping wait looks at its deadline, its peers and the interpreter's signals this often.
+constexpr std::chrono::milliseconds kHealthInterval{100};
+constexpr std::chrono::microseconds kSpinBudget{50};
+
+// A memory device is woken once per so many bytes, not once per tensor: a wake-up costs a context switch that a model of
+// many small tensors would pay for each of them.
+constexpr std::size_t kBytesPerRing = 1 << 20;
+
+}  // namespace
+
+Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
+               std::function<void()> interrupt)
+    : numDevices_(numDevices),
+      watchFds_(std::move(watchFds)),
+      interrupt_(std::move(interrupt)),
+      heldBackBytes_(numDevices, 0),
+      pid_(::getpid()) {
+  constexpr auto kWritable = Mapping::Access::kReadWrite;
+  segmentMapping_ = mapSealed(segmentFd, ClientSegment::numBytes(numDevices), kWritable, "client segment");
+  segment_ = ClientSegment(segmentMapping_.data());
+  doorbellMapping_ = mapSealed(doorbellsFd, numDevices * sizeof(Doorbell), kWritable, "doorbells");
+  doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
+  for (std::size_t device = 0; device < numDevices; ++device) producers_.emplace_back(segment_.queue(device));
+}
+
+std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
+                            std::vector<std::uint16_t> routes) {
+  plan.validate();
+  if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
+  for (const std::uint16_t device : routes) {
+    if (device >= numDevices_) throw std::invalid_argument("a route leads to a memory device that does not exist");
+  }
+  auto group = std::make_unique<Group>();
+  group->client = client;
+  group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
+                                    Mapping::Access::kReadOnly, "group control");
+  group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
+  group->slots = std::make_shared<Mapping>(mapSealed(slotsFd, plan.slotBytes, Mapping::Access::kReadWrite, "slots"));
+  for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
+    const std::uint32_t tensor = plan.shards[shard].tensor;
+    if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});
+    ++group->tensors[tensor].numShards;
+  }
+  group->routes = std::move(routes);
+  group->plan = std::move(plan);
+  std::shared_ptr<Mapping> slots = group->slots;
+  const std::uint32_t id = group->plan.id;
+  groups_[id] = std::move(group);
+  return slots;
+}
+
+void Client::removeGroup(std::uint32_t group) { groups_.erase(group); }
+
+WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags, const void* source) {
+  if (isForked()) return WaitStatus::kForked;
+  Group& group = find(groupId);
+  ClientTensor& tensor = tensorOf(group, tensorIndex);
+  if (tensor.isPending) throw std::logic_error("the tensor was pushed again before its last result was pulled");
+  tensor.isPending = true;
+  ++tensor.step;
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
+    const Shard& shard = group.plan.shards[i];
+    const std::size_t numBytes = shard.numElements * itemBytes(shard.dtype);
+    if (source != nullptr) {
+      copyBytes(group.slots->data() + shard.offset,
+                static_cast<const std::byte*>(source) + (shard.offset - tensorOffset), numBytes);
+    }
+    Descriptor descriptor;
+    descriptor.group = groupId;
+    descriptor.shard = i;
+    descriptor.step = tensor.step;
+    descriptor.flags = flags;
+    if (const WaitStatus status = post(group.routes[i], descriptor, numBytes); status != WaitStatus::kDone) {
+      return status;
+    }
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::post(std::uint16_t device, const Descriptor& descriptor, std::size_t numBytes) {
+  while (!producers_[device].push(descriptor)) {
+    // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
+    doorbells_[device].ring();
+    heldBackBytes_[device] = 0;
+    YieldingSpin spin(kHealthInterval);
+    while (spin.yield()) {
+      if (producers_[device].push(descriptor)) {
+        ++numPosted_;
+        return WaitStatus::kDone;
+      }
+    }
+    if (const WaitStatus status = health(); status != WaitStatus::kDone) return status;
+  }
+  ++numPosted_;
+  heldBackBytes_[device] += numBytes + 1;
+  if (heldBackBytes_[device] >= kBytesPerRing) {
+    heldBackBytes_[device] = 0;
+    doorbells_[device].ring();
+  }
+  return WaitStatus::kDone;
+}
+
+void Client::flush() noexcept {
+  for (std::size_t device = 0; device < numDevices_; ++device) {
+    if (std::exchange(heldBackBytes_[device], 0) > 0) doorbells_[device].ring();
+  }
+}
+
+WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* destination, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  flush();
+  Group& group = find(groupId);
+  ClientTensor& tensor = tensorOf(group, tensorIndex);
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
+    if (const WaitStatus status = waitForShard(group, i, tensor.step, timeoutSeconds); status != WaitStatus::kDone) {
+      return status;
+    }
+    if (destination == nullptr) continue;
+    const Shard& shard = group.plan.shards[i];
+    copyBytes(static_cast<std::byte*>(destination) + (shard.offset - tensorOffset), group.slots->data() + shard.offset,
+              shard.numElements * itemBytes(shard.dtype));
+  }
+  tensor.isPending = false;
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  flush();
+  Group& group = find(groupId);
+  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+  std::uint32_t shard = 0;
+  const auto skipDone = [&] {
+    const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
+    while (shard < numShards && isShardDone(group, shard)) ++shard;
+    return shard == numShards;
+  };
+  // Every unfinished shard needs a completion of its own, so that waking before so many would be in vain.
+  std::uint32_t numUnfinished = 0;
+  for (std::uint32_t i = 0; i < group.plan.shards.size(); ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
+  const WaitStatus status = wait(skipDone, completed + numUnfinished, timeoutSeconds);
+  if (status != WaitStatus::kDone) return status;
+  for (ClientTensor& tensor : group.tensors) tensor.isPending = false;
+  return WaitStatus::kDone;
+}
+
+bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {
+  const ClientTensor& tensor = group.tensors[group.plan.shards[shard].tensor];
+  return group.control.done(group.client, shard).load(std::memory_order_acquire) == tensor.step;
+}
+
+std::uint32_t Client::contributors(std::uint32_t groupId, std::uint32_t tensor) const {
+  const Group& group = find(groupId);
+  return group.control.contributors(group.tensors.at(tensor).firstShard).load(std::memory_order_relaxed);
+}
+
+std::vector<std::size_t> Client::missingClients(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  std::vector<std::size_t> missing;
+  for (std::size_t client = 0; client < group.plan.numClients; ++client) {
+    const std::uint32_t last = tensor.firstShard + tensor.numShards - 1;
+    if (group.control.contribution(last, client).step.load(std::memory_order_acquire) < tensor.step) {
+      missing.push_back(client);
+    }
+  }
+  return missing;
+}
+
+std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::vector<std::uint32_t> contributors;
+  contributors.reserve(group.tensors.size());
+  for (const ClientTensor& tensor : group.tensors) {
+    contributors.push_back(group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed));
+  }
+  return contributors;
+}
+
+bool Client::isLate(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  for (std::uint32_t shard = tensor.firstShard; shard < tensor.firstShard + tensor.numShards; ++shard) {
+    if (!isShardDone(group, shard)) return true;
+  }
+  return false;
+}
+
+WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
+                             bool isPresent, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  Group& group = find(groupId);
+  const std::size_t window = group.tensors.size();
+  const std::size_t itemSize = itemBytes(dtype);
+  const std::size_t perShard = group.plan.shards[0].numElements / itemSize;
+  const std::size_t numPieces = (numElements + perShard - 1) / perShard;
+  const auto piece = [&](std::size_t index) {
+    const std::size_t start = index * perShard;
+    return std::pair(static_cast<std::byte*>(buffer) + start * itemSize, std::min(perShard, numElements - start));
+  };
+  for (std::size_t index = 0; index < numPieces + window; ++index) {
+    const auto shardIndex = static_cast<std::uint32_t>(index % window);
+    ClientTensor& tensor = group.tensors[shardIndex];
+    std::byte* slot = group.slots->data() + group.plan.shards[shardIndex].offset;
+    if (index >= window && index - window < numPieces) {
+      flush();
+      const WaitStatus status = waitForShard(group, shardIndex, tensor.step, timeoutSeconds);
+      if (status != WaitStatus::kDone) return status;
+      const auto [address, count] = piece(index - window);
+      copyBytes(address, slot, count * itemSize);
+    }
+    if (index >= numPieces) continue;
+    const auto [address, count] = piece(index);
+    if (isPresent) copyBytes(slot, address, count * itemSize);
+    Descriptor descriptor;
+    descriptor.group = groupId;
+    descriptor.shard = shardIndex;
+    descriptor.step = ++tensor.step;
+    descriptor.numElements = static_cast<std::uint32_t>(count);
+    descriptor.flags = isPresent ? kPresent : 0;
+    descriptor.dtype = static_cast<std::uint8_t>(dtype);
+    descriptor.op = static_cast<std::uint8_t>(op);
+    const WaitStatus status = post(group.routes[shardIndex], descriptor, count * itemSize);
+    if (status != WaitStatus::kDone) return status;
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step, double timeoutSeconds) {
+  const auto& done = group.control.done(group.client, shard);
+  const auto isDone = [&] { return done.load(std::memory_order_acquire) == step; };
+  const std::uint32_t next = segment_.inbox().completed.load(std::memory_order_relaxed) + 1;
+  return wait(isDone, next, timeoutSeconds);
+}
+
+template <typename IsDone>
+WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds) {
+  Inbox& inbox = segment_.inbox();
+  YieldingSpin spin(kSpinBudget);
+  do {
+    if (isDone()) return WaitStatus::kDone;
+  } while (spin.yield());
+
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeoutSeconds));
+  auto nextHealthCheck = Clock::now() + kHealthInterval;
+  WaitStatus status = WaitStatus::kDone;
+  inbox.wakeAt.store(wakeAt, std::memory_order_relaxed);
+  inbox.sleeping.store(1, std::memory_order_seq_cst);
+  while (true) {
+    const std::uint32_t seen = inbox.completed.load(std::memory_order_seq_cst);
+    if (isDone()) break;
+    if (static_cast<std::int32_t>(seen - wakeAt) >= 0) inbox.wakeAt.store(seen + 1, std::memory_order_seq_cst);
+    if (inbox.completed.load(std::memory_order_seq_cst) != seen) continue;
+    if (inbox.aborted.load(std::memory_order_acquire) == 0) futexWait(inbox.completed, seen, kHealthInterval);
+    const auto now = Clock::now();
+    if (inbox.aborted.load(std::memory_order_acquire) == 0 && now < nextHealthCheck) continue;
+    nextHealthCheck = now + kHealthInterval;
+    if (isDone()) break;
+    if (status = health(); status != WaitStatus::kDone) break;
+    if (now >= deadline) {
+      status = WaitStatus::kTimedOut;
+      break;
+    }
+  }
+  inbox.sleeping.store(0, std::memory_order_relaxed);
+  return status;
+}
+
+WaitStatus Client::health() {
+  if (interrupt_) interrupt_();
+  if (segment_.inbox().aborted.load(std::memory_order_acquire) != 0) return WaitStatus::kAborted;
+  for (std::size_t device = 0; device < watchFds_.size(); ++device) {
+    pollfd watched{watchFds_[device], POLLIN, 0};
+    if (::poll(&watched, 1, 0) > 0 && (watched.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0) {
+      lostDevice_ = device;
+      return WaitStatus::kDeviceLost;
+    }
+  }
+  return WaitStatus::kDone;
+}
+
+bool Client::isForked() const noexcept { return ::getpid() != pid_; }
+
+Client::Group& Client::find(std::uint32_t group) {
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) throw std::invalid_argument("tensor group " + std::to_string(group) + " is closed");
+  return *found->second;
+}
+
+const Client::Group& Client::find(std::uint32_t group) const { return const_cast<Client*>(this)->find(group); }
+
+ClientTensor& Client::tensorOf(Group& group, std::uint32_t tensor) {
+  if (tensor >= group.tensors.size()) {
+    throw std::invalid_argument("tensor " + std::to_string(tensor) + " of a group of " +
+                                std::to_string(group.tensors.size()));
+  }
+  return group.tensors[tensor];
+}
+
+}  // namespace coarse

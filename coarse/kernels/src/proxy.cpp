@@ -1,0 +1,399 @@
+#include "coarse/proxy.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/reduce.hpp"
+#include "coarse/shard_queue.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+namespace {
+
+// Sleeping sync cores look around this often even without a ring, so that no lost wake-up can hang a session.
+constexpr std::chrono::milliseconds kLongestSleep{100};
+
+// Descriptors taken from one client before the next client's turn.
+constexpr int kDescriptorsPerTurn = 64;
+
+std::string describe(const ShardShape& shape) {
+  return std::to_string(shape.numElements) + " elements of dtype " + std::to_string(static_cast<int>(shape.dtype)) +
+         " with op " + std::to_string(static_cast<int>(shape.op));
+}
+
+}  // namespace
+
+void ProxyConfig::validate() const {
+  if (numDevices < 1 || device >= numDevices) throw std::invalid_argument("device must be below numDevices");
+  if (numClients < 1) throw std::invalid_argument("a proxy needs at least one client");
+  if (numSyncCores < 1) throw std::invalid_argument("a memory device needs at least one sync core");
+  for (const std::size_t client : localClients) {
+    if (client >= numClients) throw std::invalid_argument("localClients names a client that does not exist");
+  }
+}
+
+Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd)
+    : config_(std::move(config)), clients_(config_.numClients), eventFd_(eventFd) {
+  config_.validate();
+  if (ringFds.size() != config_.numDevices) throw std::invalid_argument("a proxy needs the ring memory of every device");
+  constexpr auto kWritable = Mapping::Access::kReadWrite;
+  doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
+  doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
+  ringLogMapping_ = mapSealed(ringLogsFd, sizeof(RingLogs), kWritable, "ring logs");
+  ringLogs_ = reinterpret_cast<RingLogs*>(ringLogMapping_.data());
+  for (const int fd : ringFds) {
+    ringMappings_.push_back(mapSealed(fd, sizeof(RingSegment), kWritable, "ring buffers"));
+    ringSegments_.push_back(reinterpret_cast<RingSegment*>(ringMappings_.back().data()));
+  }
+  const std::size_t p = config_.numDevices;
+  for (std::size_t ring = 0; ring < kNumRings; ++ring) {
+    const bool isForward = ring % 2 == 0;
+    const std::size_t after = (config_.device + 1) % p;
+    const std::size_t before = (config_.device + p - 1) % p;
+    RingLinks links;
+    links.log = &(*ringLogs_)[ring];
+    links.own = &(*ringSegments_[config_.device])[ring];
+    links.next = &(*ringSegments_[isForward ? after : before])[ring];
+    links.nextDoorbell = &doorbells_[isForward ? after : before];
+    links.previousDoorbell = &doorbells_[isForward ? before : after];
+    links.position = isForward ? config_.device : (p - config_.device) % p;
+    links.numDevices = p;
+    ringCores_.push_back(std::make_unique<RingCore>(
+        links, config_.localClients, [this](std::uint32_t group) { return findGroup(group); },
+        [this](TensorGroup& group, const RingEntry& entry) {
+          for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
+          count(group, entry.shard);
+        }));
+  }
+}
+
+Proxy::~Proxy() { stop(); }
+
+void Proxy::addClient(std::size_t client, int segmentFd) {
+  auto added = std::make_unique<Client>();
+  added->mapping = mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices), Mapping::Access::kReadWrite,
+                             "client segment");
+  added->segment = ClientSegment(added->mapping.data());
+  added->queue = DescriptorConsumer(added->segment.queue(config_.device));
+  clients_.at(client) = std::move(added);
+}
+
+void Proxy::start() {
+  for (const auto& client : clients_) {
+    if (client == nullptr) throw std::logic_error("a proxy can't start before all its clients are known");
+  }
+  for (std::size_t core = 0; core < config_.numSyncCores; ++core) {
+    threads_.emplace_back([this, core] { runSyncCore(core); });
+  }
+}
+
+void Proxy::stop() noexcept {
+  isStopping_.store(true, std::memory_order_seq_cst);
+  doorbells_[config_.device].ring();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+template <typename Change>
+void Proxy::whilePaused(Change change) {
+  std::unique_lock<std::mutex> lock(controlMutex_);
+  isPausing_.store(true, std::memory_order_seq_cst);
+  doorbells_[config_.device].ring();
+  controlChanged_.wait(lock, [this] { return numParked_ == threads_.size(); });
+  change();
+  isPausing_.store(false, std::memory_order_seq_cst);
+  controlChanged_.notify_all();
+}
+
+void Proxy::parkWhilePaused() {
+  std::unique_lock<std::mutex> lock(controlMutex_);
+  ++numParked_;
+  controlChanged_.notify_all();
+  controlChanged_.wait(lock, [this] { return !isPausing_.load(std::memory_order_relaxed); });
+  --numParked_;
+}
+
+void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise) {
+  const std::uint32_t id = plan.id;
+  if (plan.numClients != config_.numClients) throw std::invalid_argument("a tensor group belongs to all clients");
+  auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
+  if (initialise) group->control().initialise();
+  whilePaused([&] {
+    groupList_.push_back(group.get());
+    groups_.emplace(id, std::move(group));
+  });
+}
+
+void Proxy::removeGroup(std::uint32_t id) {
+  std::unique_ptr<TensorGroup> removed;  // unmapped after the sync cores run again
+  whilePaused([&] {
+    const auto found = groups_.find(id);
+    if (found == groups_.end()) return;
+    removed = std::move(found->second);
+    groups_.erase(found);
+    groupList_.erase(std::find(groupList_.begin(), groupList_.end(), removed.get()));
+  });
+}
+
+void Proxy::abortClient(std::size_t client) noexcept { clients_[client]->segment.inbox().abort(); }
+
+void Proxy::clientLeft(std::size_t client) {
+  numLeft_.fetch_add(1, std::memory_order_seq_cst);
+  if (hasUnfinishedShard()) report(static_cast<int>(client), "");
+}
+
+bool Proxy::hasUnfinishedShard() const noexcept {
+  for (const TensorGroup* group : groupList_) {
+    for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+      if (group->control().arrivals(shard).load(std::memory_order_relaxed) != 0) return true;
+    }
+  }
+  return false;
+}
+
+std::uint32_t Proxy::lastStep(std::size_t client) const noexcept {
+  return clients_[client]->lastStep.load(std::memory_order_relaxed);
+}
+
+std::vector<ProxyEvent> Proxy::takeEvents() {
+  const std::lock_guard<std::mutex> lock(controlMutex_);
+  return std::exchange(events_, {});
+}
+
+ProxyStatistics Proxy::statistics() const noexcept {
+  return {numShards_.load(std::memory_order_relaxed), numBytes_.load(std::memory_order_relaxed)};
+}
+
+// ---- sync cores ----
+
+void Proxy::runSyncCore(std::size_t core) {
+  pinToCpu(core);
+  const bool servesQueues = core == 0;
+  YieldingSpin spin(std::chrono::microseconds(config_.spinMicroseconds));
+  while (!isStopping_.load(std::memory_order_acquire)) {
+    if (isPausing_.load(std::memory_order_acquire)) parkWhilePaused();
+    // Read before looking for work: a ring in between changes it, and sleep() returns at once.
+    const std::uint32_t seenRings = doorbells_[config_.device].rings.load(std::memory_order_seq_cst);
+    bool progressed = servesQueues && drainQueues();
+    if (servesQueues) wakeOthers();
+    progressed |= reduceReadyShard();
+    progressed |= advanceRings(core);
+    if (progressed) {
+      spin.reset();
+    } else if (!spin.yield()) {
+      sleep(seenRings);
+      spin.reset();
+    }
+  }
+}
+
+void Proxy::pinToCpu(std::size_t core) const noexcept {
+  if (core >= config_.cpus.size()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<std::size_t>(config_.cpus[core]), &set);
+  ::pthread_setaffinity_np(::pthread_self(), sizeof(set), &set);
+}
+
+void Proxy::sleep(std::uint32_t seenRings) noexcept {
+  Doorbell& doorbell = doorbells_[config_.device];
+  doorbell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (!isStopping_.load() && !isPausing_.load()) futexWait(doorbell.rings, seenRings, kLongestSleep);
+  doorbell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+bool Proxy::advanceRings(std::size_t core) {
+  bool progressed = false;
+  for (std::size_t ring = core; ring < ringCores_.size(); ring += config_.numSyncCores) {
+    progressed |= ringCores_[ring]->advance();
+  }
+  return progressed;
+}
+
+void Proxy::wakeOthers() noexcept {
+  const bool hasSpareWork = std::exchange(numPushedReady_, 0) > 1;
+  const bool hasRingWork = std::exchange(hasPushedRing_, false);
+  if (!hasSpareWork && !hasRingWork) return;
+  for (std::size_t device = 0; device < config_.numDevices; ++device) {
+    if (device != config_.device || config_.numSyncCores > 1) doorbells_[device].ring();
+  }
+}
+
+// ---- descriptors ----
+
+bool Proxy::drainQueues() {
+  if (config_.scheduling == Scheduling::kFcfs) return drainFirstComeFirstServe();
+  bool progressed = false;
+  Descriptor descriptor;
+  for (std::size_t client = 0; client < clients_.size(); ++client) {
+    for (int i = 0; i < kDescriptorsPerTurn && clients_[client]->queue.pop(descriptor); ++i) {
+      accept(client, descriptor);
+      progressed = true;
+    }
+  }
+  return progressed;
+}
+
+bool Proxy::drainFirstComeFirstServe() {
+  if (blocker_) {
+    const std::size_t client = config_.localClients.empty() ? 0 : config_.localClients.front();
+    const auto& done = blocker_->group->control().done(client, blocker_->entry.shard);
+    if (done.load(std::memory_order_acquire) != blocker_->entry.step) return false;
+    blocker_.reset();
+    return true;
+  }
+  Descriptor descriptor;
+  for (std::size_t client = 0; client < clients_.size(); ++client) {
+    if (!clients_[client]->queue.pop(descriptor)) continue;
+    accept(client, descriptor);
+    TensorGroup* group = findGroup(descriptor.group);
+    if (group != nullptr) blocker_ = Blocker{group, {descriptor.group, descriptor.shard, descriptor.step}};
+    return true;
+  }
+  return false;
+}
+
+void Proxy::accept(std::size_t client, const Descriptor& descriptor) {
+  if (clients_[client]->isEvicted) return;
+  TensorGroup* group = findGroup(descriptor.group);
+  if (std::string reason = rejection(client, descriptor, group); !reason.empty()) {
+    clients_[client]->isEvicted = true;
+    report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
+    return;
+  }
+  record(*group, client, descriptor);
+  // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
+  if (numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
+}
+
+std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor, const TensorGroup* group) const {
+  if (group == nullptr) return "tensor group " + std::to_string(descriptor.group) + " is not registered";
+  if (descriptor.shard >= group->plan().shards.size()) {
+    return "shard " + std::to_string(descriptor.shard) + " of " + std::to_string(group->plan().shards.size());
+  }
+  const std::uint32_t done = group->control().done(client, descriptor.shard).load(std::memory_order_relaxed);
+  const std::uint32_t pushed =
+      group->control().contribution(descriptor.shard, client).step.load(std::memory_order_relaxed);
+  if (descriptor.step != done + 1 || pushed == descriptor.step) {
+    return "step " + std::to_string(descriptor.step) + " of shard " + std::to_string(descriptor.shard) +
+           " although step " + std::to_string(std::max(done, pushed)) + " was its last";
+  }
+  const Shard& shard = group->plan().shards[descriptor.shard];
+  if (!shard.isDynamic || (descriptor.flags & kPresent) == 0) return {};
+  if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
+  const std::size_t numBytes = descriptor.numElements * itemBytes(static_cast<DType>(descriptor.dtype));
+  if (numBytes > shard.numElements) return std::to_string(numBytes) + " bytes in a slot of fewer";
+  return {};
+}
+
+void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& descriptor) {
+  Contribution& contribution = group.control().contribution(descriptor.shard, client);
+  contribution.numElements = descriptor.numElements;
+  contribution.flags = descriptor.flags;
+  contribution.dtype = descriptor.dtype;
+  contribution.op = descriptor.op;
+  contribution.step.store(descriptor.step, std::memory_order_release);
+  auto& lastStep = clients_[client]->lastStep;
+  lastStep.store(std::max(descriptor.step, lastStep.load(std::memory_order_relaxed)), std::memory_order_relaxed);
+  // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own arrival.
+  const std::uint32_t arrived = group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (arrived == config_.numClients) complete(group, {descriptor.group, descriptor.shard, descriptor.step});
+}
+
+void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
+  const GroupControl& control = group.control();
+  control.arrivals(entry.shard).store(0, std::memory_order_relaxed);
+  const std::uint32_t numPresent = group.numPresent(entry.shard);
+  control.contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
+  if (std::string difference = disagreement(group, entry.shard); !difference.empty()) {
+    report(-1, std::move(difference));
+    return;
+  }
+  const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
+  if (algorithm == Algorithm::kGather || numPresent == 0) {
+    reduceShard(group, entry);
+  } else if (algorithm == Algorithm::kRing && config_.numDevices > 1) {
+    appendToRing((*ringLogs_)[entry.shard % kNumRings], entry);
+    hasPushedRing_ = true;
+  } else {
+    pushReady(control, {entry.shard, entry.step});
+    ++numPushedReady_;
+  }
+}
+
+std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) const {
+  if (!group.plan().shards[shard].isDynamic) return {};
+  const ShardShape expected = group.shape(shard);
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    const Contribution& other = group.control().contribution(shard, client);
+    if ((other.flags & kPresent) == 0) continue;
+    const ShardShape shape{other.numElements, static_cast<DType>(other.dtype), static_cast<ReduceOp>(other.op)};
+    if (shape.numElements == expected.numElements && shape.dtype == expected.dtype && shape.op == expected.op) continue;
+    return "workers disagree on a buffer: worker " + std::to_string(client) + " gave " + describe(shape) +
+           ", another one " + describe(expected);
+  }
+  return {};
+}
+
+// ---- reduction ----
+
+bool Proxy::reduceReadyShard() {
+  for (TensorGroup* group : groupList_) {
+    ReadyShard ready;
+    if (!popReady(group->control(), ready)) continue;
+    reduceShard(*group, {group->plan().id, ready.shard, ready.step});
+    return true;
+  }
+  return false;
+}
+
+void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
+  constexpr std::size_t kMostClients = 256;
+  const Shard& shard = group.plan().shards[entry.shard];
+  std::array<const void*, kMostClients> inputs;
+  std::array<void*, kMostClients> outputs;
+  std::size_t numInputs = 0;
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    outputs[client] = group.slot(client, shard);
+    if (group.isPresent(entry.shard, client)) inputs[numInputs++] = outputs[client];
+  }
+  if (numInputs > 0) {
+    const ShardShape shape = group.shape(entry.shard);
+    reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), config_.numClients, shape.numElements,
+           group.divisor(entry.shard));
+  }
+  count(group, entry.shard);
+  for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+}
+
+void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {
+  // release: the result before the flag.
+  group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
+  clients_[client]->segment.inbox().completeOne();
+}
+
+void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
+  const ShardShape shape = group.shape(shard);
+  numShards_.fetch_add(1, std::memory_order_relaxed);
+  numBytes_.fetch_add(shape.numElements * itemBytes(shape.dtype), std::memory_order_relaxed);
+}
+
+TensorGroup* Proxy::findGroup(std::uint32_t group) const noexcept {
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? nullptr : found->second.get();
+}
+
+void Proxy::report(int client, std::string message) {
+  const std::lock_guard<std::mutex> lock(controlMutex_);
+  events_.push_back({client, std::move(message)});
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(eventFd_, &one, sizeof(one));
+}
+
+}  // namespace coarse

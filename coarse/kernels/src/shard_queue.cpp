@@ -1,0 +1,52 @@
+#include "coarse/shard_queue.hpp"
+
+namespace coarse {
+
+// The ready queue is a bounded queue of cells with sequence numbers: a cell whose sequence equals the position is free
+// for the producer of that position, position + 1 means filled, position + capacity means free for the next lap.
+
+void pushReady(const GroupControl& control, ReadyShard ready) noexcept {
+  const std::uint64_t position = control.readyTail().value.fetch_add(1, std::memory_order_relaxed);
+  ReadyCell& cell = control.readyCell(position);
+  // The consumer of the last lap has already claimed this cell; it may be between its copy and its release.
+  while (cell.sequence.load(std::memory_order_acquire) != position) {
+  }
+  cell.shard = ready.shard;
+  cell.step = ready.step;
+  cell.sequence.store(position + 1, std::memory_order_release);
+}
+
+bool popReady(const GroupControl& control, ReadyShard& ready) noexcept {
+  std::atomic<std::uint64_t>& head = control.readyHead().value;
+  std::uint64_t position = head.load(std::memory_order_relaxed);
+  while (true) {
+    ReadyCell& cell = control.readyCell(position);
+    const std::uint64_t sequence = cell.sequence.load(std::memory_order_acquire);
+    if (sequence == position + 1) {
+      if (!head.compare_exchange_weak(position, position + 1, std::memory_order_relaxed)) continue;
+      ready = {cell.shard, cell.step};
+      cell.sequence.store(position + control.capacity(), std::memory_order_release);
+      return true;
+    }
+    if (static_cast<std::int64_t>(sequence - (position + 1)) < 0) return false;
+    position = head.load(std::memory_order_relaxed);
+  }
+}
+
+void appendToRing(RingLog& log, const RingEntry& entry) noexcept {
+  const std::uint64_t position = log.tail.value.fetch_add(1, std::memory_order_relaxed);
+  RingLogCell& cell = log.cells[position % kRingLogCapacity];
+  cell.group = entry.group;
+  cell.shard = entry.shard;
+  cell.step = entry.step;
+  cell.sequence.store(position + 1, std::memory_order_release);
+}
+
+bool readRing(const RingLog& log, std::uint64_t position, RingEntry& entry) noexcept {
+  const RingLogCell& cell = log.cells[position % kRingLogCapacity];
+  if (cell.sequence.load(std::memory_order_acquire) != position + 1) return false;
+  entry = {cell.group, cell.shard, cell.step};
+  return true;
+}
+
+}  // namespace coarse

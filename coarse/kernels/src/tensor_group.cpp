@@ -1,0 +1,69 @@
+#include "coarse/tensor_group.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace coarse {
+
+void GroupPlan::validate() const {
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const Shard& shard = shards[i];
+    const std::size_t itemSize = shard.isDynamic ? 1 : itemBytes(shard.dtype);
+    const std::size_t end = shard.offset + shard.numElements * itemSize;
+    if (end > slotBytes || shard.offset % itemSize != 0) {
+      throw std::invalid_argument("shard " + std::to_string(i) + " ends at byte " + std::to_string(end) +
+                                  " of slots of " + std::to_string(slotBytes) + " bytes");
+    }
+  }
+}
+
+Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what) {
+  const std::size_t available = sealedBytes(fd);
+  if (available < numBytes) {
+    throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes, the descriptor has " +
+                                std::to_string(available));
+  }
+  return Mapping(fd, numBytes, access);
+}
+
+TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds) : plan_(std::move(plan)) {
+  plan_.validate();
+  if (slotFds.size() != plan_.numClients) throw std::invalid_argument("a tensor group needs the slots of every client");
+  const std::size_t numShards = plan_.shards.size();
+  controlMapping_ = mapSealed(controlFd, GroupControl::numBytes(numShards, plan_.numClients),
+                              Mapping::Access::kReadWrite, "group control");
+  control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients);
+  for (const int fd : slotFds) slots_.push_back(mapSealed(fd, plan_.slotBytes, Mapping::Access::kReadWrite, "slots"));
+}
+
+ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
+  const Shard& plan = plan_.shards[shard];
+  if (!plan.isDynamic) return {plan.numElements, plan.dtype, plan.op};
+  for (std::size_t client = 0; client < plan_.numClients; ++client) {
+    const Contribution& contribution = control_.contribution(shard, client);
+    if ((contribution.flags & kPresent) == 0) continue;
+    return {contribution.numElements, static_cast<DType>(contribution.dtype), static_cast<ReduceOp>(contribution.op)};
+  }
+  return {};
+}
+
+bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexcept {
+  return (control_.contribution(shard, client).flags & kPresent) != 0;
+}
+
+std::uint32_t TensorGroup::divisor(std::uint32_t shard) const noexcept {
+  std::uint32_t count = 0;
+  for (std::size_t client = 0; client < plan_.numClients; ++client) {
+    if ((control_.contribution(shard, client).flags & kJoined) == 0) ++count;
+  }
+  return std::max(count, 1U);
+}
+
+std::uint32_t TensorGroup::numPresent(std::uint32_t shard) const noexcept {
+  std::uint32_t count = 0;
+  for (std::size_t client = 0; client < plan_.numClients; ++client) count += isPresent(shard, client) ? 1 : 0;
+  return count;
+}
+
+}  // namespace coarse

@@ -1,0 +1,98 @@
+"""How tensors are cut into shards: pure functions, the same result on every worker (COARSE paper, section III-E)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+
+SLOT_ALIGNMENT_BYTES = 64
+"""Tensors start on a cache line, so that neighbours never share one between sync cores."""
+
+ALGORITHMS = ("gather", "direct", "ring")
+"""Names of the synchronisation algorithms; their positions are the native numbers."""
+
+_MAX_SHARD_ELEMENTS = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRange:
+    """A piece of one tensor: `num_elements` from byte `offset` of a worker's slots on."""
+
+    tensor: int
+    offset: int
+    num_elements: int
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionPlan:
+    """Where every tensor of a group lies in a worker's slots, and the shards it is cut into.
+
+    Args:
+        tensor_offsets: First byte of each tensor's slot, a multiple of SLOT_ALIGNMENT_BYTES.
+        slot_bytes: Bytes of all slots of one worker.
+        shards: In the order of the tensors, and of the bytes within a tensor; each byte in exactly one.
+    """
+
+    tensor_offsets: tuple[int, ...]
+    slot_bytes: int
+    shards: tuple[ShardRange, ...]
+
+
+def plan_partition(
+    specs: Sequence[TensorSpec], *, shard_bytes: int, gather_bytes: int, algorithm: str = "auto"
+) -> PartitionPlan:
+    """Lays tensors out and cuts them into shards.
+
+    A tensor smaller than twice `shard_bytes` stays whole; a larger one is cut into as many equal shards as are
+    possible without one of them falling below `shard_bytes` (paper, section IV-B: each shard is equal to or
+    larger than the threshold).
+
+    Args:
+        specs: The tensors.
+        shard_bytes: Partition threshold, at least 1.
+        gather_bytes: Under "auto", tensors of up to so many bytes are gathered by one sync core.
+        algorithm: "auto", or one of ALGORITHMS for every tensor.
+
+    Raises:
+        ValueError: If a number is out of range or the algorithm is unknown.
+    """
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+    if algorithm not in ("auto", *ALGORITHMS):
+        raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
+    offsets: list[int] = []
+    shards: list[ShardRange] = []
+    end = 0
+    for index, spec in enumerate(specs):
+        offsets.append(end)
+        chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
+        num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
+        shards += _cut(index, spec, end, num_shards, chosen)
+        end += -(-spec.nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+    return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=end, shards=tuple(shards))
+
+
+def choose_algorithm(nbytes: int, gather_bytes: int) -> str:
+    """The fastest algorithm for a tensor in coherent shared memory, by its size."""
+    return "gather" if nbytes <= gather_bytes else "direct"
+
+
+def count_shards(nbytes: int, shard_bytes: int) -> int:
+    """Into how many equal shards of at least `shard_bytes` a tensor of `nbytes` is cut."""
+    return max(1, nbytes // shard_bytes)
+
+
+def _cut(tensor: int, spec: TensorSpec, start: int, num_shards: int, algorithm: str) -> list[ShardRange]:
+    item = ITEM_BYTES[spec.dtype]
+    # Whole cache lines per shard: two sync cores never write the same line.
+    per_line = SLOT_ALIGNMENT_BYTES // item
+    lines = -(-spec.num_elements // per_line)
+    num_shards = max(min(num_shards, lines), -(-spec.num_elements // _MAX_SHARD_ELEMENTS))
+    bounds = [min(lines * i // num_shards * per_line, spec.num_elements) for i in range(num_shards + 1)]
+    return [
+        ShardRange(tensor=tensor, offset=start + low * item, num_elements=high - low, algorithm=algorithm)
+        for low, high in zip(bounds, bounds[1:], strict=False)
+    ]

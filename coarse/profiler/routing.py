@@ -1,0 +1,46 @@
+"""Which proxy takes a shard, by its size (COARSE paper, section III-E)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """The three entries of one client's routing table. Immutable; safe to share between threads.
+
+    Args:
+        lat_proxy: Memory device for shards smaller than the threshold: the one with the lowest latency.
+        bw_proxy: Memory device for the others: the one with the highest bandwidth.
+        threshold_bytes: Where both take equally long.
+
+    Raises:
+        ValueError: If a number is negative.
+    """
+
+    lat_proxy: int
+    bw_proxy: int
+    threshold_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.lat_proxy, self.bw_proxy, self.threshold_bytes) < 0:
+            raise ValueError(f"a routing table holds no negative numbers: {self}")
+
+    def route(self, nbytes: int) -> int:
+        """The memory device that takes a shard of `nbytes` bytes."""
+        return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
+
+
+def local_device(client: int, num_clients: int, num_devices: int) -> int:
+    """The memory device that a client shares a switch with: clients are dealt out in even blocks (1:1, 2:1, n:1).
+
+    >>> [local_device(client, 4, 2) for client in range(4)]
+    [0, 0, 1, 1]
+    """
+    return client * num_devices // num_clients
+
+
+def static_routing(client: int, num_clients: int, num_devices: int) -> RoutingTable:
+    """The table of a node whose links have not been measured: everything goes to the local proxy."""
+    local = local_device(client, num_clients, num_devices)
+    return RoutingTable(lat_proxy=local, bw_proxy=local)

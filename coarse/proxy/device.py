@@ -1,0 +1,492 @@
+"""A memory device: the process that owns an arena, serves workers' control requests and runs a proxy.
+
+The control path (this module) is one thread that never blocks on a peer; the data path is native
+(coarse/kernels/include/coarse/proxy.hpp) and does not pass through Python. Life of a device: it exchanges shared
+memory with the other devices, lets workers in, serves registrations, and ends when the last worker has gone.
+docs/design/control-protocol.md has the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from coarse.env import SCHEDULING_CHOICES
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, ProtocolError, SchemaMismatchError
+from coarse.kernels import _native
+from coarse.proxy.job import DeviceJob
+from coarse.proxy.memory import DeviceMemory, HostMemory, Segment
+from coarse.proxy.protocol import Channel, Message, Received, int_field
+from coarse.proxy.registration import GroupSchema, Registration, check_agreement
+
+logger = logging.getLogger(__name__)
+
+_HOME = 0  # the device that keeps what all devices share
+_TICK_S = 0.5
+
+
+class _Worker:
+    """A connection that may become a worker's: it has to say hello first."""
+
+    def __init__(self, channel: Channel, pid: int) -> None:
+        self.channel = channel
+        self.pid = pid
+        self.client = -1
+        self.pidfd = -1
+        self.has_left = False
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class MemoryDevice:
+    """Runs one memory device until its job is over.
+
+    Args:
+        job: This device's place in the session; its descriptors now belong to the device.
+        memory: Where the bytes lie.
+    """
+
+    def __init__(self, job: DeviceJob, memory: DeviceMemory | None = None) -> None:
+        self._job = job
+        self._memory = memory or HostMemory()
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(fileno=job.listen_fd)
+        self._listener.setblocking(False)
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._peers: dict[int, Channel] = {}
+        self._connections: list[_Worker] = []
+        self._workers: dict[int, _Worker] = {}
+        self._client_segments: dict[int, Segment] = {}
+        self._ring_segments: dict[int, Segment] = {}
+        self._doorbells: Segment | None = None
+        self._ring_logs: Segment | None = None
+        self._proxy: _native.Proxy | None = None
+        self._is_welcoming = False
+        self._registrations: dict[int, Registration] = {}
+        self._is_aborted = False
+        self._deadline = time.monotonic() + job.join_timeout_s
+
+    # ---- life ----
+
+    def run(self) -> None:
+        """Serves until every worker has left or died, or the session never came about."""
+        self._watch(self._listener.fileno(), self._accept)
+        self._watch(self._event_fd, self._take_proxy_events)
+        self._watch_leader()
+        self._open_peers()
+        try:
+            while not self._is_over():
+                for key, _ in self._selector.select(_TICK_S):
+                    key.data()
+                self._progress()
+        finally:
+            self._close()
+
+    def _is_over(self) -> bool:
+        has_everyone_left = all(worker.has_left for worker in self._workers.values())
+        if len(self._workers) == self._job.num_clients or self._is_aborted:
+            return has_everyone_left
+        return time.monotonic() > self._deadline
+
+    def _close(self) -> None:
+        if self._proxy is not None:
+            self._proxy.stop()
+        for worker in self._connections:
+            worker.close()
+        for channel in self._peers.values():
+            channel.close()
+        self._listener.close()
+        self._selector.close()
+        os.close(self._event_fd)
+
+    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _watch_leader(self) -> None:
+        try:
+            pidfd = os.pidfd_open(self._job.leader_pid)
+        except OSError:
+            self._deadline = 0.0
+            return
+
+        def leader_died() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            # If it was let in as a worker, its own pidfd tells; if not, nobody will ever come.
+            self._deadline = 0.0
+
+        self._watch(pidfd, leader_died)
+
+    # ---- the other devices ----
+
+    def _open_peers(self) -> None:
+        own = self._memory.allocate("ring", _native.RING_SEGMENT_BYTES)
+        self._ring_segments[self._job.device] = own
+        shared = [own.fd]
+        if self._job.device == _HOME:
+            self._doorbells = self._memory.allocate("doorbells", _native.doorbells_bytes(self._job.num_devices))
+            self._ring_logs = self._memory.allocate("ring-logs", _native.RING_LOGS_BYTES)
+            shared += [self._doorbells.fd, self._ring_logs.fd]
+        for device, fd in enumerate(self._job.peer_fds):
+            if device == self._job.device:
+                continue
+            channel = Channel(socket.socket(fileno=fd))
+            channel.socket.setblocking(False)
+            self._peers[device] = channel
+            self._watch(fd, lambda device=device: self._read_peer(device))  # type: ignore[misc]
+            channel.send({"type": "memory"}, shared)
+
+    def _read_peer(self, device: int) -> None:
+        channel = self._peers[device]
+        try:
+            received = channel.receive()
+        except BlockingIOError:
+            return
+        except (EOFError, OSError, ProtocolError):
+            self._selector.unregister(channel.fileno())
+            self._abort(
+                "MemoryDeviceLostError",
+                f"memory device md{device} died while md{self._job.device} was serving; gradients of this step are lost",
+            )
+            return
+        if received is not None:
+            self._handle_peer(device, received)
+
+    def _handle_peer(self, device: int, received: Received) -> None:
+        fds, received.fds = received.fds, []
+        segments = [Segment(fd, _native.sealed_bytes(fd)) for fd in fds]
+        message = received.message
+        if received.kind == "memory":
+            self._ring_segments[device] = segments[0]
+            if device == _HOME:
+                self._doorbells, self._ring_logs = segments[1:]
+        elif received.kind == "client":
+            self._client_segments[int_field(message, "client")] = segments[0]
+        elif received.kind == "segments":
+            registration = self._registration(int_field(message, "group"))
+            if device == _HOME:
+                registration.control = segments.pop()
+            registration.slots.update(zip(message["clients"], segments, strict=True))
+
+    # ---- workers ----
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", credentials)
+        if uid != os.geteuid():
+            logger.warning("[md%s] refused a connection of user %s", self._job.device, uid)
+            connection.close()
+            return
+        connection.setblocking(False)
+        worker = _Worker(Channel(connection), pid)
+        self._connections.append(worker)
+        self._watch(connection.fileno(), lambda: self._read_worker(worker))
+
+    def _read_worker(self, worker: _Worker) -> None:
+        try:
+            received = worker.channel.receive()
+            if received is not None:
+                try:
+                    self._handle_worker(worker, received)
+                finally:
+                    received.close()
+        except BlockingIOError:
+            pass
+        except (EOFError, OSError):
+            self._lose(worker)
+        except ProtocolError as error:
+            logger.warning("[md%s] dropped worker %s: %s", self._job.device, worker.client, error)
+            self._lose(worker)
+
+    def _handle_worker(self, worker: _Worker, received: Received) -> None:
+        message = received.message
+        if worker.client < 0:
+            if received.kind != "hello":
+                raise ProtocolError(f"{received.kind!r} came before hello")
+            self._admit(worker, message)
+        elif received.kind == "register":
+            self._register(worker, message)
+        elif received.kind == "unregister":
+            self._unregister(worker, int_field(message, "group"))
+        elif received.kind == "bye":
+            self._leave(worker)
+        else:
+            raise ProtocolError(f"there is no message {received.kind!r}")
+
+    def _admit(self, worker: _Worker, message: Message) -> None:
+        token = message.get("token")
+        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._job.token.encode()):
+            raise ProtocolError("hello with a wrong token")
+        client = int_field(message, "client", high=self._job.num_clients - 1)
+        if client in self._workers:
+            raise ProtocolError(f"worker {client} is here already")
+        worker.client = client
+        self._workers[client] = worker
+        self._watch_worker(worker)
+        if client in self._job.local_clients:
+            segment = self._memory.allocate("client", _native.client_segment_bytes(self._job.num_devices))
+            self._client_segments[client] = segment
+            for peer in self._peers.values():
+                peer.send({"type": "client", "client": client}, [segment.fd])
+
+    def _watch_worker(self, worker: _Worker) -> None:
+        # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
+        with contextlib.suppress(OSError):
+            worker.pidfd = os.pidfd_open(worker.pid)
+            self._watch(worker.pidfd, lambda: self._lose(worker))
+
+    def _unwatch(self, worker: _Worker) -> None:
+        for fd in (worker.channel.fileno(), worker.pidfd):
+            if fd >= 0:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(fd)
+
+    def _leave(self, worker: _Worker) -> None:
+        worker.has_left = True
+        self._unwatch(worker)
+        if self._proxy is not None:
+            self._proxy.client_left(worker.client)
+        for registration in list(self._registrations.values()):
+            self._release(registration, worker.client)
+        worker.close()
+
+    def _lose(self, worker: _Worker) -> None:
+        if worker.has_left:
+            return
+        if worker.client < 0:
+            self._unwatch(worker)
+            self._connections.remove(worker)
+            worker.close()
+            return
+        step = self._proxy.last_step(worker.client) if self._proxy is not None and self._is_welcoming else 0
+        self._leave(worker)
+        self._abort(
+            "WorkerLostError",
+            f"worker {worker.client} (pid {worker.pid}) died; its last contribution was step {step}. "
+            "Parameters are those of the last step that every worker finished. Start the job again from there.",
+        )
+
+    def _abort(self, error: str, text: str) -> None:
+        """Tells every local worker once that nothing will complete any more."""
+        if self._is_aborted:
+            return
+        self._is_aborted = True
+        for client in self._job.local_clients:
+            worker = self._workers.get(client)
+            if worker is None or worker.has_left:
+                continue
+            self._send(worker, {"type": "aborted", "error": error, "text": text})
+            if self._is_welcoming and self._proxy is not None:
+                self._proxy.abort_client(client)
+
+    def _send(self, worker: _Worker, message: Message, fds: list[int] | tuple[int, ...] = ()) -> None:
+        # A worker that is gone is noticed by its pidfd; one that reads nothing gets what fits the socket.
+        with contextlib.suppress(OSError):
+            worker.channel.send(message, fds)
+
+    # ---- what the data path reports ----
+
+    def _take_proxy_events(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)
+        assert self._proxy is not None
+        for client, text in self._proxy.take_events():
+            if text and client >= 0:
+                logger.warning("[md%s] worker %s %s", self._job.device, client, text)
+                self._lose(self._workers[client])
+            elif text:
+                self._abort("SchemaMismatchError", text)
+            else:
+                self._abort("WorkerLostError", self._departure())
+
+    def _departure(self) -> str:
+        left = sorted(client for client, worker in self._workers.items() if worker.has_left)
+        return (
+            f"worker(s) {', '.join(map(str, left))} closed the session while others still synchronise. "
+            "Give every worker the same number of steps, or train inside model.join()."
+        )
+
+    # ---- registration ----
+
+    def _progress(self) -> None:
+        """Takes every step that has become possible."""
+        if self._proxy is None and self._has_all_shared_memory():
+            self._proxy = self._make_proxy()
+        if self._proxy is not None and not self._is_welcoming:
+            if len(self._client_segments) == self._job.num_clients == len(self._workers):
+                self._welcome(self._proxy)
+        for registration in list(self._registrations.values()):
+            self._advance(registration)
+
+    def _has_all_shared_memory(self) -> bool:
+        return self._doorbells is not None and len(self._ring_segments) == self._job.num_devices
+
+    def _make_proxy(self) -> _native.Proxy:
+        assert self._doorbells is not None
+        assert self._ring_logs is not None
+        return _native.Proxy(
+            device=self._job.device,
+            num_devices=self._job.num_devices,
+            num_clients=self._job.num_clients,
+            num_sync_cores=self._job.num_sync_cores,
+            scheduling=SCHEDULING_CHOICES.index(self._job.scheduling),
+            local_clients=list(self._job.local_clients),
+            cpus=list(self._job.cpus),
+            spin_us=self._job.spin_us,
+            doorbells_fd=self._doorbells.fd,
+            ring_logs_fd=self._ring_logs.fd,
+            ring_fds=[self._ring_segments[device].fd for device in range(self._job.num_devices)],
+            event_fd=self._event_fd,
+        )
+
+    def _welcome(self, proxy: _native.Proxy) -> None:
+        """All workers are here: the data path starts, and they are told."""
+        assert self._doorbells is not None
+        for client, segment in self._client_segments.items():
+            proxy.add_client(client, segment.fd)
+        proxy.start()
+        self._is_welcoming = True
+        for client, worker in self._workers.items():
+            is_local = client in self._job.local_clients
+            fds = [self._client_segments[client].fd, self._doorbells.fd] if is_local else []
+            self._send(worker, {"type": "welcome", "device": self._job.device, "pid": os.getpid()}, fds)
+        for segment in self._client_segments.values():
+            segment.close()
+
+    def _registration(self, group: int) -> Registration:
+        return self._registrations.setdefault(group, Registration(group))
+
+    def _register(self, worker: _Worker, message: Message) -> None:
+        registration = self._registration(int_field(message, "group", high=(1 << 32) - 1))
+        registration.schemas[worker.client] = GroupSchema.from_message(message)
+        if registration.refusal is not None:
+            self._send(worker, registration.refusal)
+
+    def _unregister(self, worker: _Worker, group: int) -> None:
+        registration = self._registrations.get(group)
+        if registration is not None:
+            self._release(registration, worker.client)
+
+    def _release(self, registration: Registration, client: int) -> None:
+        registration.released.add(client)
+        if len(registration.released) < self._job.num_clients:
+            return
+        if registration.is_active and self._proxy is not None:
+            self._proxy.remove_group(registration.group)
+        registration.close()
+        del self._registrations[registration.group]
+
+    def _advance(self, registration: Registration) -> None:
+        if registration.refusal is not None or registration.is_active or not self._is_welcoming:
+            return
+        if len(registration.schemas) < self._job.num_clients:
+            return
+        try:
+            if not registration.is_allocated:
+                self._check_agreement(registration)
+                # The home device checks that everything fits before any device takes its share.
+                if self._job.device != _HOME and registration.control is None:
+                    return
+                self._allocate(registration)
+            if registration.control is not None and len(registration.slots) == self._job.num_clients:
+                self._activate(registration)
+        except (SchemaMismatchError, OutOfDeviceMemoryError, ValueError) as error:
+            self._refuse(registration, error)
+
+    def _check_agreement(self, registration: Registration) -> None:
+        first = min(registration.schemas)
+        for client in sorted(registration.schemas):
+            check_agreement(first, registration.schemas[first], client, registration.schemas[client])
+
+    def _allocate(self, registration: Registration) -> None:
+        schema = registration.schema
+        plan = schema.partition()
+        if self._job.device == _HOME:
+            self._check_fits(schema, plan.slot_bytes)
+            num_ring_shards = sum(shard.algorithm == "ring" for shard in plan.shards)
+            if num_ring_shards > _native.RING_LOG_CAPACITY:
+                raise ValueError(
+                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "
+                    "keeps under way; raise COARSE_SHARD_BYTES"
+                )
+            control_bytes = _native.group_control_bytes(len(plan.shards), self._job.num_clients)
+            registration.control = self._memory.allocate(f"control of {schema.name}", control_bytes)
+        own = {}
+        for client in self._job.local_clients:
+            own[client] = self._memory.allocate(f"gradients of {schema.name}", plan.slot_bytes)
+        registration.slots.update(own)
+        registration.is_allocated = True
+        fds = [segment.fd for segment in own.values()]
+        if self._job.device == _HOME and registration.control is not None:
+            fds.append(registration.control.fd)
+        for peer in self._peers.values():
+            peer.send({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
+
+    def _check_fits(self, schema: GroupSchema, slot_bytes: int) -> None:
+        needed = slot_bytes * self._job.num_clients
+        available = self._memory.available_bytes()
+        if needed > available:
+            raise OutOfDeviceMemoryError(
+                f"{schema.name}: {self._job.num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
+                f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on this "
+                "node, a smaller model or a smaller dtype."
+            )
+
+    def _activate(self, registration: Registration) -> None:
+        assert self._proxy is not None
+        assert registration.control is not None
+        clients = range(self._job.num_clients)
+        self._proxy.add_group(
+            registration.schema.native_plan(registration.group, self._job.num_clients),
+            registration.control.fd,
+            [registration.slots[client].fd for client in clients],
+            self._job.device == _HOME,
+        )
+        registration.is_active = True
+        control_fd = registration.control.read_only_fd()
+        for client in clients:
+            message: Message = {"type": "registered", "group": registration.group, "fds": []}
+            fds = []
+            if self._job.device == _HOME:
+                message["fds"].append("control")
+                fds.append(control_fd)
+            if client in self._job.local_clients:
+                message["fds"].append("slots")
+                fds.append(registration.slots[client].fd)
+            self._send(self._workers[client], message, fds)
+        os.close(control_fd)
+        registration.close()
+
+    def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
+        registration.refusal = {
+            "type": "refused",
+            "group": registration.group,
+            "error": type(error).__name__,
+            "text": str(error),
+        }
+        for client in registration.schemas:
+            self._send(self._workers[client], registration.refusal)
+
+
+def run_device(job_fd: int) -> None:
+    """Entry point of a memory device process that a session started.
+
+    Args:
+        job_fd: An inherited descriptor from which the DeviceJob is read.
+    """
+    MemoryDevice(DeviceJob.read(job_fd)).run()

@@ -1,0 +1,64 @@
+"""What a memory device process is told when a session starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from coarse.profiler.routing import local_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceJob:
+    """A memory device's place in one session. Passed as JSON through an inherited descriptor, never by argv.
+
+    Args:
+        device: This device, 0 <= device < num_devices.
+        num_devices: Memory devices of the node.
+        num_clients: Workers of the node.
+        num_sync_cores: Threads that reduce.
+        scheduling: "queues" or "fcfs".
+        spin_us: How long an idle sync core looks for work before it sleeps.
+        cpus: Where sync cores run; empty: anywhere.
+        listen_fd: A listening SEQPACKET socket for workers.
+        peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
+        token: What a worker must show to be let in, hexadecimal.
+        leader_pid: The process that started this device, which ends when it does.
+        join_timeout_s: How long to wait for all workers to connect.
+    """
+
+    device: int
+    num_devices: int
+    num_clients: int
+    num_sync_cores: int
+    scheduling: str
+    spin_us: int
+    cpus: tuple[int, ...]
+    listen_fd: int
+    peer_fds: tuple[int, ...]
+    token: str
+    leader_pid: int
+    join_timeout_s: float
+
+    @property
+    def local_clients(self) -> tuple[int, ...]:
+        """The workers whose slots lie in this device's memory."""
+        return tuple(
+            client
+            for client in range(self.num_clients)
+            if local_device(client, self.num_clients, self.num_devices) == self.device
+        )
+
+    def to_json(self) -> bytes:
+        """The form in which it is passed."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, fd: int) -> DeviceJob:
+        """Reads a job from `fd` to its end, and closes it."""
+        with os.fdopen(fd, "rb") as stream:
+            values = json.load(stream)
+        values["cpus"] = tuple(values["cpus"])
+        values["peer_fds"] = tuple(values["peer_fds"])
+        return cls(**values)

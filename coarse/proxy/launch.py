@@ -1,0 +1,163 @@
+"""Starts the memory devices of one node and keeps an eye on them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from coarse.env import Settings
+from coarse.proxy.job import DeviceJob
+
+TOKEN_FILE = "token"
+_BACKLOG = 256
+_MOST_DEFAULT_SYNC_CORES = 4
+
+
+def socket_path(directory: str | os.PathLike[str], device: int) -> str:
+    """Where memory device `device` of the session in `directory` listens."""
+    return str(Path(directory) / f"md{device}.sock")
+
+
+class DeviceProcesses:
+    """The memory device processes of one session on this node, started by one of its workers.
+
+    They end by themselves when all workers have left or died. Nothing of theirs has a name: once the workers are
+    connected, hide() removes the directory with the sockets, so that even SIGKILL leaves nothing behind.
+
+    Args:
+        num_devices: How many to start.
+        num_clients: Workers of this node.
+        settings: Of the session.
+
+    Raises:
+        OSError: If a process or socket cannot be made; what was made is undone.
+    """
+
+    def __init__(self, *, num_devices: int, num_clients: int, settings: Settings) -> None:
+        self.directory = tempfile.mkdtemp(prefix="coarse-")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        token = secrets.token_hex(32)
+        _write_private(Path(self.directory) / TOKEN_FILE, token)
+        num_sync_cores = settings.sync_cores or default_sync_cores(num_devices, num_clients)
+        peers = _socket_pairs(num_devices)
+        try:
+            for device in range(num_devices):
+                with _listen(socket_path(self.directory, device)) as listener:
+                    job = DeviceJob(
+                        device=device,
+                        num_devices=num_devices,
+                        num_clients=num_clients,
+                        num_sync_cores=num_sync_cores,
+                        scheduling=settings.scheduling,
+                        spin_us=settings.spin_us,
+                        cpus=sync_core_cpus(device, num_devices, num_sync_cores),
+                        listen_fd=listener.fileno(),
+                        peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
+                        token=token,
+                        leader_pid=os.getpid(),
+                        join_timeout_s=settings.timeout_s,
+                    )
+                    self._processes.append(_start(job))
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for row in peers:
+                for peer in row:
+                    if peer is not None:
+                        peer.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, in the order of the devices."""
+        return tuple(process.pid for process in self._processes)
+
+    def hide(self) -> None:
+        """Removes the directory with the sockets. Idempotent."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def fate(self, device: int, timeout_s: float = 1.0) -> str:
+        """How a device that closed its connection ended, in words."""
+        process = self._processes[device]
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "stopped answering"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def reap(self, timeout_s: float) -> None:
+        """Collects the devices when the last worker has left; waits at most `timeout_s` here, then in the background."""
+        reaper = threading.Thread(target=self._wait, name="coarse-reaper", daemon=True)
+        reaper.start()
+        reaper.join(timeout_s)
+
+    def _wait(self) -> None:
+        for process in self._processes:
+            process.wait()
+
+    def kill(self) -> None:
+        """Ends the devices at once. Idempotent."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self.hide()
+
+
+def default_sync_cores(num_devices: int, num_workers: int) -> int:
+    """Sync cores per memory device: what the workers leave of the cores, shared out evenly, at least one."""
+    spare = len(os.sched_getaffinity(0)) - num_workers
+    return max(1, min(_MOST_DEFAULT_SYNC_CORES, spare // num_devices))
+
+
+def sync_core_cpus(device: int, num_devices: int, num_sync_cores: int) -> tuple[int, ...]:
+    """A processor of its own for each sync core where there are enough, so that two never wait for one processor."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if num_devices * num_sync_cores > len(cpus):
+        return ()
+    first = device * num_sync_cores
+    return tuple(cpus[first : first + num_sync_cores])
+
+
+def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
+    read_end, write_end = os.pipe()
+    inherited = [read_end, job.listen_fd, *(fd for fd in job.peer_fds if fd >= 0)]
+    # A session of its own: the terminal's Ctrl-C is for workers, the device ends after them.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coarse", "device", "--job-fd", str(read_end)],
+        pass_fds=inherited,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as stream:
+        stream.write(job.to_json())
+    return process
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _socket_pairs(count: int) -> list[list[socket.socket | None]]:
+    """A connected pair between every two devices: [a][b] is the end of `a` towards `b`."""
+    table: list[list[socket.socket | None]] = [[None] * count for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            table[a][b], table[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return table
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+        stream.write(text)

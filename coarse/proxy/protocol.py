@@ -1,0 +1,188 @@
+"""Control messages between workers and memory devices: framed JSON and descriptors over AF_UNIX SEQPACKET.
+
+Tensors never pass here, only names, numbers and file descriptors of shared memory. A frame is a fixed header
+(magic, version, number of descriptors, length of the whole message, offset of this fragment) and a fragment of
+a JSON object; a message larger than one frame comes in several, its descriptors with the first. Everything a
+peer sends is untrusted: lengths are capped before memory is taken, and whatever does not fit the format is a
+ProtocolError. The format is described in docs/design/control-protocol.md.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from coarse.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_DESCRIPTORS = 250  # the kernel's own limit per message is 253
+
+_MAGIC = b"COAR"
+_HEADER = struct.Struct("<4sHHII")
+_FRAGMENT_BYTES = 48 << 10
+
+Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Received:
+    """A whole message and the descriptors that came with it, which the receiver owns."""
+
+    message: Message
+    fds: list[int] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The message's type, checked to be text."""
+        kind = self.message.get("type")
+        if not isinstance(kind, str):
+            raise ProtocolError("a control message carries no type")
+        return kind
+
+    def close(self) -> None:
+        """Closes descriptors nobody took."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class Channel:
+    """One end of a control connection. One thread at a time.
+
+    Args:
+        connection: A connected SEQPACKET socket; the channel owns it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._outgoing: deque[tuple[bytes, list[int]]] = deque()
+        self._incoming = bytearray()
+        self._incoming_fds: list[int] = []
+        self._expected_bytes = 0
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
+        return self.socket.fileno()
+
+    def send(self, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
+        """Queues `message` and sends what the socket takes; descriptors are duplicated, so the caller keeps its own.
+
+        Raises:
+            ProtocolError: If the message is over the format's limits.
+            OSError: If the peer is gone.
+        """
+        payload = json.dumps(message, separators=(",", ":")).encode()
+        if len(payload) > MAX_MESSAGE_BYTES or len(fds) > MAX_DESCRIPTORS:
+            raise ProtocolError(
+                f"a control message of {len(payload)} bytes and {len(fds)} descriptors is over the limits of "
+                f"{MAX_MESSAGE_BYTES} bytes and {MAX_DESCRIPTORS} descriptors"
+            )
+        for offset in range(0, len(payload), _FRAGMENT_BYTES):
+            fragment = payload[offset : offset + _FRAGMENT_BYTES]
+            attached = [os.dup(fd) for fd in fds] if offset == 0 else []
+            header = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, len(attached), len(payload), offset)
+            self._outgoing.append((header + fragment, attached))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Sends queued frames until the socket would block; True if nothing is left."""
+        while self._outgoing:
+            frame, fds = self._outgoing[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self.socket.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            self._outgoing.popleft()
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def receive(self) -> Received | None:
+        """Reads one frame; returns the message that it completes, or None if more frames are to come.
+
+        Raises:
+            EOFError: If the peer closed the connection.
+            ProtocolError: If the frame breaks the format; the connection is of no further use.
+            BlockingIOError: If the socket is non-blocking and nothing is there.
+        """
+        frame, fds = _receive_frame(self.socket)
+        self._incoming_fds += fds
+        if not frame:
+            raise EOFError("the peer closed the control connection")
+        self._take(frame, len(fds))
+        if len(self._incoming) < self._expected_bytes:
+            return None
+        payload, self._incoming = bytes(self._incoming), bytearray()
+        received = Received(_parse(payload), self._incoming_fds)
+        self._incoming_fds = []
+        return received
+
+    def close(self) -> None:
+        """Closes the connection and every descriptor still queued. Idempotent."""
+        for _, fds in self._outgoing:
+            for fd in fds:
+                os.close(fd)
+        self._outgoing.clear()
+        while self._incoming_fds:
+            os.close(self._incoming_fds.pop())
+        self.socket.close()
+
+    def _take(self, frame: bytes, num_fds: int) -> None:
+        if len(frame) < _HEADER.size:
+            raise ProtocolError(f"a control frame of {len(frame)} bytes is shorter than its header")
+        magic, version, announced_fds, total, offset = _HEADER.unpack_from(frame)
+        if magic != _MAGIC or version != PROTOCOL_VERSION:
+            raise ProtocolError(f"a control frame of version {version} came, this is version {PROTOCOL_VERSION}")
+        if announced_fds != num_fds or total > MAX_MESSAGE_BYTES:
+            raise ProtocolError("a control frame announces what it does not carry")
+        fragment = memoryview(frame)[_HEADER.size :]
+        if offset == 0 and not self._incoming:
+            self._expected_bytes = total
+        if offset != len(self._incoming) or total != self._expected_bytes or offset + len(fragment) > total:
+            raise ProtocolError("control frames arrived that do not continue each other")
+        self._incoming += fragment
+
+
+def _receive_frame(connection: socket.socket) -> tuple[bytes, list[int]]:
+    descriptors = array.array("i")
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
+    frame, ancillary, flags, _ = connection.recvmsg(
+        _HEADER.size + _FRAGMENT_BYTES, space, socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in descriptors:
+            os.close(fd)
+        raise ProtocolError("a control frame is larger than the format allows")
+    return frame, list(descriptors)
+
+
+def _parse(payload: bytes) -> Message:
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a control message is no JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise ProtocolError("a control message is no JSON object")
+    return message
+
+
+def int_field(message: Message, name: str, *, low: int = 0, high: int = 1 << 62) -> int:
+    """The whole number under `name`, checked to lie in [low, high].
+
+    Raises:
+        ProtocolError: If it is missing, no whole number or out of range.
+    """
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ProtocolError(f"control message {message.get('type')!r}: {name}={value!r} is not in [{low}, {high}]")
+    return value

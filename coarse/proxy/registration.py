@@ -1,0 +1,168 @@
+"""Registered tensor groups as one memory device sees them: who has asked for what, and whether they agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.errors import ProtocolError, SchemaMismatchError
+from coarse.kernels import _native
+from coarse.profiler.partition import ALGORITHMS, PartitionPlan, plan_partition
+from coarse.proxy.memory import Segment
+from coarse.proxy.protocol import Message, int_field
+
+DTYPE_NUMBERS = {name: number for number, name in enumerate(ITEM_BYTES)}
+OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
+_ALGORITHM_NUMBERS = {name: number for number, name in enumerate(ALGORITHMS)}
+_MAX_TENSORS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSchema:
+    """Everything about a tensor group on which all workers must agree.
+
+    Args:
+        name: What the workers call it.
+        specs: Its tensors; of a staging group, its buffers as uint8.
+        shard_bytes, gather_bytes, algorithm: How it is cut (coarse.profiler.partition).
+        is_staging: Its shards carry buffers whose length, dtype and op come with each push.
+    """
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+    shard_bytes: int
+    gather_bytes: int
+    algorithm: str
+    is_staging: bool = False
+
+    def partition(self) -> PartitionPlan:
+        """The layout that worker and memory device compute alike."""
+        return plan_partition(
+            self.specs,
+            shard_bytes=self.shard_bytes,
+            gather_bytes=self.gather_bytes,
+            algorithm=self.algorithm,
+        )
+
+    def native_plan(self, group: int, num_clients: int) -> _native.GroupPlan:
+        """The same for the data path."""
+        plan = self.partition()
+        shards = [
+            (
+                shard.tensor,
+                shard.num_elements,
+                shard.offset,
+                DTYPE_NUMBERS[self.specs[shard.tensor].dtype],
+                OP_NUMBERS[self.specs[shard.tensor].op],
+                _ALGORITHM_NUMBERS[shard.algorithm],
+                self.is_staging,
+            )
+            for shard in plan.shards
+        ]
+        return _native.GroupPlan(id=group, num_clients=num_clients, slot_bytes=plan.slot_bytes, shards=shards)
+
+    def to_message(self, group: int) -> Message:
+        """The control message that asks for it."""
+        return {
+            "type": "register",
+            "group": group,
+            "name": self.name,
+            "specs": [[spec.name, spec.dtype, spec.num_elements, spec.op] for spec in self.specs],
+            "shard_bytes": self.shard_bytes,
+            "gather_bytes": self.gather_bytes,
+            "algorithm": self.algorithm,
+            "is_staging": self.is_staging,
+        }
+
+    @classmethod
+    def from_message(cls, message: Message) -> GroupSchema:
+        """Reads the control message of to_message().
+
+        Raises:
+            ProtocolError: If anything in it is out of range.
+        """
+        specs = message.get("specs")
+        if not isinstance(specs, list) or not 0 < len(specs) <= _MAX_TENSORS:
+            raise ProtocolError("a registration carries no list of tensors")
+        try:
+            return cls(
+                name=str(message["name"]),
+                specs=tuple(
+                    TensorSpec(name=str(name), dtype=str(dtype), num_elements=int(length), op=str(op))
+                    for name, dtype, length, op in specs
+                ),
+                shard_bytes=int_field(message, "shard_bytes", low=1),
+                gather_bytes=int_field(message, "gather_bytes"),
+                algorithm=str(message["algorithm"]),
+                is_staging=message.get("is_staging") is True,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a registration cannot be read: {error}") from None
+
+
+def check_agreement(first: int, expected: GroupSchema, other: int, offered: GroupSchema) -> None:
+    """Compares what two workers registered.
+
+    Raises:
+        SchemaMismatchError: With the first difference, if there is one.
+    """
+    if expected == offered:
+        return
+    raise SchemaMismatchError(
+        f"{expected.name}: workers {first} and {other} differ: "
+        f"{_first_difference(first, expected, other, offered)}. Build the same model on every worker."
+    )
+
+
+def _first_difference(first: int, expected: GroupSchema, other: int, offered: GroupSchema) -> str:
+    for index, (ours, theirs) in enumerate(zip(expected.specs, offered.specs, strict=False)):
+        if ours != theirs:
+            return f"tensor {index} is {_describe(ours)} on worker {first}, {_describe(theirs)} on worker {other}"
+    if len(expected.specs) != len(offered.specs):
+        more, fewer = (expected, offered) if len(expected.specs) > len(offered.specs) else (offered, expected)
+        owner = first if more is expected else other
+        return (
+            f"worker {owner} has {len(more.specs)} tensors, the other {len(fewer.specs)}; "
+            f"the first one more is {_describe(more.specs[len(fewer.specs)])}"
+        )
+    return (
+        f"{_settings(expected)} on worker {first}, {_settings(offered)} on worker {other} "
+        "(name, and the COARSE_ settings, must be the same everywhere)"
+    )
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.name!r} of {spec.num_elements} x {spec.dtype} ({spec.op})"
+
+
+def _settings(schema: GroupSchema) -> str:
+    return (
+        f"{schema.name!r} with shard_bytes={schema.shard_bytes}, gather_bytes={schema.gather_bytes}, "
+        f"algorithm={schema.algorithm}"
+    )
+
+
+@dataclass(slots=True)
+class Registration:
+    """One tensor group on its way from the first worker's request to the last worker's goodbye."""
+
+    group: int
+    schemas: dict[int, GroupSchema] = field(default_factory=dict)
+    slots: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
+    control: Segment | None = None
+    is_allocated: bool = False
+    is_active: bool = False
+    refusal: Message | None = None
+    released: set[int] = field(default_factory=set)
+
+    @property
+    def schema(self) -> GroupSchema:
+        """What the first worker asked for, and all others when it is active."""
+        return next(iter(self.schemas.values()))
+
+    def close(self) -> None:
+        """Gives up this process's descriptors."""
+        for segment in self.slots.values():
+            segment.close()
+        if self.control is not None:
+            self.control.close()

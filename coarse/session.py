@@ -1,0 +1,226 @@
+"""A session: the workers and memory devices of one job on this node, brought together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coarse.client.client import Client, TensorGroup
+from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.client.solo import SoloClient, SoloTensorGroup
+from coarse.env import Settings, WorkerIdentity
+from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, SessionClosedError
+from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, socket_path
+from coarse.rendezvous import check_single_node, gather_workers
+from coarse.store import Store
+
+_DEVICE_EXIT_TIMEOUT_S = 0.5
+
+
+class Session:
+    """One worker's membership in a job.
+
+    Lives until close(), or the end of a `with` block. Use from one thread at a time; several sessions can live in
+    one process. Made by Session.join().
+    """
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        settings: Settings,
+        client: Client | SoloClient,
+        devices: DeviceProcesses | None,
+    ) -> None:
+        self.identity = identity
+        self.settings = settings
+        self._client: Client | SoloClient | None = client
+        self._devices = devices
+        self._pid = os.getpid()
+
+    @classmethod
+    def join(cls, *, identity: WorkerIdentity, store: Store, settings: Settings | None = None) -> Session:
+        """Joins the job; returns when all workers and memory devices are there.
+
+        The first worker of the node starts the memory devices, which end when the last worker has gone.
+
+        Args:
+            identity: Which worker this process is.
+            store: Where the job's workers find each other; keys are this session's own.
+            settings: The same on every worker; from the environment if not given.
+
+        Raises:
+            RendezvousError: If workers are missing, have the same rank, or share no memory.
+            OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
+        """
+        settings = settings or Settings.from_environment()
+        if identity.world_size == 1:
+            return cls(identity, settings, SoloClient(), None)
+        hosts = gather_workers(identity, store, timeout_s=settings.timeout_s)
+        check_single_node(hosts)
+        devices, directory, num_devices = _provide_devices(identity, store, settings)
+        try:
+            client = _connect(identity, settings, devices, directory, num_devices)
+        except BaseException:
+            if devices is not None:
+                devices.kill()
+            raise
+        if devices is not None:
+            devices.hide()
+        return cls(identity, settings, client, devices)
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup | SoloTensorGroup:
+        """Registers tensors with the memory devices; every worker calls it alike.
+
+        Raises:
+            SchemaMismatchError: If workers differ; names the first difference.
+            OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
+        """
+        return self._open().register(name, specs)
+
+    def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
+        """Reduces an array that is not registered over all workers, in place; every worker calls it alike.
+
+        Args:
+            array: C-contiguous and writable, of a dtype in ITEM_BYTES that numpy has, the same on all workers.
+            op: "sum", "mean" or "max".
+
+        Raises:
+            ValueError: If the array cannot be reduced as it is.
+        """
+        _check_array(array, op)
+        self._open().all_reduce(array.ctypes.data, array.size, array.dtype.name, op)
+
+    def broadcast(self, array: npt.NDArray[Any], *, root: int = 0) -> None:
+        """Gives worker `root`'s array to all, in place; every worker calls it alike.
+
+        Args:
+            array: C-contiguous and writable, of any plain dtype, the same number of bytes on all workers.
+            root: The rank whose contents win.
+        """
+        if not 0 <= root < self.identity.world_size:
+            raise ValueError(f"root={root} is no rank of {self.identity.world_size} workers")
+        view = np.asarray(array)
+        if not view.flags.c_contiguous or not view.flags.writeable:
+            raise ValueError("broadcast needs a writable, C-contiguous array; pass a copy")
+        present = self.identity.rank == root
+        self._open().all_reduce(view.ctypes.data, view.nbytes, "uint8", "sum", present=present)
+
+    def barrier(self) -> None:
+        """Returns when every worker has called it."""
+        self.all_reduce(np.zeros(1, dtype=np.int32))
+
+    def close(self) -> None:
+        """Leaves the job; memory devices end when the last worker has left. Idempotent."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        client.close()
+        if self._devices is not None and os.getpid() == self._pid:
+            self._devices.reap(_DEVICE_EXIT_TIMEOUT_S)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def device_pids(self) -> tuple[int, ...]:
+        """Process ids of the memory devices that this worker started; empty on other workers."""
+        return () if self._devices is None else self._devices.pids
+
+    def _open(self) -> Client | SoloClient:
+        if self._client is None:
+            raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
+        return self._client
+
+
+def _check_array(array: npt.NDArray[Any], op: str) -> None:
+    if array.dtype.name not in ITEM_BYTES:
+        raise ValueError(f"an array of {array.dtype.name} cannot be reduced; supported are {', '.join(ITEM_BYTES)}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
+    if array.size:
+        TensorSpec(name="array", dtype=array.dtype.name, num_elements=array.size, op=op)
+
+
+def _provide_devices(
+    identity: WorkerIdentity, store: Store, settings: Settings
+) -> tuple[DeviceProcesses | None, str, int]:
+    """The memory devices of the node: started by its first worker, found by the others."""
+    num_devices = settings.memory_devices or identity.world_size
+    if identity.rank != 0:
+        try:
+            announcement = json.loads(store.get("devices", settings.timeout_s))
+        except TimeoutError:
+            raise RendezvousError(
+                f"worker {identity.rank}: worker 0 has started no memory devices within {settings.timeout_s:.1f} s"
+            ) from None
+        if "error" in announcement:
+            raise MemoryDeviceLostError(f"worker 0 could not start memory devices: {announcement['error']}")
+        return None, announcement["directory"], announcement["num_devices"]
+    try:
+        devices = DeviceProcesses(num_devices=num_devices, num_clients=identity.world_size, settings=settings)
+    except OSError as error:
+        store.set("devices", json.dumps({"error": str(error)}).encode())
+        raise
+    announcement = {"directory": devices.directory, "num_devices": num_devices}
+    store.set("devices", json.dumps(announcement).encode())
+    return devices, devices.directory, num_devices
+
+
+def _connect(
+    identity: WorkerIdentity,
+    settings: Settings,
+    devices: DeviceProcesses | None,
+    directory: str,
+    num_devices: int,
+) -> Client:
+    token = (Path(directory) / TOKEN_FILE).read_text()
+    connections: list[DeviceConnection] = []
+    try:
+        for device in range(num_devices):
+            connections.append(DeviceConnection(device, socket_path(directory, device)))
+        for connection in connections:
+            connection.send({"type": "hello", "token": token, "client": identity.rank})
+        replies = collect_replies(
+            connections,
+            kind="welcome",
+            group=None,
+            timeout_s=settings.timeout_s,
+            what=f"worker {identity.rank}: joining the memory devices",
+        )
+        segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
+        for connection in connections:
+            connection.pid = int(replies[connection.device].message["pid"])
+        client = Client(
+            rank=identity.rank,
+            num_clients=identity.world_size,
+            connections=connections,
+            segment_fd=segment_fd,
+            doorbells_fd=doorbells_fd,
+            settings=settings,
+            fate_of_device=_died if devices is None else devices.fate,
+        )
+        os.close(segment_fd)
+        os.close(doorbells_fd)
+    except CoarseError:
+        for connection in connections:
+            connection.close()
+        raise
+    return client
+
+
+def _died(device: int) -> str:
+    del device
+    return "died"
