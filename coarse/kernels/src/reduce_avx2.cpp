@@ -17,7 +17,7 @@
 
 #define COARSE_KERNEL_TABLE kAvx2Kernels
 #define COARSE_KERNEL_NAME "avx2"
-#define COARSE_KERNEL_F16C
+#define COARSE_KERNEL_LANES
 
 #include "reduce_kernels.inc"
 

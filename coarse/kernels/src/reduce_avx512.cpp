@@ -18,7 +18,7 @@
 
 #define COARSE_KERNEL_TABLE kAvx512Kernels
 #define COARSE_KERNEL_NAME "avx512"
-#define COARSE_KERNEL_F16C
+#define COARSE_KERNEL_LANES
 
 #include "reduce_kernels.inc"
 
