@@ -1,0 +1,336 @@
+"""`coarse doctor`: what this machine offers to COARSE, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from coarse import __version__
+from coarse.cli.failure import signal_name
+from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
+from coarse.machine.host import Cpu, DaxDevice, Gpu, Host, Limit, Memory, NumaNode, read_host
+
+GOOD, NOTE, FAILED = "ok", "note", "failed"
+"""Status of a finding. Only a failed one makes the exit code 1; a note is something that can be improved."""
+
+_MARKS = {GOOD: "[green]ok[/]", NOTE: "[yellow]note[/]", FAILED: "[bold red]failed[/]"}
+_NATIVE_MODULE = "coarse.kernels._native"
+_TOOL_LIMIT_S = 10
+_ENOUGH_FILES = 4096
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the table.
+
+    Args:
+        topic: Heading it stands under.
+        name: What was looked at.
+        value: What was found.
+        status: GOOD, NOTE or FAILED.
+        advice: What to do about it; "" if there is nothing to do.
+    """
+
+    topic: str
+    name: str
+    value: str
+    status: str = GOOD
+    advice: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `doctor` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="show what this machine offers, what is missing and how to get it",
+        description="Looks at versions, cores, memory, devices and limits, and tries a two-worker sync. "
+        "Exit code 1 if something essential fails.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examines this machine and prints the findings; returns 1 if something essential fails, else 0."""
+    host = read_host()
+    findings = examine(host)
+    if arguments.json:
+        print(as_json(host, findings))
+    else:
+        _print_table(findings)
+    return 0 if is_healthy(findings) else 1
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing essential fails."""
+    return all(finding.status != FAILED for finding in findings)
+
+
+def examine(host: Host) -> list[Finding]:
+    """Returns all findings, in the order of the table. Starts processes and waits for them."""
+    return [
+        *_software(host),
+        *_peers(),
+        *cpu_findings(host.cpu),
+        *memory_findings(host.memory),
+        *numa_findings(host.numa_nodes),
+        *device_findings(host.dax_devices, host.gpus),
+        *limit_findings(host.limits),
+        *_runtime(),
+    ]
+
+
+def as_json(host: Host, findings: Sequence[Finding]) -> str:
+    """Returns one JSON object: coarse (version), ok, findings, and host, the facts behind them."""
+    record = {
+        "coarse": __version__,
+        "ok": is_healthy(findings),
+        "findings": [asdict(finding) for finding in findings],
+        "host": asdict(host),
+    }
+    return json.dumps(record, indent=2)
+
+
+def _print_table(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    topic = None
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            table.add_row("", f"\n[bold]{topic}[/]", "")
+        table.add_row(_MARKS[finding.status], finding.name, _with_advice(finding))
+    Console(highlight=False).print(table)
+
+
+def _with_advice(finding: Finding) -> str:
+    from rich.markup import escape
+
+    advice = f"\n[yellow]{escape(finding.advice)}[/]" if finding.advice else ""
+    return escape(finding.value) + advice
+
+
+def _software(host: Host) -> list[Finding]:
+    topic = "software"
+    return [
+        Finding(topic=topic, name="coarse", value=__version__),
+        Finding(topic=topic, name="Python", value=platform.python_version()),
+        Finding(topic=topic, name="kernel", value=f"{host.kernel} ({host.architecture})"),
+        _package(topic, "numpy", missing=FAILED, advice="pip install numpy"),
+        _package(topic, "torch", missing=NOTE, advice="pip install torch, for coarse.torch"),
+        _compiler(topic),
+    ]
+
+
+def _peers() -> list[Finding]:
+    topic = "peers (optional)"
+    build = "build horovod 0.28.1 from source, with CMAKE_CXX_STANDARD 17 in its CMakeLists"
+    return [
+        _package(topic, "mpich", missing=NOTE, advice="pip install mpich"),
+        _package(topic, "mpi4py", missing=NOTE, advice="pip install mpi4py"),
+        _open_mpi(topic),
+        _package(topic, "horovod", missing=NOTE, advice=build),
+    ]
+
+
+def _package(topic: str, name: str, *, missing: str, advice: str) -> Finding:
+    try:
+        return Finding(topic=topic, name=name, value=metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(topic=topic, name=name, value="not installed", status=missing, advice=advice)
+
+
+def _compiler(topic: str) -> Finding:
+    name = "C++ compiler"
+    for candidate in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        version = _first_line(candidate, "--version") if candidate else ""
+        if version:
+            return Finding(topic=topic, name=name, value=f"{candidate}: {version}")
+    advice = "needed to build from source: apt-get install g++"
+    return Finding(topic=topic, name=name, value="none", status=NOTE, advice=advice)
+
+
+def _open_mpi(topic: str) -> Finding:
+    for command in ("mpirun.openmpi", "mpirun"):
+        version = _first_line(command, "--version")
+        if "Open MPI" in version:
+            return Finding(topic=topic, name="openmpi", value=version.rpartition(" ")[2])
+    advice = "apt-get install openmpi-bin"
+    return Finding(topic=topic, name="openmpi", value="not installed", status=NOTE, advice=advice)
+
+
+def _first_line(*command: str) -> str:
+    """Returns the first line that a tool prints; "" if it is not there or does not work."""
+    program = shutil.which(command[0])
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *command[1:]], capture_output=True, timeout=_TOOL_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace").partition("\n")[0].strip() if done.returncode == 0 else ""
+
+
+def cpu_findings(cpu: Cpu) -> list[Finding]:
+    """Cores, share of them, instruction sets."""
+    topic = "cores"
+    quota = "no quota" if cpu.quota_cores is None else f"{cpu.quota_cores:g} by cgroup quota"
+    share = f"{cpu.num_cores} online, {cpu.num_cores_allowed} by affinity, {quota}"
+    few = cpu.num_cores_granted < 2
+    return [
+        Finding(topic=topic, name="model", value=cpu.model or "unknown"),
+        Finding(
+            topic=topic,
+            name="cores",
+            value=f"{cpu.num_cores_granted} to use ({share})",
+            status=NOTE if few else GOOD,
+            advice="workers and memory devices share one core: grant two or more" if few else "",
+        ),
+        Finding(topic=topic, name="vector units", value=", ".join(cpu.vector_flags) or "baseline only"),
+    ]
+
+
+def memory_findings(memory: Memory) -> list[Finding]:
+    """Size, limit and page settings."""
+    topic = "memory"
+    size = f"{format_bytes(memory.available_bytes)} available of {format_bytes(memory.total_bytes)}"
+    explicit = f"{memory.huge_pages} of {format_bytes(memory.huge_page_bytes)}"
+    return [
+        Finding(topic=topic, name="size", value=size),
+        Finding(topic=topic, name="cgroup limit", value=_cgroup_memory(memory)),
+        Finding(topic=topic, name="/dev/shm", value="not needed: memory devices use sealed memfds"),
+        _transparent_pages(topic, memory),
+        Finding(topic=topic, name="explicit huge pages", value=explicit),
+    ]
+
+
+def _cgroup_memory(memory: Memory) -> str:
+    if memory.cgroup_limit_bytes is None:
+        return "none"
+    used = "" if memory.cgroup_used_bytes is None else f", {format_bytes(memory.cgroup_used_bytes)} used"
+    return format_bytes(memory.cgroup_limit_bytes) + used
+
+
+def _transparent_pages(topic: str, memory: Memory) -> Finding:
+    off = memory.transparent_shared in ("", "never", "deny")
+    advice = "as root: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled (fewer TLB misses)"
+    return Finding(
+        topic=topic,
+        name="transparent huge pages",
+        value=f"{memory.transparent or 'none'}; shared memory: {memory.transparent_shared or 'none'}",
+        status=NOTE if off else GOOD,
+        advice=advice if off else "",
+    )
+
+
+def numa_findings(nodes: Sequence[NumaNode]) -> list[Finding]:
+    """One finding for each NUMA node; memory without cores is named as possible CXL memory."""
+    if not nodes:
+        return [Finding(topic="NUMA", name="nodes", value="none reported")]
+    return [Finding(topic="NUMA", name=f"node {node.node}", value=_numa_node(node)) for node in nodes]
+
+
+def _numa_node(node: NumaNode) -> str:
+    size = format_bytes(node.memory_bytes)
+    cores = "no cores: possibly CXL memory" if node.is_memory_only else f"{len(node.cores)} cores"
+    return f"{size}, {cores}"
+
+
+def device_findings(dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu]) -> list[Finding]:
+    """DAX devices and GPUs; having none is no fault."""
+    topic = "devices"
+    dax = [
+        Finding(topic=topic, name=device.name, value=format_bytes(device.memory_bytes) + _of_node(device))
+        for device in dax_devices
+    ]
+    cards = [
+        Finding(
+            topic=topic,
+            name=f"GPU {index}",
+            value=f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}",
+        )
+        for index, gpu in enumerate(gpus)
+    ]
+    return [
+        *(dax or [Finding(topic=topic, name="DAX", value="none")]),
+        *(cards or [Finding(topic=topic, name="GPU", value="none (no NVIDIA driver answers)")]),
+    ]
+
+
+def _of_node(device: DaxDevice) -> str:
+    return "" if device.node is None else f", NUMA node {device.node}"
+
+
+def limit_findings(limits: Sequence[Limit]) -> list[Finding]:
+    """Resource limits, with a note on too few open files."""
+    return [_limit(limit) for limit in limits]
+
+
+def _limit(limit: Limit) -> Finding:
+    scarce = limit.name == "nofile" and limit.soft is not None and limit.soft < _ENOUGH_FILES
+    show = str if limit.name == "nofile" else format_bytes
+    return Finding(
+        topic="limits",
+        name=limit.name,
+        value=f"{_limit_value(limit.soft, show)} (hard: {_limit_value(limit.hard, show)})",
+        status=NOTE if scarce else GOOD,
+        advice=f"ulimit -n {_ENOUGH_FILES}, for many workers on one node" if scarce else "",
+    )
+
+
+def _limit_value(value: int | None, show: Callable[[int], str]) -> str:
+    return "unlimited" if value is None else show(value)
+
+
+def _runtime() -> list[Finding]:
+    native = _native_module()
+    if native.status == FAILED:
+        skipped = Finding(
+            topic=native.topic, name="two-worker sync", value="not tried", status=FAILED, advice="see above"
+        )
+        return [native, skipped]
+    return [native, _two_worker_sync(native.topic)]
+
+
+def _native_module() -> Finding:
+    """Loads the native module in a process of its own: a wrong instruction set would take this one along."""
+    topic, name = "runtime", "native module"
+    done = subprocess.run([sys.executable, "-c", f"import {_NATIVE_MODULE}"], capture_output=True)
+    if done.returncode == 0:
+        return Finding(topic=topic, name=name, value="loads")
+    reason = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]
+    if done.returncode < 0:
+        reason = f"killed by {signal_name(-done.returncode)}"
+    advice = "build it: pip install . in the source tree (needs a C++17 compiler)"
+    return Finding(topic=topic, name=name, value=f"does not load: {reason}", status=FAILED, advice=advice)
+
+
+def _two_worker_sync(topic: str) -> Finding:
+    name = "two-worker sync"
+    try:
+        latency = probe_sync()
+    except SyncProbeError as error:
+        advice = f"see all of it: coarse run -n {NUM_WORKERS} -m {SCRIPT_MODULE} $(mktemp -d)"
+        return Finding(topic=topic, name=name, value=f"fails: {error}", status=FAILED, advice=advice)
+    size = format_bytes(NUM_ELEMENTS * 4)
+    value = f"works; {size} in {latency.p50_us:.0f} us (p50), {latency.p99_us:.0f} us (p99), measured"
+    return Finding(topic=topic, name=name, value=value)
+
+
+def format_bytes(nbytes: int) -> str:
+    """Returns a size in the largest binary unit that leaves at least 1, such as "23.5 GiB"."""
+    exponent = min(max(nbytes.bit_length() - 1, 0) // 10, len(_BYTE_UNITS) - 1)
+    return f"{nbytes / 1024**exponent:.4g} {_BYTE_UNITS[exponent]}"

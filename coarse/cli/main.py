@@ -1,0 +1,77 @@
+"""Entry point of the `coarse` command: finds the sub-command and hands over to its module.
+
+A sub-command's module offers `add_parser(subparsers)`. It adds one parser, and sets that parser's default
+`handler` to a function that takes the parsed arguments and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+from coarse import __version__
+from coarse.errors import CoarseError
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "run": "coarse.cli.run",
+        "doctor": "coarse.cli.doctor",
+        "device": "coarse.cli.device",
+        "bench": "coarse.cli.bench",
+    }
+)
+"""Module of each sub-command, in the order of the help text."""
+
+_EXIT_INTERRUPTED = 130
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser that reports a wrong command line in one line, with exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code; usage errors, --help and --version raise SystemExit.
+
+    Args:
+        argv: Arguments without the program's name; those of this process by default.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = build_parser(_commands_needed(argv))
+    arguments = parser.parse_args(argv)
+    handler: Callable[[argparse.Namespace], int] = arguments.handler
+    try:
+        return handler(arguments)
+    except CoarseError as error:
+        print(f"coarse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser with the named sub-commands, importing only their modules."""
+    parser = OneLineParser(
+        prog="coarse", description="Data-parallel training synchronised by disaggregated memory devices."
+    )
+    parser.add_argument("--version", action="version", version=f"coarse {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in commands:
+        importlib.import_module(COMMANDS[name]).add_parser(subparsers)
+    return parser
+
+
+def _commands_needed(argv: Sequence[str]) -> Sequence[str]:
+    if argv and argv[0] in COMMANDS:
+        return (argv[0],)
+    return () if list(argv) == ["--version"] else tuple(COMMANDS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+"""What workers print: cut into lines, marked with the worker, laid out so that progress bars stay readable.
+
+    pipe ──► Channel ──► LineSplitter ──► Console ──► stdout or stderr of the launcher
+                │                            └ Screen: which progress bar the cursor stands behind
+                └──► log file, Tail
+
+Everything here works on bytes: a worker may print any encoding, or none. One thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_READ_BYTES = 64 * 1024
+_LONGEST_LINE_BYTES = 1024 * 1024
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something to show at once.
+
+    Args:
+        text: A whole line with its end, or the present state of a progress bar without one.
+        is_update: Whether the cursor stays behind `text`, because the worker is going to overwrite it.
+    """
+
+    text: bytes
+    is_update: bool = False
+
+
+class LineSplitter:
+    """Cuts a byte stream into whole lines, and into updates where a carriage return begins or ends one.
+
+    Guarantees: a line comes as one piece, however the stream was cut into reads, and nothing is lost but the
+    carriage returns around updates. A line beyond 1 MiB is cut. An incomplete line waits for its end, or for
+    finish(), unless it is an update.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self._overwrites = False
+        self._shown = b""
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        """Takes what was read and yields what has to be shown now."""
+        *finished, self._pending = _LINE_END.split(self._pending + data)
+        for text in finished:
+            yield from self._finished(text)
+        if len(self._pending) > _LONGEST_LINE_BYTES:
+            yield from self.finish()
+        elif self._overwrites or self._pending.endswith(b"\r"):
+            yield from self._update(self._pending)
+
+    def finish(self) -> Iterator[Piece]:
+        """Yields what waits for its end, as a line."""
+        text, self._pending = self._pending, b""
+        if text:
+            yield from self._finished(text + b"\n")
+
+    def _finished(self, text: bytes) -> Iterator[Piece]:
+        if text.endswith(b"\r"):
+            yield from self._update(text)
+            self._overwrites = True
+        else:
+            self._overwrites = False
+            yield Piece(text)
+        self._shown = b""
+
+    def _update(self, text: bytes) -> Iterator[Piece]:
+        visible = text.rstrip(b"\r")
+        if visible and visible != self._shown:
+            self._shown = visible
+            yield Piece(visible, is_update=True)
+
+
+class Tail:
+    """The last bytes of a stream.
+
+    Args:
+        limit_bytes: How many to keep.
+    """
+
+    def __init__(self, limit_bytes: int = 64 * 1024) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept = b""
+
+    def feed(self, data: bytes) -> None:
+        """Appends `data`, forgetting the oldest bytes beyond the limit."""
+        self._kept = (self._kept + data)[-self._limit_bytes :]
+
+    @property
+    def text(self) -> str:
+        """What is kept, undecodable bytes replaced."""
+        return self._kept.decode(errors="replace")
+
+
+@dataclass(slots=True)
+class Screen:
+    """Where the cursor of an output stands: behind a progress bar of `owner`, or at a line's start."""
+
+    owner: object = None
+
+
+@dataclass(slots=True)
+class Console:
+    """One output of the launcher. Two of them share a Screen where both are the same terminal.
+
+    Args:
+        fd: Where to write; may block.
+        screen: Position of the cursor.
+        is_terminal: Whether a foreign progress bar may be erased; its worker's next update draws it again.
+    """
+
+    fd: int
+    screen: Screen
+    is_terminal: bool
+
+    def render(self, owner: object, prefix: bytes, piece: Piece) -> bytes:
+        """Returns the bytes that show `piece` of `owner`, and moves the cursor."""
+        previous, self.screen.owner = self.screen.owner, owner if piece.is_update else None
+        return self._lead_in(previous, owner) + prefix + piece.text
+
+    def _lead_in(self, previous: object, owner: object) -> bytes:
+        if previous is None:
+            return b""
+        if previous is owner:
+            return b"\r"
+        return b"\r\x1b[K" if self.is_terminal else b"\n"
+
+    def write(self, data: bytes) -> None:
+        """Writes all of `data`.
+
+        Raises:
+            OSError: If nobody reads any more (EPIPE), or the device fails.
+        """
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self.fd, view) :]
+            except BlockingIOError:  # whoever shares this terminal made it non-blocking
+                select.select([], [self.fd], [])
+
+
+def open_consoles() -> tuple[Console, Console]:
+    """Returns the consoles of this process's stdout and stderr."""
+    first, second = os.fstat(1), os.fstat(2)
+    screen = Screen()
+    same = os.path.samestat(first, second)
+    return (
+        Console(1, screen, os.isatty(1)),
+        Console(2, screen if same else Screen(), os.isatty(2)),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Channel:
+    """One output stream of one worker, from its pipe to wherever it goes.
+
+    Args:
+        fd: Read end of the pipe, not blocking. Owned: closed by close().
+        prefix: Put before each line.
+        console: None where the stream goes to the log only.
+        log_fd: Gets the bytes as they are; None for no log. Not owned.
+        tail: Remembers the last bytes; None where nobody will ask.
+    """
+
+    fd: int
+    prefix: bytes
+    console: Console | None
+    log_fd: int | None = None
+    tail: Tail | None = None
+    is_open: bool = True
+    _splitter: LineSplitter = field(default_factory=LineSplitter)
+
+    def pump(self) -> bool:
+        """Passes on what the pipe holds, up to 64 KiB; returns False once it holds nothing or has ended.
+
+        Closes itself at the end of the stream, or when nobody reads the console and there is no log: the
+        worker then gets EPIPE, as it would without a launcher in between.
+        """
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._pass_on(data)
+        else:
+            self.close()
+        return self.is_open
+
+    def close(self) -> None:
+        """Shows an incomplete last line and closes the pipe. Idempotent."""
+        if self.is_open:
+            self.is_open = False
+            self._show(self._splitter.finish())
+            os.close(self.fd)
+
+    def _pass_on(self, data: bytes) -> None:
+        if self.tail is not None:
+            self.tail.feed(data)
+        if self.log_fd is not None:
+            self._log(self.log_fd, data)
+        self._show(self._splitter.feed(data))
+
+    def _log(self, log_fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(log_fd, view) :]
+        except OSError as error:
+            self.log_fd = None
+            if self.console is not None:
+                self._show(iter([Piece(f"coarse run: log stopped: {error.strerror}\n".encode())]))
+
+    def _show(self, pieces: Iterator[Piece]) -> None:
+        if self.console is None:
+            return
+        console = self.console
+        data = b"".join([console.render(self, self.prefix, piece) for piece in pieces])
+        try:
+            console.write(data)
+        except OSError:
+            self.console = None
+            if self.log_fd is None:
+                self.close()

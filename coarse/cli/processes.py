@@ -1,0 +1,175 @@
+"""Keeps the processes of a job together: whatever is killed, nothing of the job outlives it.
+
+    terminal ── front ── supervisor ── workers ── what they start
+                  └───────────┴─ child subreapers: orphans fall to them, not to init
+
+The supervisor does the work. The front stays in the terminal's process group and hands signals on. If the
+front is killed, the kernel sends the supervisor SIGTERM; if the supervisor is killed, the kernel kills the
+workers and the front sweeps up what they had started. Linux only; the calling process must be
+single-threaded, since a child's death signal is tied to the thread that forked it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+"""What ends a job when the launcher gets it."""
+
+FRONT_PATIENCE_S = 1.6
+"""How long the supervisor may take to end a job after a signal before the front does it."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SWEEP_LIMIT_S = 2.0
+_SWEEP_POLL_S = 0.005
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, death_signal: signal.Signals) -> None:
+    """Makes the kernel send `death_signal` to this process when the thread that forked it ends.
+
+    Args:
+        parent: Process id of the parent at the time of the fork; if it is gone already, the signal comes now.
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(death_signal))
+    if os.getppid() != parent:
+        os.kill(os.getpid(), death_signal)
+
+
+def become_subreaper() -> None:
+    """Makes descendants of this process that lose their parent its own children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def descendants(root: int, *, spared: Collection[int] = ()) -> list[int]:
+    """Returns the processes below `root`, nearest first, without `spared` and what is below those."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        pid, parent = int(stat.parent.name), _parent_of(stat)
+        if pid not in spared:
+            children.setdefault(parent, []).append(pid)
+    found = list(children.get(root, ()))
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _parent_of(stat: Path) -> int:
+    try:
+        fields = stat.read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return -1
+    return int(fields[1])
+
+
+def signal_all(pids: Collection[int], number: signal.Signals) -> None:
+    """Sends a signal to each of `pids` that still lives."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def sweep(*, spared: Collection[int] = ()) -> None:
+    """Kills and reaps all descendants of this process but `spared`; gives up after 2 s on what cannot die."""
+    deadline = time.monotonic() + _SWEEP_LIMIT_S
+    while (left := descendants(os.getpid(), spared=spared)) and time.monotonic() < deadline:
+        signal_all(left, signal.SIGKILL)
+        if sum(_reap(pid) for pid in left) == 0:
+            time.sleep(_SWEEP_POLL_S)
+
+
+def _reap(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
+
+
+def run_guarded(supervise: Callable[[], int]) -> int:
+    """Runs `supervise` in a child process and returns its exit code; afterwards no descendant is left.
+
+    `supervise` starts in a session of its own, as a subreaper, with this process's signal mask.
+    """
+    spared = descendants(os.getpid())
+    become_subreaper()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    forwarded = {number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    sys.stdout.flush()
+    sys.stderr.flush()
+    front = os.getpid()
+    supervisor = os.fork()
+    if supervisor == 0:
+        _be_supervisor(front, mask, supervise)
+    try:
+        return _attend(supervisor, forwarded)
+    finally:
+        sweep(spared=spared)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _be_supervisor(front: int, mask: Collection[int], supervise: Callable[[], int]) -> None:
+    code = 1
+    try:
+        os.setsid()
+        become_subreaper()
+        _hold_signals()
+        die_with_parent(front, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = supervise()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _hold_signals() -> None:
+    """Ends the supervisor with a shell's exit code on signals before `supervise` has handlers of its own."""
+    for number in FORWARDED_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os._exit(128 + number))
+
+
+def _attend(supervisor: int, forwarded: Collection[signal.Signals]) -> int:
+    deadline: float | None = None
+    while (status := _status_of(supervisor)) is None:
+        number = _next_signal(forwarded, deadline)
+        if number is not None:
+            os.kill(supervisor, number)
+            deadline = deadline or time.monotonic() + FRONT_PATIENCE_S
+        elif deadline is not None and time.monotonic() >= deadline:
+            os.kill(supervisor, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _status_of(child: int) -> int | None:
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return status if pid else None
+
+
+def _next_signal(forwarded: Collection[signal.Signals], deadline: float | None) -> int | None:
+    """Waits for a signal to hand on; returns None when a child changed its state or `deadline` passed."""
+    waited_for = {*forwarded, signal.SIGCHLD}
+    if deadline is None:
+        number = signal.sigwaitinfo(waited_for).si_signo
+    else:
+        info = signal.sigtimedwait(waited_for, max(_SWEEP_POLL_S, deadline - time.monotonic()))
+        number = info.si_signo if info else signal.SIGCHLD
+    return None if number == signal.SIGCHLD else number

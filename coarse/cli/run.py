@@ -1,0 +1,247 @@
+"""`coarse run`: starts the workers of a job on this node, with torchrun's flags where they mean the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from coarse.env import ALGORITHM_CHOICES, SCHEDULING_CHOICES, Settings
+from coarse.errors import CoarseError
+from coarse.machine.host import read_cpu
+
+_DESCRIPTION = """\
+Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code."""
+
+_REDIRECTED_STREAMS: Mapping[str, frozenset[str]] = {
+    "0": frozenset(),
+    "1": frozenset({"stdout"}),
+    "2": frozenset({"stderr"}),
+    "3": frozenset({"stdout", "stderr"}),
+}
+_STREAMS = _REDIRECTED_STREAMS["3"]
+
+
+_SESSION_FLAGS = (
+    ("--memory-devices", "COARSE_MEMORY_DEVICES", "memory devices of this node, 0 for one per worker"),
+    ("--sync-cores", "COARSE_SYNC_CORES", "sync cores of each memory device, 0 for a share of the cores"),
+    ("--shard-bytes", "COARSE_SHARD_BYTES", "smallest shard, such as 256KiB"),
+    ("--gather-bytes", "COARSE_GATHER_BYTES", "largest tensor that one sync core gathers"),
+    ("--routing-threshold-bytes", "COARSE_ROUTING_THRESHOLD_BYTES", "smallest shard for the widest link"),
+    ("--algorithm", "COARSE_ALGORITHM", "how sync cores reduce: " + ", ".join(ALGORITHM_CHOICES)),
+    ("--scheduling", "COARSE_SCHEDULING", "which shard comes next: " + ", ".join(SCHEDULING_CHOICES)),
+    ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
+    ("--spin-us", "COARSE_SPIN_US", "microseconds that an idle sync core looks for work before it sleeps"),
+)
+
+
+class UsageError(CoarseError):
+    """The command line asks for something that cannot be started."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `run` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "run", help="start the workers of a job on this node", description=_DESCRIPTION, allow_abbrev=False
+    )
+    _add_launch_options(parser)
+    _add_output_options(parser)
+    _add_session_options(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="what each worker runs")
+    rest = parser.add_argument("script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    rest.required = False  # or argparse names it among what is missing
+    parser.set_defaults(handler=run, usage_error=parser.error)
+
+
+def _add_launch_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("launch")
+    group.add_argument(
+        "-n",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        dest="num_workers",
+        metavar="N",
+        type=_num_workers,
+        default=1,
+        help="workers to start, or `cpu` for one per core (default: 1)",
+    )
+    group.add_argument("--nnodes", default="1", metavar="1", help="number of nodes; only 1 for now")
+    group.add_argument("--node-rank", "--node_rank", default="0", metavar="0", help="only 0 for now")
+    group.add_argument(
+        "--master-addr", "--master_addr", default="127.0.0.1", metavar="ADDR", help="of worker 0"
+    )
+    group.add_argument(
+        "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
+    )
+    group.add_argument("--standalone", action="store_true", help="accepted; one node is always standalone")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    kind.add_argument(
+        "--no-python", "--no_python", action="store_true", help="SCRIPT is a program, started without python"
+    )
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--no-prefix", action="store_true", help="worker 0 writes to the terminal itself, unmarked"
+    )
+    group.add_argument(
+        "--log-dir",
+        "--log_dir",
+        type=Path,
+        metavar="DIR",
+        help="also write DIR/worker-RANK.log",
+    )
+    group.add_argument(
+        "--redirects",
+        choices=tuple(_REDIRECTED_STREAMS),
+        default="0",
+        help="what goes to the log only: 0 nothing, 1 stdout, 2 stderr, 3 both",
+    )
+
+
+def _add_session_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("session", "each sets the variable that it names, for all workers")
+    for flag, variable, text in _SESSION_FLAGS:
+        metavar = variable.removeprefix("COARSE_")
+        group.add_argument(flag, dest=variable, metavar=metavar, help=f"{text} ({variable})")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the job that the command line describes; returns the exit code of the first failure, or 0."""
+    from coarse.cli.processes import run_guarded
+    from coarse.cli.supervisor import JobPlan, Supervisor
+
+    fail: Callable[[str], NoReturn] = arguments.usage_error
+    try:
+        plan = JobPlan(
+            command=command_of(arguments),
+            environments=environments_of(arguments, os.environ),
+            plain_first=arguments.no_prefix,
+            log_dir=_prepare_log_dir(arguments),
+            console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
+        )
+    except UsageError as error:
+        fail(str(error))
+    _announce_threads(plan.environments[0], plan.num_workers)
+    return run_guarded(lambda: Supervisor(plan).run())
+
+
+def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the command line of each worker.
+
+    Raises:
+        UsageError: If there is no such script or program.
+    """
+    if arguments.no_python:
+        program = shutil.which(arguments.script)
+        if program is None:
+            raise UsageError(f"{arguments.script}: no such program on PATH")
+        return (program, *arguments.script_args)
+    if not arguments.module and not Path(arguments.script).exists():
+        raise UsageError(f"{arguments.script}: no such file")
+    option = ("-m",) if arguments.module else ()
+    return (sys.executable, "-u", *option, arguments.script, *arguments.script_args)
+
+
+def environments_of(
+    arguments: argparse.Namespace, inherited: Mapping[str, str]
+) -> tuple[dict[str, str], ...]:
+    """Returns the environment of each worker: what is inherited, who it is, and the flags that were given.
+
+    Raises:
+        UsageError: If more than one node is asked for, or a COARSE_* value makes no sense.
+    """
+    _require_one_node(arguments)
+    num_workers: int = arguments.num_workers
+    common = {**inherited, **_session_variables(arguments)}
+    _require_sound_settings(common)
+    common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
+    common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
+    common["MASTER_ADDR"] = arguments.master_addr
+    common["MASTER_PORT"] = str(arguments.master_port or _free_port())
+    common["WORLD_SIZE"] = common["LOCAL_WORLD_SIZE"] = str(num_workers)
+    return tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_workers))
+
+
+def threads_per_worker(num_cores: int, num_workers: int) -> int:
+    """Returns how many threads each worker gets so that together they fill the cores; at least 1."""
+    return max(1, num_cores // num_workers)
+
+
+def _require_one_node(arguments: argparse.Namespace) -> None:
+    if arguments.nnodes not in ("1", "1:1"):
+        raise UsageError(f"--nnodes {arguments.nnodes}: only one node for now; use torchrun for more")
+    if arguments.node_rank != "0":
+        raise UsageError(f"--node-rank {arguments.node_rank}: only node 0 for now")
+
+
+def _require_sound_settings(environment: Mapping[str, str]) -> None:
+    """Says once what every worker would say."""
+    try:
+        Settings.from_environment(environment)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _session_variables(arguments: argparse.Namespace) -> dict[str, str]:
+    given = {name: value for name, value in vars(arguments).items() if name.startswith("COARSE_")}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _prepare_log_dir(arguments: argparse.Namespace) -> Path | None:
+    log_dir: Path | None = arguments.log_dir
+    if log_dir is None:
+        if arguments.redirects != "0":
+            raise UsageError(f"--redirects {arguments.redirects}: needs --log-dir")
+        return None
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {log_dir}: {error.strerror}") from None
+    return log_dir
+
+
+def _announce_threads(environment: Mapping[str, str], num_workers: int) -> None:
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = environment["OMP_NUM_THREADS"]
+    print(
+        f"coarse run: OMP_NUM_THREADS={threads} for each worker, its share of the cores "
+        f"({num_workers} on this node); set it to choose yourself",
+        file=sys.stderr,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _number(text: str, what: str, low: int, high: float) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _port(text: str) -> int:
+    return _number(text, "a port from 1 to 65535", 1, 65535)
+
+
+def _num_workers(text: str) -> int:
+    if text == "cpu":
+        return read_cpu().num_cores_granted
+    return _number(text, "a whole number from 1 on", 1, float("inf"))

@@ -1,0 +1,311 @@
+"""Starts the workers of a job, passes on what they print, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
+from coarse.cli.output import Channel, Console, Piece, Tail, open_consoles
+from coarse.cli.processes import FORWARDED_SIGNALS, descendants, die_with_parent, signal_all, sweep
+from coarse.errors import CoarseError
+
+REPORT_GRACE_S = 1.0
+"""After a failure, how long the other workers may take to report an error of their own."""
+
+TEARDOWN_GRACE_S = 2.0
+"""How much longer those may take to end by themselves that have reported one."""
+
+TERMINATE_GRACE_S = 5.0
+"""After the first SIGTERM, how long workers may take to end."""
+
+INTERRUPT_GRACE_S = 1.2
+"""After the launcher was told to stop, how long workers may take to end."""
+
+LEFTOVER_GRACE_S = 0.5
+"""After the last worker, how long what it had started may take to end by itself, and then on SIGTERM."""
+
+_CANNOT_START = 126
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """What to start, and where its output goes.
+
+    Args:
+        command: Program and arguments, the same for each worker.
+        environments: The whole environment of each worker; their number is the number of workers.
+        plain_first: Whether worker 0 gets the launcher's own stdout and stderr.
+        log_dir: An existing directory for one file per worker; None for none.
+        console_streams: Which of "stdout" and "stderr" go to the launcher's; the others go to the log only.
+    """
+
+    command: tuple[str, ...]
+    environments: tuple[Mapping[str, str], ...]
+    plain_first: bool = False
+    log_dir: Path | None = None
+    console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.environments:
+            raise ValueError("a job needs a command and at least one worker")
+        if self.log_dir is None and len(self.console_streams) < 2:
+            raise ValueError("output that is kept from the console needs a log directory")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, all on this node."""
+        return len(self.environments)
+
+    def is_plain(self, rank: int) -> bool:
+        """Whether this worker writes to the launcher's stdout and stderr itself."""
+        return self.log_dir is None and rank == 0 and (self.plain_first or self.num_workers == 1)
+
+
+@dataclass(slots=True)
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    tail: Tail
+    channels: list[Channel] = field(default_factory=list)
+    was_stopped: bool = False
+
+    def exit(self) -> WorkerExit:
+        return WorkerExit(
+            rank=self.rank,
+            pid=self.process.pid,
+            returncode=self.process.returncode,
+            stderr_tail=self.tail.text,
+            was_stopped=self.was_stopped,
+        )
+
+
+class CannotStartError(CoarseError):
+    """A worker's program could not be started."""
+
+
+class Supervisor:
+    """One run of one job. To be used once, in the main thread of a process that has no other children.
+
+    A failure gives the other workers REPORT_GRACE_S to report, then SIGTERM (TEARDOWN_GRACE_S later for those
+    that have reported an error of their own), and TERMINATE_GRACE_S after that SIGKILL. A signal to this
+    process goes to all workers at once, INTERRUPT_GRACE_S later comes SIGKILL; a second one kills at once.
+    """
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self._consoles = dict(zip(("stdout", "stderr"), open_consoles(), strict=True))
+        self._selector = selectors.DefaultSelector()
+        self._running: dict[int, _Worker] = {}
+        self._workers: list[_Worker] = []
+        self._ended: list[_Worker] = []
+        self._steps: list[tuple[float, Callable[[], None]]] = []
+        self._interrupted_by: int | None = None
+        self._is_failing = False
+        self._has_children = True
+
+    def run(self) -> int:
+        """Runs the job to its end and returns its exit code; no process of it is left then."""
+        with self._signals_watched():
+            try:
+                self._start()
+                while self._has_children:
+                    self._wait()
+            except CannotStartError as error:
+                self._say(f"coarse run: {error}\n")
+                return _CANNOT_START
+            finally:
+                sweep()
+                self._drain()
+        return self._verdict()
+
+    def _start(self) -> None:
+        try:
+            self._start_workers()
+        except OSError as error:
+            raise CannotStartError(f"cannot start worker {len(self._workers)}: {error}") from error
+
+    def _start_workers(self) -> None:
+        for rank in range(self._plan.num_workers):
+            worker = self._spawn(rank)
+            self._workers.append(worker)
+            self._running[worker.process.pid] = worker
+            for channel in worker.channels:
+                self._selector.register(channel.fd, selectors.EVENT_READ, partial(self._pump, channel))
+
+    def _spawn(self, rank: int) -> _Worker:
+        plan = self._plan
+        output = None if plan.is_plain(rank) else subprocess.PIPE
+        process = subprocess.Popen(
+            plan.command,
+            bufsize=0,
+            env=plan.environments[rank],
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        worker = _Worker(rank, process, Tail())
+        if output is not None:
+            worker.channels.extend(self._channels(worker))
+        return worker
+
+    def _channels(self, worker: _Worker) -> Iterator[Channel]:
+        log_fd = _open_log(self._plan.log_dir, worker.rank)
+        prefix = b"" if worker.rank == 0 and self._is_unmarked else b"[w%d] " % worker.rank
+        for name in ("stdout", "stderr"):
+            pipe = getattr(worker.process, name)
+            fd = os.dup(pipe.fileno())
+            pipe.close()
+            os.set_blocking(fd, False)
+            tail = worker.tail if name == "stderr" else None
+            yield Channel(fd, prefix, self._console(name), log_fd, tail)
+
+    @property
+    def _is_unmarked(self) -> bool:
+        return self._plan.plain_first or self._plan.num_workers == 1
+
+    def _console(self, name: str) -> Console | None:
+        return self._consoles[name] if name in self._plan.console_streams else None
+
+    @contextmanager
+    def _signals_watched(self) -> Iterator[None]:
+        """Turns signals into readable bytes, so that one wait serves for them and for the pipes."""
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in {*FORWARDED_SIGNALS, signal.SIGCHLD}:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _do_nothing)
+        self._selector.register(reader, selectors.EVENT_READ, partial(self._on_signals, reader))
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._selector.close()
+            os.close(reader)
+            os.close(writer)
+
+    def _wait(self) -> None:
+        """Waits for one event, or for the next step that is due, and handles it."""
+        next_step_s = min((when for when, _ in self._steps), default=None)
+        timeout_s = None if next_step_s is None else max(0.0, next_step_s - time.monotonic())
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        now = time.monotonic()
+        due = [action for when, action in self._steps if when <= now]
+        self._steps = [step for step in self._steps if step[0] > now]
+        for action in due:
+            action()
+
+    def _pump(self, channel: Channel) -> None:
+        fd = channel.fd
+        channel.pump()
+        if not channel.is_open:
+            self._selector.unregister(fd)
+
+    def _on_signals(self, reader: int) -> None:
+        numbers = set(os.read(reader, 4096))
+        for number in sorted(numbers & set(FORWARDED_SIGNALS)):
+            self._interrupt(signal.Signals(number))
+        self._reap()
+
+    def _reap(self) -> None:
+        while self._has_children:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
+            except ChildProcessError:
+                self._has_children = False
+                return
+            if ended is None:
+                return
+            returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            self._note_exit(ended.si_pid, returncode)
+
+    def _note_exit(self, pid: int, returncode: int) -> None:
+        worker = self._running.pop(pid, None)
+        if worker is None:  # an orphan of a worker's
+            return
+        worker.process.returncode = returncode
+        self._ended.append(worker)
+        if returncode != 0 and not self._is_failing and self._interrupted_by is None:
+            self._is_failing = True
+            self._later(REPORT_GRACE_S, self._terminate_silent_workers)
+            self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
+            self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
+        if not self._running:
+            self._later(LEFTOVER_GRACE_S, self._terminate_leftovers)
+            self._later(2 * LEFTOVER_GRACE_S, self._kill_all)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        self._steps.append((time.monotonic() + delay_s, action))
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        if self._interrupted_by is not None:
+            self._kill_all()
+            return
+        self._interrupted_by = number
+        self._later(INTERRUPT_GRACE_S, self._kill_all)
+        _stop(self._running.values(), number)
+
+    def _terminate_silent_workers(self) -> None:
+        running = self._running.values()
+        _stop([worker for worker in running if not reports_own_error(worker.tail.text)], signal.SIGTERM)
+
+    def _terminate_workers(self) -> None:
+        _stop([worker for worker in self._running.values() if not worker.was_stopped], signal.SIGTERM)
+
+    def _terminate_leftovers(self) -> None:
+        signal_all(descendants(os.getpid()), signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        sweep()
+        self._reap()
+
+    def _drain(self) -> None:
+        for worker in self._workers:
+            for channel in worker.channels:
+                while channel.is_open and channel.pump():
+                    continue
+                channel.close()
+
+    def _verdict(self) -> int:
+        failure = first_failure([worker.exit() for worker in self._ended])
+        if self._interrupted_by is not None and (failure is None or failure.was_stopped):
+            name = signal_name(self._interrupted_by)
+            self._say(f"coarse run: stopped by {name}; all {self._plan.num_workers} workers are gone\n")
+            return 128 + self._interrupted_by
+        if failure is None:
+            return 0
+        self._say(report(failure))
+        return failure.exit_code
+
+    def _say(self, text: str) -> None:
+        console = self._consoles["stderr"]
+        with suppress(OSError):  # a terminal that is gone cannot be told
+            console.write(console.render(self, b"", Piece(text.encode(errors="replace"))))
+
+
+def _stop(workers: Collection[_Worker], number: signal.Signals) -> None:
+    for worker in workers:
+        worker.was_stopped = True
+    signal_all([worker.process.pid for worker in workers], number)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """A handler, so that the signal reaches the wakeup descriptor."""
+
+
+def _open_log(log_dir: Path | None, rank: int) -> int | None:
+    if log_dir is None:
+        return None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    return os.open(log_dir / f"worker-{rank}.log", flags, 0o666)

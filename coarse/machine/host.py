@@ -1,0 +1,348 @@
+"""Facts on the machine at hand: cores, memory, NUMA nodes, DAX devices, GPUs, limits.
+
+Each `read_*` gathers one frozen value from /proc and /sys, never fails on what a kernel does not offer, and
+takes another `root` for tests; each `parse_*` is a pure function of a file's text. Sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/")
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
+_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
+_VECTOR_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """Cores of this machine, and how many of them this process gets.
+
+    Args:
+        model: As the kernel names it; "" if it does not.
+        num_cores: Cores that are online.
+        num_cores_allowed: Cores that the affinity mask admits.
+        quota_cores: Cores' worth of time that the cgroup grants; None without a quota.
+        vector_flags: Instruction sets that kernels choose between.
+    """
+
+    model: str
+    num_cores: int
+    num_cores_allowed: int
+    quota_cores: float | None
+    vector_flags: tuple[str, ...]
+
+    @property
+    def num_cores_granted(self) -> int:
+        """Cores that can be kept busy: what mask and quota both admit, at least 1."""
+        if self.quota_cores is None:
+            return self.num_cores_allowed
+        return max(1, min(self.num_cores_allowed, int(self.quota_cores)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of this machine.
+
+    Args:
+        total_bytes: What the kernel manages.
+        available_bytes: What can be had without swapping.
+        cgroup_limit_bytes: The lowest limit on the way up from this process's cgroup; None without one.
+        cgroup_used_bytes: What the cgroup with that limit uses, page cache included; None without a limit.
+        huge_pages: Explicit huge pages: how many there are.
+        huge_page_bytes: Size of one.
+        transparent: Setting of transparent huge pages for private memory; "" if the kernel has none.
+        transparent_shared: The same for shared memory, the kind that memory devices use.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    cgroup_limit_bytes: int | None
+    cgroup_used_bytes: int | None
+    huge_pages: int
+    huge_page_bytes: int
+    transparent: str
+    transparent_shared: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaNode:
+    """One NUMA node. A node with memory and no cores may be CXL memory."""
+
+    node: int
+    cores: tuple[int, ...]
+    memory_bytes: int
+
+    @property
+    def is_memory_only(self) -> bool:
+        """Whether it has memory and no cores."""
+        return not self.cores and self.memory_bytes > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaxDevice:
+    """A /dev/dax device: memory that programs map directly."""
+
+    name: str
+    memory_bytes: int
+    node: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """An NVIDIA GPU as NVML sees it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """A resource limit of this process; None means unlimited."""
+
+    name: str
+    soft: int | None
+    hard: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Everything above at once."""
+
+    kernel: str
+    architecture: str
+    cpu: Cpu
+    memory: Memory
+    numa_nodes: tuple[NumaNode, ...]
+    dax_devices: tuple[DaxDevice, ...]
+    gpus: tuple[Gpu, ...]
+    limits: tuple[Limit, ...]
+
+
+def read_host(root: Path = _ROOT) -> Host:
+    """Returns all facts on this machine."""
+    return Host(
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        cpu=read_cpu(root),
+        memory=read_memory(root),
+        numa_nodes=read_numa_nodes(root),
+        dax_devices=read_dax_devices(root),
+        gpus=read_gpus(),
+        limits=read_limits(),
+    )
+
+
+def read_cpu(root: Path = _ROOT) -> Cpu:
+    """Returns the cores of this machine and this process's share of them."""
+    fields = parse_fields(_text(root / "proc/cpuinfo"))
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    return Cpu(
+        model=fields.get("model name", ""),
+        num_cores=os.cpu_count() or 1,
+        num_cores_allowed=len(os.sched_getaffinity(0)),
+        quota_cores=_quota_cores(root),
+        vector_flags=tuple(flag for flag in _VECTOR_FLAGS if flag in flags),
+    )
+
+
+def read_memory(root: Path = _ROOT) -> Memory:
+    """Returns the memory of this machine and this process's share of it."""
+    fields = parse_fields(_text(root / "proc/meminfo"))
+    limit_bytes, used_bytes = _memory_limit(root)
+    transparent = root / "sys/kernel/mm/transparent_hugepage"
+    return Memory(
+        total_bytes=parse_kib(fields.get("MemTotal", "")),
+        available_bytes=parse_kib(fields.get("MemAvailable", "")),
+        cgroup_limit_bytes=limit_bytes,
+        cgroup_used_bytes=used_bytes,
+        huge_pages=int(fields.get("HugePages_Total", 0)),
+        huge_page_bytes=parse_kib(fields.get("Hugepagesize", "")),
+        transparent=parse_choice(_text(transparent / "enabled")),
+        transparent_shared=parse_choice(_text(transparent / "shmem_enabled")),
+    )
+
+
+def read_numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
+    """Returns the NUMA nodes by number; none if the kernel knows no NUMA."""
+    nodes = (_numa_node(folder) for folder in (root / "sys/devices/system/node").glob("node[0-9]*"))
+    return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def _numa_node(folder: Path) -> NumaNode:
+    number = int(folder.name.removeprefix("node"))
+    fields = parse_fields(_text(folder / "meminfo"))
+    return NumaNode(
+        node=number,
+        cores=parse_cores(_text(folder / "cpulist")),
+        memory_bytes=parse_kib(fields.get(f"Node {number} MemTotal", "")),
+    )
+
+
+def read_dax_devices(root: Path = _ROOT) -> tuple[DaxDevice, ...]:
+    """Returns the DAX devices by name."""
+    return tuple(_dax_device(folder) for folder in sorted((root / "sys/bus/dax/devices").glob("dax*")))
+
+
+def _dax_device(folder: Path) -> DaxDevice:
+    node = _text(folder / "target_node").strip()
+    return DaxDevice(
+        name=folder.name,
+        memory_bytes=int(_text(folder / "size") or 0),
+        node=int(node) if node and int(node) >= 0 else None,
+    )
+
+
+def read_limits() -> tuple[Limit, ...]:
+    """Returns this process's limits that a job can run into: open files, locked memory, core dumps."""
+    names = {
+        "nofile": resource.RLIMIT_NOFILE,
+        "memlock": resource.RLIMIT_MEMLOCK,
+        "core": resource.RLIMIT_CORE,
+    }
+    return tuple(_limit(name, *resource.getrlimit(number)) for name, number in names.items())
+
+
+def _limit(name: str, soft: int, hard: int) -> Limit:
+    return Limit(name=name, soft=_finite(soft), hard=_finite(hard))
+
+
+def _finite(value: int) -> int | None:
+    return None if value == resource.RLIM_INFINITY else value
+
+
+def parse_fields(text: str) -> dict[str, str]:
+    """Reads lines of "name: value"; the first of equal names counts."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    return fields
+
+
+def parse_kib(text: str) -> int:
+    """Reads "24684084 kB" as bytes; anything else is 0."""
+    match = re.fullmatch(r"\s*(\d+)\s*kB\s*", text)
+    return int(match.group(1)) * 1024 if match else 0
+
+
+def parse_choice(text: str) -> str:
+    """Returns what is selected in "always [madvise] never"; "" if nothing is."""
+    match = re.search(r"\[([\w-]+)\]", text)
+    return match.group(1) if match else ""
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """Reads a list of cores such as "0-3,8"."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return tuple(cores)
+
+
+def parse_cpu_max(text: str) -> float | None:
+    """Reads cgroup v2's cpu.max, "150000 100000", as 1.5 cores; None for no quota."""
+    match = re.fullmatch(r"\s*(\d+)\s+(\d+)\s*", text)
+    return int(match.group(1)) / int(match.group(2)) if match else None
+
+
+def parse_limit_bytes(text: str) -> int | None:
+    """Reads a cgroup's memory limit of either version; None for no limit."""
+    number = text.strip()
+    return int(number) if number.isdecimal() and int(number) < _UNLIMITED_BYTES else None
+
+
+def parse_cgroups(text: str) -> dict[str, str]:
+    """Reads /proc/self/cgroup: the path by controller, "" standing for the unified hierarchy."""
+    paths: dict[str, str] = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    return paths
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's cgroup and of those above it, of both versions of cgroups.
+
+    Folders that do not exist are among them: a container often sees its own cgroup as the top.
+    """
+    paths = parse_cgroups(_text(root / "proc/self/cgroup"))
+    mount = root / "sys/fs/cgroup"
+    for top, path in ((mount, paths.get("")), (mount / controller, paths.get(controller))):
+        folder = top / (path or "").strip("/")
+        yield folder
+        while folder != top:
+            folder = folder.parent
+            yield folder
+
+
+def _quota_cores(root: Path) -> float | None:
+    quotas: list[float] = []
+    for folder in _cgroup_folders(root, "cpu"):
+        old_style = (
+            f"{_text(folder / 'cpu.cfs_quota_us').strip()} {_text(folder / 'cpu.cfs_period_us').strip()}"
+        )
+        found = (parse_cpu_max(_text(folder / "cpu.max")), parse_cpu_max(old_style))
+        quotas.extend(quota for quota in found if quota is not None)
+    return min(quotas, default=None)
+
+
+def _memory_limit(root: Path) -> tuple[int | None, int | None]:
+    found: list[tuple[int, int | None]] = []
+    for folder in _cgroup_folders(root, "memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit_bytes = parse_limit_bytes(_text(folder / limit_name))
+            if limit_bytes is not None:
+                found.append((limit_bytes, parse_limit_bytes(_text(folder / used_name))))
+    return min(found, key=lambda pair: pair[0], default=(None, None))
+
+
+def _text(path: Path) -> str:
+    """Returns a file's text; "" if there is no such file or the kernel refuses it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """Returns the NVIDIA GPUs; none where there is no driver."""
+    with suppress(OSError, AttributeError, UnicodeDecodeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0:
+            try:
+                return tuple(_nvml_gpus(nvml))
+            finally:
+                nvml.nvmlShutdown()
+    return ()
+
+
+def _nvml_gpus(nvml: ctypes.CDLL) -> Iterator[Gpu]:
+    driver = ctypes.create_string_buffer(96)
+    nvml.nvmlSystemGetDriverVersion(driver, len(driver))
+    count = ctypes.c_uint(0)
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    for index in range(count.value):
+        device, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _NvmlMemory()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+            continue
+        nvml.nvmlDeviceGetName(device, name, len(name))
+        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        yield Gpu(name=name.value.decode(), memory_bytes=memory.total, driver=driver.value.decode())

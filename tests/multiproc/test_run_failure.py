@@ -1,0 +1,146 @@
+"""`coarse run`: one failure ends all workers, and its cause is what the user reads last."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+from run_harness import LIMIT_S, coarse_run, environment, spawned
+
+PREAMBLE = """\
+import os, signal, sys
+rank = int(os.environ["RANK"])
+def wait_for_the_end_of_rank_0(fifo):
+    if rank == 0:
+        os.open(fifo, os.O_WRONLY)  # closed by the end of the process, and by nothing else
+    else:
+        open(fifo).read()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text(PREAMBLE + text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    return str(tmp_path / "fifo")
+
+
+def last_words(stderr: str) -> list[str]:
+    """Returns what the launcher itself said at the end: the unmarked lines."""
+    lines = stderr.splitlines()
+    return [line for line in lines if not line.startswith(("[w", "coarse run: OMP"))]
+
+
+def test_the_exit_code_is_that_of_the_worker_that_failed(script):
+    path = script("if rank == 1: sys.exit(7)\nsignal.pause()")
+    done = coarse_run("-n", "3", path)
+    assert done.returncode == 7
+    assert re.fullmatch(r"worker 1 \(pid \d+\) failed with exit code 7", done.stderr.splitlines()[-1])
+
+
+def test_the_first_traceback_comes_last(script):
+    path = script("if rank == 1: raise ValueError('boom')\nsignal.pause()")
+    done = coarse_run("-n", "2", path)
+    assert done.returncode == 1
+    said = last_words(done.stderr)
+    assert re.fullmatch(r"worker 1 \(pid \d+\) failed with exit code 1", said[0])
+    assert said[1] == "Traceback (most recent call last):"
+    assert said[-1] == done.stderr.splitlines()[-1] == "ValueError: boom"
+
+
+def test_a_death_by_signal_is_named(script):
+    path = script("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()")
+    done = coarse_run("-n", "2", path)
+    assert done.returncode == 137
+    assert re.fullmatch(r"worker 1 \(pid \d+\) was killed by SIGKILL", last_words(done.stderr)[0])
+
+
+def test_a_worker_that_lost_another_is_not_the_first_even_if_it_ends_first(script, fifo):
+    path = script(
+        f"wait_for_the_end_of_rank_0({fifo!r})\n"
+        "from coarse.errors import WorkerLostError\n"
+        "raise WorkerLostError('worker 1 left') if rank == 0 else ValueError('boom')\n"
+    )
+    done = coarse_run("-n", "2", path)
+    assert last_words(done.stderr)[0].startswith("worker 1 ")
+    assert done.stderr.splitlines()[-1] == "ValueError: boom"
+
+
+def test_a_worker_that_has_reported_its_error_may_finish(script):
+    path = script(
+        "import atexit, select\n"
+        "from coarse.errors import WorkerLostError\n"
+        "if rank == 0: raise WorkerLostError('worker 1 left')\n"
+        "def tear_down(): select.select([], [], [], 1.5)\n"  # longer than a silent worker would get
+        "atexit.register(tear_down)\n"
+        "raise ValueError('boom')\n"
+    )
+    done = coarse_run("-n", "2", path)
+    assert re.fullmatch(r"worker 1 \(pid \d+\) failed with exit code 1", last_words(done.stderr)[0])
+
+
+def test_the_earlier_of_two_errors_counts(script, fifo):
+    path = script(f"wait_for_the_end_of_rank_0({fifo!r})\nsys.exit(10 + rank)")
+    assert coarse_run("-n", "2", path).returncode == 10
+
+
+def test_a_worker_that_goes_on_is_asked_to_stop(script):
+    path = script(
+        "if rank == 1: sys.exit(3)\n"
+        "def stop(*_):\n"
+        "    print('asked to stop')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "signal.pause()\n"
+    )
+    done = coarse_run("-n", "2", path)
+    assert (done.returncode, done.stdout) == (3, "[w0] asked to stop\n")
+
+
+IMPATIENT = """\
+import sys
+from coarse.cli import supervisor
+from coarse.cli.main import main
+supervisor.REPORT_GRACE_S = supervisor.TEARDOWN_GRACE_S = supervisor.TERMINATE_GRACE_S = 0.2
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_worker_that_will_not_stop_is_killed(script, fifo):
+    path = script(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({fifo!r}, 'w' if rank == 0 else 'r')\n"
+        "if rank == 1: sys.exit(3)\n"
+        "while True: signal.pause()\n"
+    )
+    command = [sys.executable, "-c", IMPATIENT, "run", "-n", "2", str(path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, timeout=LIMIT_S)
+    assert done.returncode == 3
+
+
+def test_what_workers_left_behind_cannot_hold_up_the_end(script):
+    path = script(
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    while True: signal.pause()\n"
+        "print('done')\n"
+    )
+    with spawned("-n", "2", path, stdout=PIPE) as process:
+        stdout, _ = process.communicate(timeout=LIMIT_S)  # ends only when nobody holds the pipe
+    assert process.returncode == 0
+    assert sorted(stdout.splitlines()) == [b"[w0] done", b"[w1] done"]

@@ -1,0 +1,77 @@
+"""`coarse run` and `coarse doctor` with real sessions: faults are named, memory devices go with the job."""
+
+from __future__ import annotations
+
+import re
+import signal
+from subprocess import PIPE
+
+import pytest
+from run_harness import LIMIT_S, all_end_within, coarse_run, read_pidfds, spawned
+
+from coarse.cli import sync_probe
+
+pytest.importorskip("coarse.kernels._native", reason="needs the native module")
+
+TRAIN = """\
+import os, pathlib, signal, sys
+import numpy as np
+from coarse.env import WorkerIdentity
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+identity = WorkerIdentity.from_environment()
+session = Session.join(identity=identity, store=DirectoryStore(sys.argv[1]))
+values = np.ones(1024, dtype=np.float32)
+session.all_reduce(values)
+for child in pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+    os.write(1, f"device{child} {child}\\n".encode())
+os.write(1, f"worker{identity.rank} {os.getpid()}\\n".encode())
+if sys.argv[2] == "kill" and identity.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "wait":
+    signal.pause()
+session.all_reduce(values)
+"""
+NUM_PROCESSES = 4
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "store").mkdir(mode=0o700)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return ("-n", "2", tmp_path / "train.py", tmp_path / "store")
+
+
+def test_a_worker_that_is_killed_is_the_one_that_is_named(train):
+    done = coarse_run(*train, "kill")
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("[w", "coarse run: OMP"))]
+    assert done.returncode == 137, done.stderr
+    assert re.fullmatch(r"worker 1 \(pid \d+\) was killed by SIGKILL", said[0])
+    assert "WorkerLostError" in done.stderr
+
+
+def test_memory_devices_go_with_a_launcher_that_is_killed(train):
+    with spawned(*train, "wait", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        launcher.kill()
+        assert all_end_within(2.0, pidfds) == []
+
+
+def test_memory_devices_go_with_a_launcher_that_is_told_to_stop(train):
+    with spawned(*train, "wait", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        launcher.send_signal(signal.SIGTERM)
+        assert all_end_within(2.0, pidfds) == []
+        assert launcher.wait(timeout=LIMIT_S) == 143
+
+
+def test_the_probe_of_doctor_measures_a_sync():
+    latency = sync_probe.probe_sync(limit_s=LIMIT_S)
+    assert 0 < latency.p50_us <= latency.p99_us
+
+
+def test_the_probe_of_doctor_tells_why_it_failed(monkeypatch):
+    monkeypatch.setenv("COARSE_ALGORITHM", "magic")
+    with pytest.raises(sync_probe.SyncProbeError, match="COARSE_ALGORITHM='magic' is none of"):
+        sync_probe.probe_sync(limit_s=LIMIT_S)

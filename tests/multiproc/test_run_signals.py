@@ -1,0 +1,129 @@
+"""`coarse run`: whoever is told to stop or is killed, nothing of the job outlives it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import termios
+from subprocess import PIPE
+
+import pytest
+from run_harness import LIMIT_S, all_end_within, read_pidfds, spawned
+
+GONE_WITHIN_S = 2.0
+
+FAMILY = """\
+import os, signal, sys
+rank = os.environ["RANK"]
+if sys.argv[1] == "stubborn":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+if rank == "0":
+    os.write(1, b"supervisor %d\\n" % os.getppid())
+if os.fork() == 0:
+    os.setsid()
+    name = "grandchild"
+else:
+    name = "worker"
+os.write(1, f"{name}{rank} {os.getpid()}\\n".encode())
+while True:
+    signal.pause()
+"""
+NUM_PROCESSES = 5
+
+
+@pytest.fixture
+def family(tmp_path):
+    """Returns the arguments of a job whose workers, and their children in sessions of their own, wait."""
+    path = tmp_path / "family.py"
+    path.write_text(FAMILY)
+    return ("-n", "2", path)
+
+
+@pytest.mark.parametrize("manner", ["willing", "stubborn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_ends_everything(family, manner, number):
+    with spawned(*family, manner, stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        launcher.send_signal(number)
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
+        stderr = launcher.communicate(timeout=LIMIT_S)[1].decode()
+    assert launcher.returncode == 128 + number
+    assert stderr.splitlines()[-1] == f"coarse run: stopped by {number.name}; all 2 workers are gone"
+
+
+@pytest.mark.parametrize("manner", ["willing", "stubborn"])
+def test_nothing_outlives_a_launcher_that_is_killed(family, manner):
+    with spawned(*family, manner, stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        launcher.kill()
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(family):
+    with spawned(*family, "stubborn", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        signal.pidfd_send_signal(pidfds["supervisor"], signal.SIGKILL)
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
+        assert launcher.wait(timeout=LIMIT_S) == 137
+
+
+def test_a_signal_ends_everything_although_nobody_reads_the_output(tmp_path):
+    path = tmp_path / "flood.py"
+    path.write_text("import os\nprint('worker', os.getpid())\nwhile True: print('x' * 1000)\n")
+    with spawned("-n", "1", "--log-dir", tmp_path, path, stdout=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, 1)
+        wait_until_full(launcher.stdout.fileno())
+        launcher.terminate()
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
+        assert launcher.wait(timeout=LIMIT_S) == 137
+
+
+def wait_until_full(pipe: int) -> None:
+    """Waits until the writer of a pipe of 64 KiB has to wait for its reader."""
+    while struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0] < 60_000:
+        select.select([], [], [], 0.001)
+
+
+def test_a_second_signal_kills_at_once(family):
+    with spawned(*family, "stubborn", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
+        assert all_end_within(GONE_WITHIN_S / 2, pidfds) == []
+
+
+def test_ctrl_c_reaches_each_worker_once(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, signal\n"
+        "print('worker' + os.environ['RANK'], os.getpid())\n"
+        "try: signal.pause()\n"
+        "except KeyboardInterrupt: print('interrupted')\n"
+    )
+    with spawned("-n", "2", path, stdout=PIPE, stderr=PIPE) as launcher:
+        read_pidfds(launcher.stdout, 2)
+        os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+        stdout, _ = launcher.communicate(timeout=LIMIT_S)
+    assert sorted(stdout.splitlines()) == [b"[w0] interrupted", b"[w1] interrupted"]
+    assert launcher.returncode == 130
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, signal\nprint('worker', os.getpid(), flush=True)\nsignal.sigwait({signal.SIGUSR1})\n"
+    )
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with spawned(path, stdout=PIPE, stderr=PIPE) as launcher:
+            pidfds = read_pidfds(launcher.stdout, 1)
+            launcher.send_signal(signal.SIGHUP)
+            signal.pidfd_send_signal(pidfds["worker"], signal.SIGUSR1)
+            launcher.communicate(timeout=LIMIT_S)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert launcher.returncode == 128 + signal.SIGUSR1

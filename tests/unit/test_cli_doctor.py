@@ -1,0 +1,108 @@
+"""`coarse doctor`: what is found is said plainly, what is missing comes with how to get it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from coarse.cli import doctor
+from coarse.cli.sync_probe import SyncLatency, SyncProbeError
+from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, NumaNode, read_host
+
+MEMORY = Memory(
+    total_bytes=64 << 30,
+    available_bytes=32 << 30,
+    cgroup_limit_bytes=None,
+    cgroup_used_bytes=None,
+    huge_pages=0,
+    huge_page_bytes=2 << 20,
+    transparent="madvise",
+    transparent_shared="advise",
+)
+
+
+def values(findings: list[doctor.Finding]) -> dict[str, str]:
+    return {finding.name: finding.value for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (24 << 30, "24 GiB"), (5 << 50, "5120 TiB")],
+)
+def test_sizes_are_readable(nbytes, text):
+    assert doctor.format_bytes(nbytes) == text
+
+
+def test_a_single_core_is_noted():
+    cpu = Cpu(model="x", num_cores=64, num_cores_allowed=64, quota_cores=1.0, vector_flags=("avx2",))
+    findings = doctor.cpu_findings(cpu)
+    assert values(findings)["cores"] == "1 to use (64 online, 64 by affinity, 1 by cgroup quota)"
+    assert [finding.status for finding in findings if finding.name == "cores"] == [doctor.NOTE]
+
+
+def test_a_memory_limit_is_shown_with_its_use():
+    limited = replace(MEMORY, cgroup_limit_bytes=4 << 30, cgroup_used_bytes=1 << 30)
+    assert values(doctor.memory_findings(limited))["cgroup limit"] == "4 GiB, 1 GiB used"
+    assert values(doctor.memory_findings(MEMORY))["cgroup limit"] == "none"
+
+
+def test_huge_pages_that_are_off_come_with_the_command():
+    findings = doctor.memory_findings(replace(MEMORY, transparent_shared="never"))
+    (pages,) = [finding for finding in findings if finding.status == doctor.NOTE]
+    assert "shmem_enabled" in pages.advice
+
+
+def test_memory_without_cores_is_named_as_possible_cxl():
+    node = NumaNode(node=1, cores=(), memory_bytes=128 << 30)
+    assert values(doctor.numa_findings([node])) == {"node 1": "128 GiB, no cores: possibly CXL memory"}
+
+
+def test_devices_are_listed():
+    dax = DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2)
+    gpu = Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
+    assert values(doctor.device_findings([dax], [gpu])) == {
+        "dax0.0": "64 GiB, NUMA node 2",
+        "GPU 0": "NVIDIA H200, 139 GiB, driver 570.1",
+    }
+
+
+def test_few_open_files_are_noted():
+    (finding,) = doctor.limit_findings([Limit(name="nofile", soft=1024, hard=None)])
+    assert (finding.value, finding.status) == ("1024 (hard: unlimited)", doctor.NOTE)
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """Leaves out the processes that a whole examination starts."""
+    monkeypatch.setattr(
+        doctor, "_native_module", lambda: doctor.Finding(topic="runtime", name="n", value="loads")
+    )
+    monkeypatch.setattr(doctor, "probe_sync", lambda: SyncLatency(p50_us=61.0, p99_us=140.0))
+    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+
+
+def test_a_healthy_machine_gives_exit_code_0(healthy, capsys):
+    assert doctor.run(SimpleNamespace(json=False)) == 0
+    assert "4 KiB in 61 us" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_sync_that_fails_gives_exit_code_1_and_its_reason(healthy, monkeypatch, capsys):
+    def fail() -> SyncLatency:
+        raise SyncProbeError("RendezvousError: worker 1 never came")
+
+    monkeypatch.setattr(doctor, "probe_sync", fail)
+    assert doctor.run(SimpleNamespace(json=True)) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert not record["ok"]
+    assert "worker 1 never came" in record["findings"][-1]["value"]
+
+
+def test_json_holds_findings_and_facts(healthy):
+    record = json.loads(doctor.as_json(read_host(), doctor.examine(read_host())))
+    assert record["ok"]
+    assert record["coarse"] == "0.1.0"
+    assert record["host"]["memory"]["total_bytes"] > 0
+    assert {"topic", "name", "value", "status", "advice"} == set(record["findings"][0])

@@ -1,0 +1,182 @@
+"""Facts on the machine: pure parsers, and readers that take another root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coarse.machine import host
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-3,8\n", (0, 1, 2, 3, 8)), ("5", (5,)), ("\n", ()), ("0-1,4-5", (0, 1, 4, 5))]
+)
+def test_lists_of_cores(text, cores):
+    assert host.parse_cores(text) == cores
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("150000 100000\n", 1.5), ("max 100000\n", None), ("", None), ("-1\n 100000\n", None)]
+)
+def test_cpu_quotas_of_both_cgroup_versions(text, cores):
+    assert host.parse_cpu_max(text) == cores
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1073741824\n", 1 << 30), ("max\n", None), ("9223372036854771712\n", None), ("", None)],
+)
+def test_memory_limits_of_both_cgroup_versions(text, nbytes):
+    assert host.parse_limit_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("24684084 kB", 24684084 * 1024), ("", 0), ("12", 0)])
+def test_sizes_of_meminfo(text, nbytes):
+    assert host.parse_kib(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"),
+    [("always [madvise] never\n", "madvise"), ("always within_size [never]", "never"), ("", "")],
+)
+def test_choices(text, choice):
+    assert host.parse_choice(text) == choice
+
+
+def test_cgroups_by_controller():
+    text = "4:memory:/jobs/a\n2:cpu,cpuacct:/jobs/b\n0::/c\n"
+    assert host.parse_cgroups(text) == {"memory": "/jobs/a", "cpu": "/jobs/b", "cpuacct": "/jobs/b", "": "/c"}
+
+
+def test_the_lowest_limit_on_the_way_up_counts(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/job\n",
+            "sys/fs/cgroup/pod/memory.max": "2000\n",
+            "sys/fs/cgroup/pod/memory.current": "700\n",
+            "sys/fs/cgroup/pod/job/memory.max": "3000\n",
+            "sys/fs/cgroup/pod/cpu.max": "250000 100000\n",
+        },
+    )
+    memory = host.read_memory(root)
+    assert (memory.cgroup_limit_bytes, memory.cgroup_used_bytes) == (2000, 700)
+    assert host.read_cpu(root).quota_cores == 2.5
+
+
+def test_limits_of_the_first_cgroup_version(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n2:cpu,cpuacct:/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "5000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert host.read_memory(root).cgroup_limit_bytes == 5000
+    assert host.read_cpu(root).quota_cores == 0.5
+
+
+@pytest.mark.parametrize(("quota_cores", "granted"), [(None, 8), (2.5, 2), (0.5, 1), (32.0, 8)])
+def test_mask_and_quota_both_bound_the_cores(quota_cores, granted):
+    cpu = host.Cpu(model="", num_cores=16, num_cores_allowed=8, quota_cores=quota_cores, vector_flags=())
+    assert cpu.num_cores_granted == granted
+
+
+def test_memory_and_huge_pages(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal: 8 kB\nMemAvailable: 6 kB\nHugePages_Total: 3\nHugepagesize: 2048 kB\n",
+            "sys/kernel/mm/transparent_hugepage/enabled": "[always] madvise never\n",
+            "sys/kernel/mm/transparent_hugepage/shmem_enabled": "always advise [never]\n",
+        },
+    )
+    memory = host.read_memory(root)
+    assert (memory.total_bytes, memory.available_bytes) == (8192, 6144)
+    assert (memory.huge_pages, memory.huge_page_bytes) == (3, 2 << 20)
+    assert (memory.transparent, memory.transparent_shared) == ("always", "never")
+
+
+def test_a_node_with_memory_and_no_cores_stands_out(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "sys/devices/system/node/node0/cpulist": "0-1\n",
+            "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:       4 kB\n",
+            "sys/devices/system/node/node10/cpulist": "\n",
+            "sys/devices/system/node/node10/meminfo": "Node 10 MemTotal:       8 kB\n",
+        },
+    )
+    near, far = host.read_numa_nodes(root)
+    assert (near.node, near.cores, near.memory_bytes, near.is_memory_only) == (0, (0, 1), 4096, False)
+    assert (far.node, far.cores, far.memory_bytes, far.is_memory_only) == (10, (), 8192, True)
+
+
+def test_dax_devices(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "sys/bus/dax/devices/dax0.0/size": "68719476736\n",
+            "sys/bus/dax/devices/dax0.0/target_node": "2\n",
+            "sys/bus/dax/devices/dax1.0/size": "1024\n",
+            "sys/bus/dax/devices/dax1.0/target_node": "-1\n",
+        },
+    )
+    assert host.read_dax_devices(root) == (
+        host.DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2),
+        host.DaxDevice(name="dax1.0", memory_bytes=1024, node=None),
+    )
+
+
+def test_a_kernel_that_tells_nothing_is_no_error(tmp_path):
+    facts = host.read_host(tmp_path)
+    assert facts.memory.total_bytes == 0
+    assert facts.numa_nodes == facts.dax_devices == ()
+    assert facts.cpu.num_cores_granted >= 1
+
+
+class FakeNvml:
+    """The few calls of the driver's library, answering for two GPUs of which one is lost."""
+
+    def nvmlSystemGetDriverVersion(self, text, length):  # noqa: N802
+        text.value = b"570.1"
+
+    def nvmlDeviceGetCount_v2(self, count):  # noqa: N802
+        count._obj.value = 2
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device):  # noqa: N802
+        return 0 if index.value == 1 else 15
+
+    def nvmlDeviceGetName(self, device, text, length):  # noqa: N802
+        text.value = b"NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, device, memory):  # noqa: N802
+        memory._obj.total = 139 << 30
+
+
+def test_gpus_that_answer_are_listed():
+    assert list(host._nvml_gpus(FakeNvml())) == [
+        host.Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
+    ]
+
+
+def test_no_driver_means_no_gpus(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(host.ctypes, "CDLL", missing)
+    assert host.read_gpus() == ()
+
+
+def test_limits_of_this_process():
+    assert [limit.name for limit in host.read_limits()] == ["nofile", "memlock", "core"]

@@ -1,0 +1,102 @@
+"""The `coarse` command: fast to start, and one clear line for a wrong command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from coarse.cli.main import main
+from coarse.errors import RendezvousError
+
+REPORT_MODULES = """
+import sys
+from coarse.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+heavy = {"torch", "tensorflow", "rich", "numpy"} & sys.modules.keys()
+print("code", code, "heavy", sorted(heavy))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "--help"], ["doctor", "--help"]])
+def test_nothing_heavy_is_imported(arguments):
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT_MODULES, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "code 0 heavy []"
+
+
+def test_version_names_the_release(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "coarse 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "-n", "0", "train.py"], "'0' is not a whole number from 1 on"),
+        (["run", "-n", "two", "train.py"], "'two' is not a whole number from 1 on"),
+        (["run", "-n", "2"], "required: SCRIPT"),
+        (["run", "-n", "2", "missing.py"], "missing.py: no such file"),
+        (["run", "--no-python", "no-such-program"], "no-such-program: no such program"),
+        (["run", "--nnodes", "2", "-m", "this"], "--nnodes 2: only one node"),
+        (["run", "--node-rank", "1", "-m", "this"], "--node-rank 1: only node 0"),
+        (["run", "--master-port", "70000", "-m", "this"], "'70000' is not a port"),
+        (["run", "--shard-bytes", "4 apples", "-m", "this"], "'4 apples' is no size"),
+        (["run", "--timeout", "nan", "-m", "this"], "COARSE_TIMEOUT_S=nan is out of range"),
+        (["run", "--algorithm", "magic", "-m", "this"], "COARSE_ALGORITHM='magic' is none of"),
+        (["run", "--redirects", "1", "-m", "this"], "needs --log-dir"),
+        (["run", "-m", "--no-python", "this"], "not allowed with"),
+        (["run", "--max-restarts", "3", "-m", "this"], "unrecognized arguments: --max-restarts"),
+    ],
+)
+def test_a_wrong_command_line_gives_one_line_and_exit_code_2(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert end.value.code == 2
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_without_a_command_the_choices_are_named(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n    {command} " in shown for command in ("run", "doctor", "device", "bench"))
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "stderr"),
+    [
+        (RendezvousError("rank 1 never came"), 1, "coarse fail: RendezvousError: rank 1 never came\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_expected_errors_of_a_command_give_one_line(error, exit_code, stderr, monkeypatch, capsys):
+    def fail(arguments):
+        raise error
+
+    def add_parser(subparsers):
+        subparsers.add_parser("fail").set_defaults(handler=fail)
+
+    monkeypatch.setattr("coarse.cli.main.COMMANDS", {"fail": "fail_module"})
+    monkeypatch.setitem(sys.modules, "fail_module", SimpleNamespace(add_parser=add_parser))
+    assert main(["fail"]) == exit_code
+    assert capsys.readouterr().err == stderr

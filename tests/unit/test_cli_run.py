@@ -1,0 +1,117 @@
+"""`coarse run`: what each worker is started with."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+
+import pytest
+
+from coarse.cli.main import build_parser
+from coarse.cli.run import command_of, environments_of, threads_per_worker
+from coarse.cli.supervisor import JobPlan
+from coarse.env import Settings
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser(["run"]).parse_args(["run", *arguments])
+
+
+def test_each_worker_learns_who_it_is():
+    environments = environments_of(parse("-n", "3", "-m", "train"), {"HOME": "/root"})
+    assert [env["RANK"] for env in environments] == ["0", "1", "2"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1", "2"]
+    assert (
+        {env["WORLD_SIZE"] for env in environments}
+        == {env["LOCAL_WORLD_SIZE"] for env in environments}
+        == {"3"}
+    )
+    assert {env["HOME"] for env in environments} == {"/root"}
+
+
+def test_all_workers_share_one_free_port():
+    ports = {env["MASTER_PORT"] for env in environments_of(parse("-n", "2", "-m", "train"), {})}
+    assert len(ports) == 1
+    assert 1 <= int(ports.pop()) <= 65535
+
+
+def test_address_and_port_can_be_given():
+    environment = environments_of(parse("--master-addr", "::1", "--master_port", "1234", "-m", "train"), {})[
+        0
+    ]
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("::1", "1234")
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "variable"),
+    [
+        ("--memory-devices", "4", "COARSE_MEMORY_DEVICES"),
+        ("--sync-cores", "2", "COARSE_SYNC_CORES"),
+        ("--shard-bytes", "4MiB", "COARSE_SHARD_BYTES"),
+        ("--gather-bytes", "8KiB", "COARSE_GATHER_BYTES"),
+        ("--routing-threshold-bytes", "1MB", "COARSE_ROUTING_THRESHOLD_BYTES"),
+        ("--spin-us", "50", "COARSE_SPIN_US"),
+        ("--algorithm", "ring", "COARSE_ALGORITHM"),
+        ("--scheduling", "fcfs", "COARSE_SCHEDULING"),
+        ("--timeout", "2.5", "COARSE_TIMEOUT_S"),
+    ],
+)
+def test_session_flags_beat_the_environment(flag, text, variable):
+    environment = environments_of(parse(flag, text, "-m", "train"), {variable: "inherited"})[0]
+    assert environment[variable] == text
+
+
+def test_every_setting_has_a_flag():
+    flags = {name for name in vars(parse("-m", "train")) if name.startswith("COARSE_")}
+    assert flags == {f"COARSE_{field.name.upper()}" for field in fields(Settings)}
+
+
+def test_session_variables_are_inherited_where_no_flag_is_given():
+    assert environments_of(parse("-m", "train"), {"COARSE_SYNC_CORES": "3"})[0]["COARSE_SYNC_CORES"] == "3"
+
+
+def test_a_torchrun_around_the_launcher_is_forgotten():
+    environment = environments_of(parse("-m", "train"), {"TORCHELASTIC_USE_AGENT_STORE": "True"})[0]
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_workers", "num_threads"), [(2, 1, 2), (2, 2, 1), (2, 8, 1), (16, 3, 5)]
+)
+def test_workers_share_the_cores(num_cores, num_workers, num_threads):
+    assert threads_per_worker(num_cores, num_workers) == num_threads
+
+
+def test_a_thread_count_that_is_set_stays():
+    assert environments_of(parse("-m", "train"), {"OMP_NUM_THREADS": "7"})[0]["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("flag", ["-n", "--nproc-per-node", "--nproc_per_node"])
+def test_the_number_of_workers_has_torchruns_names(flag):
+    assert parse(flag, "2", "-m", "train").num_workers == 2
+
+
+def test_options_behind_the_script_are_the_scripts():
+    arguments = parse("--standalone", "-n", "2", "-m", "train", "--lr", "3", "-n", "9", "--help")
+    assert arguments.num_workers == 2
+    assert command_of(arguments) == (sys.executable, "-u", "-m", "train", "--lr", "3", "-n", "9", "--help")
+
+
+def test_a_script_is_run_by_the_same_python(tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    assert command_of(parse(str(script), "x")) == (sys.executable, "-u", str(script), "x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"command": ()},
+        {"environments": ()},
+        {"console_streams": frozenset({"stderr"})},
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(wrong):
+    with pytest.raises(ValueError, match="needs"):
+        JobPlan(**{"command": ("true",), "environments": ({},), **wrong})
