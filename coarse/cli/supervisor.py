@@ -280,8 +280,7 @@ class Supervisor:
     def _verdict(self) -> int:
         failure = first_failure([worker.exit() for worker in self._ended])
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):
-            name = signal_name(self._interrupted_by)
-            self._say(f"coarse run: stopped by {name}; all {self._plan.num_workers} workers are gone\n")
+            self._say(f"coarse run: stopped by {signal_name(self._interrupted_by)}; no worker is left\n")
             return 128 + self._interrupted_by
         if failure is None:
             return 0

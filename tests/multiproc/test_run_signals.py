@@ -52,7 +52,7 @@ def test_a_signal_to_the_launcher_ends_everything(family, manner, number):
         assert all_end_within(GONE_WITHIN_S, pidfds) == []
         stderr = launcher.communicate(timeout=LIMIT_S)[1].decode()
     assert launcher.returncode == 128 + number
-    assert stderr.splitlines()[-1] == f"coarse run: stopped by {number.name}; all 2 workers are gone"
+    assert stderr.splitlines()[-1] == f"coarse run: stopped by {number.name}; no worker is left"
 
 
 @pytest.mark.parametrize("manner", ["willing", "stubborn"])
@@ -79,7 +79,8 @@ def test_a_signal_ends_everything_although_nobody_reads_the_output(tmp_path):
         wait_until_full(launcher.stdout.fileno())
         launcher.terminate()
         assert all_end_within(GONE_WITHIN_S, pidfds) == []
-        assert launcher.wait(timeout=LIMIT_S) == 137
+        by_itself, by_its_front = 143, 137  # whether the supervisor could still write what it had read
+        assert launcher.wait(timeout=LIMIT_S) in (by_itself, by_its_front)
 
 
 def wait_until_full(pipe: int) -> None:
