@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ from coarse.rendezvous import check_single_node, gather_workers
 from coarse.store import Store
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
+
+
+AnyTensorGroup: TypeAlias = TensorGroup | SoloTensorGroup
+"""The tensors of one registration, whether there are other workers or not."""
 
 
 class Session:
@@ -76,7 +80,7 @@ class Session:
             devices.hide()
         return cls(identity, settings, client, devices)
 
-    def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup | SoloTensorGroup:
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
 
         Raises:
@@ -147,7 +151,9 @@ class Session:
 
 def _check_array(array: npt.NDArray[Any], op: str) -> None:
     if array.dtype.name not in ITEM_BYTES:
-        raise ValueError(f"an array of {array.dtype.name} cannot be reduced; supported are {', '.join(ITEM_BYTES)}")
+        raise ValueError(
+            f"an array of {array.dtype.name} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
+        )
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
     if array.size:

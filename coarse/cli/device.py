@@ -13,7 +13,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Runs one memory device of a session. Sessions start these processes by themselves and hand "
         "each its place in the job through an inherited descriptor.",
     )
-    parser.add_argument("--job-fd", type=int, required=True, help="inherited descriptor that holds the device's job")
+    parser.add_argument(
+        "--job-fd", type=int, required=True, help="inherited descriptor that holds the device's job"
+    )
     parser.set_defaults(handler=_run)
 
 

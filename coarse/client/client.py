@@ -99,7 +99,9 @@ class Client:
             )
         )
 
-    def all_reduce(self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True) -> None:
+    def all_reduce(
+        self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
+    ) -> None:
         """Reduces a buffer that is not registered, in place.
 
         Args:
@@ -244,7 +246,11 @@ class Client:
         """The reason of a loss, from what memory devices said of it."""
         try:
             collect_replies(
-                self._connections, kind="", group=None, timeout_s=_ABORT_MESSAGE_TIMEOUT_S, what="loss of a peer"
+                self._connections,
+                kind="",
+                group=None,
+                timeout_s=_ABORT_MESSAGE_TIMEOUT_S,
+                what="loss of a peer",
             )
         except (WorkerLostError, SyncTimeoutError) as error:
             if isinstance(error, WorkerLostError):
@@ -290,7 +296,7 @@ class TensorGroup:
         self._client = client
         self._native = native
         self._offsets = tensor_offsets
-        self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type]
+        self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
 
     def buffer(self, index: int) -> memoryview[Any]:
         """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it."""

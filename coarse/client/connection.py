@@ -97,7 +97,7 @@ def collect_replies(
     replies: dict[int, Received] = {}
     with selectors.DefaultSelector() as selector:
         for connection in connections:
-            selector.register(connection, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ, connection)
         while len(replies) < len(connections):
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready and time.monotonic() >= deadline:
@@ -107,12 +107,11 @@ def collect_replies(
                     "reached this point holds up all others."
                 )
             for key, _ in ready:
-                connection = key.fileobj
-                assert isinstance(connection, DeviceConnection)
-                received = connection.receive()
+                answering: DeviceConnection = key.data
+                received = answering.receive()
                 if received is None:
                     continue
                 if received.kind != kind or (group is not None and received.message.get("group") != group):
-                    raise ProtocolError(f"md{connection.device} sent {received.kind!r} instead of {kind!r}")
-                replies[connection.device] = received
+                    raise ProtocolError(f"md{answering.device} sent {received.kind!r} instead of {kind!r}")
+                replies[answering.device] = received
     return replies

@@ -17,7 +17,9 @@ class SoloClient:
         """Takes memory for the tensors."""
         return SoloTensorGroup(name, specs)
 
-    def all_reduce(self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True) -> None:
+    def all_reduce(
+        self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
+    ) -> None:
         """Leaves the buffer as it is: the sum, mean and maximum of one."""
 
     def close(self) -> None:

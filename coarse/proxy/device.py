@@ -135,7 +135,9 @@ class MemoryDevice:
         self._ring_segments[self._job.device] = own
         shared = [own.fd]
         if self._job.device == _HOME:
-            self._doorbells = self._memory.allocate("doorbells", _native.doorbells_bytes(self._job.num_devices))
+            self._doorbells = self._memory.allocate(
+                "doorbells", _native.doorbells_bytes(self._job.num_devices)
+            )
             self._ring_logs = self._memory.allocate("ring-logs", _native.RING_LOGS_BYTES)
             shared += [self._doorbells.fd, self._ring_logs.fd]
         for device, fd in enumerate(self._job.peer_fds):

@@ -139,7 +139,9 @@ class Channel:
             raise ProtocolError(f"a control frame of {len(frame)} bytes is shorter than its header")
         magic, version, announced_fds, total, offset = _HEADER.unpack_from(frame)
         if magic != _MAGIC or version != PROTOCOL_VERSION:
-            raise ProtocolError(f"a control frame of version {version} came, this is version {PROTOCOL_VERSION}")
+            raise ProtocolError(
+                f"a control frame of version {version} came, this is version {PROTOCOL_VERSION}"
+            )
         if announced_fds != num_fds or total > MAX_MESSAGE_BYTES:
             raise ProtocolError("a control frame announces what it does not carry")
         fragment = memoryview(frame)[_HEADER.size :]
@@ -184,5 +186,7 @@ def int_field(message: Message, name: str, *, low: int = 0, high: int = 1 << 62)
     """
     value = message.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ProtocolError(f"control message {message.get('type')!r}: {name}={value!r} is not in [{low}, {high}]")
+        raise ProtocolError(
+            f"control message {message.get('type')!r}: {name}={value!r} is not in [{low}, {high}]"
+        )
     return value

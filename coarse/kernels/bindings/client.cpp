@@ -1,5 +1,6 @@
 #include "coarse/client.hpp"
 
+#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
 #include "bindings.hpp"
@@ -19,17 +20,19 @@ void checkSignals() {
 
 void registerClient(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-  py::enum_<WaitStatus>(module, "WaitStatus")
+  py::native_enum<WaitStatus>(module, "WaitStatus", "enum.IntEnum")
       .value("DONE", WaitStatus::kDone)
       .value("TIMED_OUT", WaitStatus::kTimedOut)
       .value("ABORTED", WaitStatus::kAborted)
       .value("DEVICE_LOST", WaitStatus::kDeviceLost)
-      .value("FORKED", WaitStatus::kForked);
+      .value("FORKED", WaitStatus::kForked)
+      .finalize();
   module.attr("PRESENT") = static_cast<int>(kPresent);
   module.attr("JOINED") = static_cast<int>(kJoined);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds) {
-             return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds), checkSignals);
+             return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds),
+                                             checkSignals);
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"))
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
@@ -37,14 +40,16 @@ void registerClient(py::module_& module) {
       .def("remove_group", &Client::removeGroup, py::arg("group"))
       .def(
           "push",
-          [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags, std::uintptr_t source) {
+          [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags,
+             std::uintptr_t source) {
             return client.push(group, tensor, flags, reinterpret_cast<const void*>(source));
           },
           py::arg("group"), py::arg("tensor"), py::arg("flags"), py::arg("source"), ReleaseGil())
       .def("flush", &Client::flush)
       .def(
           "pull",
-          [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uintptr_t destination, double timeout) {
+          [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uintptr_t destination,
+             double timeout) {
             return client.pull(group, tensor, reinterpret_cast<void*>(destination), timeout);
           },
           py::arg("group"), py::arg("tensor"), py::arg("destination"), py::arg("timeout_s"), ReleaseGil())
@@ -55,10 +60,10 @@ void registerClient(py::module_& module) {
       .def("is_late", &Client::isLate, py::arg("group"), py::arg("tensor"))
       .def(
           "all_reduce",
-          [](Client& client, std::uint32_t group, std::uintptr_t buffer, std::size_t numElements, int dtype, int op,
-             bool isPresent, double timeout) {
-            return client.allReduce(group, reinterpret_cast<void*>(buffer), numElements, static_cast<DType>(dtype),
-                                    static_cast<ReduceOp>(op), isPresent, timeout);
+          [](Client& client, std::uint32_t group, std::uintptr_t buffer, std::size_t numElements, int dtype,
+             int op, bool isPresent, double timeout) {
+            return client.allReduce(group, reinterpret_cast<void*>(buffer), numElements,
+                                    static_cast<DType>(dtype), static_cast<ReduceOp>(op), isPresent, timeout);
           },
           py::arg("group"), py::arg("buffer"), py::arg("num_elements"), py::arg("dtype"), py::arg("op"),
           py::arg("is_present"), py::arg("timeout_s"), ReleaseGil())

@@ -11,10 +11,10 @@ namespace coarse {
 void registerProxy(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Proxy>(module, "Proxy")
-      .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients, std::size_t numSyncCores,
-                       int scheduling, std::vector<std::size_t> localClients, std::vector<int> cpus,
-                       std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds,
-                       int eventFd) {
+      .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
+                       std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
+                       std::vector<int> cpus, std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd,
+                       const std::vector<int>& ringFds, int eventFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -26,9 +26,10 @@ void registerProxy(py::module_& module) {
              config.spinMicroseconds = spinMicroseconds;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, ringLogsFd, ringFds, eventFd);
            }),
-           py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"), py::arg("num_sync_cores"),
-           py::arg("scheduling"), py::arg("local_clients"), py::arg("cpus"), py::arg("spin_us"),
-           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"))
+           py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
+           py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("cpus"),
+           py::arg("spin_us"), py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"),
+           py::arg("event_fd"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())
@@ -41,7 +42,8 @@ void registerProxy(py::module_& module) {
       .def("take_events",
            [](Proxy& proxy) {
              std::vector<std::pair<int, std::string>> events;
-             for (ProxyEvent& event : proxy.takeEvents()) events.emplace_back(event.client, std::move(event.message));
+             for (ProxyEvent& event : proxy.takeEvents())
+               events.emplace_back(event.client, std::move(event.message));
              return events;
            })
       .def("statistics", [](const Proxy& proxy) {

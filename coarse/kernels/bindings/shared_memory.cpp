@@ -18,9 +18,8 @@ void registerSharedMemory(py::module_& module) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(mapping.data()),
                                static_cast<py::ssize_t>(mapping.numBytes()));
       })
-      .def_property_readonly("address", [](const Mapping& mapping) {
-        return reinterpret_cast<std::uintptr_t>(mapping.data());
-      });
+      .def_property_readonly(
+          "address", [](const Mapping& mapping) { return reinterpret_cast<std::uintptr_t>(mapping.data()); });
 }
 
 }  // namespace coarse

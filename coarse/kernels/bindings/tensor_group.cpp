@@ -40,14 +40,16 @@ GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotByt
 
 void registerTensorGroup(py::module_& module) {
   py::class_<GroupPlan>(module, "GroupPlan")
-      .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"), py::arg("shards"))
+      .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"),
+           py::arg("shards"))
       .def_readonly("id", &GroupPlan::id)
       .def_readonly("num_clients", &GroupPlan::numClients)
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
       .def_property_readonly("num_shards", [](const GroupPlan& plan) { return plan.shards.size(); });
   module.def("client_segment_bytes", &ClientSegment::numBytes, py::arg("num_devices"));
-  module.def("doorbells_bytes", [](std::size_t numDevices) { return numDevices * sizeof(Doorbell); },
-             py::arg("num_devices"));
+  module.def(
+      "doorbells_bytes", [](std::size_t numDevices) { return numDevices * sizeof(Doorbell); },
+      py::arg("num_devices"));
   module.def("group_control_bytes", &GroupControl::numBytes, py::arg("num_shards"), py::arg("num_clients"));
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);

@@ -18,8 +18,8 @@ namespace {
 constexpr std::chrono::milliseconds kHealthInterval{100};
 constexpr std::chrono::microseconds kSpinBudget{50};
 
-// A memory device is woken once per so many bytes, not once per tensor: a wake-up costs a context switch that a model of
-// many small tensors would pay for each of them.
+// A memory device is woken once per so many bytes, not once per tensor: a wake-up costs a context switch that
+// a model of many small tensors would pay for each of them.
 constexpr std::size_t kBytesPerRing = 1 << 20;
 
 }  // namespace
@@ -40,18 +40,20 @@ Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vect
 }
 
 std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
-                            std::vector<std::uint16_t> routes) {
+                                          std::vector<std::uint16_t> routes) {
   plan.validate();
   if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
   for (const std::uint16_t device : routes) {
-    if (device >= numDevices_) throw std::invalid_argument("a route leads to a memory device that does not exist");
+    if (device >= numDevices_)
+      throw std::invalid_argument("a route leads to a memory device that does not exist");
   }
   auto group = std::make_unique<Group>();
   group->client = client;
   group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
                                     Mapping::Access::kReadOnly, "group control");
   group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
-  group->slots = std::make_shared<Mapping>(mapSealed(slotsFd, plan.slotBytes, Mapping::Access::kReadWrite, "slots"));
+  group->slots =
+      std::make_shared<Mapping>(mapSealed(slotsFd, plan.slotBytes, Mapping::Access::kReadWrite, "slots"));
   for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
     const std::uint32_t tensor = plan.shards[shard].tensor;
     if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});
@@ -67,11 +69,13 @@ std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, in
 
 void Client::removeGroup(std::uint32_t group) { groups_.erase(group); }
 
-WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags, const void* source) {
+WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags,
+                        const void* source) {
   if (isForked()) return WaitStatus::kForked;
   Group& group = find(groupId);
   ClientTensor& tensor = tensorOf(group, tensorIndex);
-  if (tensor.isPending) throw std::logic_error("the tensor was pushed again before its last result was pulled");
+  if (tensor.isPending)
+    throw std::logic_error("the tensor was pushed again before its last result was pulled");
   tensor.isPending = true;
   ++tensor.step;
   const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
@@ -123,20 +127,22 @@ void Client::flush() noexcept {
   }
 }
 
-WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* destination, double timeoutSeconds) {
+WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* destination,
+                        double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   flush();
   Group& group = find(groupId);
   ClientTensor& tensor = tensorOf(group, tensorIndex);
   const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
   for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
-    if (const WaitStatus status = waitForShard(group, i, tensor.step, timeoutSeconds); status != WaitStatus::kDone) {
+    if (const WaitStatus status = waitForShard(group, i, tensor.step, timeoutSeconds);
+        status != WaitStatus::kDone) {
       return status;
     }
     if (destination == nullptr) continue;
     const Shard& shard = group.plan.shards[i];
-    copyBytes(static_cast<std::byte*>(destination) + (shard.offset - tensorOffset), group.slots->data() + shard.offset,
-              shard.numElements * itemBytes(shard.dtype));
+    copyBytes(static_cast<std::byte*>(destination) + (shard.offset - tensorOffset),
+              group.slots->data() + shard.offset, shard.numElements * itemBytes(shard.dtype));
   }
   tensor.isPending = false;
   return WaitStatus::kDone;
@@ -204,8 +210,8 @@ bool Client::isLate(std::uint32_t groupId, std::uint32_t tensorIndex) const {
   return false;
 }
 
-WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
-                             bool isPresent, double timeoutSeconds) {
+WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t numElements, DType dtype,
+                             ReduceOp op, bool isPresent, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   Group& group = find(groupId);
   const std::size_t window = group.tensors.size();
@@ -214,7 +220,8 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
   const std::size_t numPieces = (numElements + perShard - 1) / perShard;
   const auto piece = [&](std::size_t index) {
     const std::size_t start = index * perShard;
-    return std::pair(static_cast<std::byte*>(buffer) + start * itemSize, std::min(perShard, numElements - start));
+    return std::pair(static_cast<std::byte*>(buffer) + start * itemSize,
+                     std::min(perShard, numElements - start));
   };
   for (std::size_t index = 0; index < numPieces + window; ++index) {
     const auto shardIndex = static_cast<std::uint32_t>(index % window);
@@ -244,7 +251,8 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step, double timeoutSeconds) {
+WaitStatus Client::waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step,
+                                double timeoutSeconds) {
   const auto& done = group.control.done(group.client, shard);
   const auto isDone = [&] { return done.load(std::memory_order_acquire) == step; };
   const std::uint32_t next = segment_.inbox().completed.load(std::memory_order_relaxed) + 1;
@@ -259,7 +267,8 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
     if (isDone()) return WaitStatus::kDone;
   } while (spin.yield());
 
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeoutSeconds));
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(timeoutSeconds));
   auto nextHealthCheck = Clock::now() + kHealthInterval;
   WaitStatus status = WaitStatus::kDone;
   inbox.wakeAt.store(wakeAt, std::memory_order_relaxed);
@@ -267,7 +276,8 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
   while (true) {
     const std::uint32_t seen = inbox.completed.load(std::memory_order_seq_cst);
     if (isDone()) break;
-    if (static_cast<std::int32_t>(seen - wakeAt) >= 0) inbox.wakeAt.store(seen + 1, std::memory_order_seq_cst);
+    if (static_cast<std::int32_t>(seen - wakeAt) >= 0)
+      inbox.wakeAt.store(seen + 1, std::memory_order_seq_cst);
     if (inbox.completed.load(std::memory_order_seq_cst) != seen) continue;
     if (inbox.aborted.load(std::memory_order_acquire) == 0) futexWait(inbox.completed, seen, kHealthInterval);
     const auto now = Clock::now();
@@ -301,11 +311,14 @@ bool Client::isForked() const noexcept { return ::getpid() != pid_; }
 
 Client::Group& Client::find(std::uint32_t group) {
   const auto found = groups_.find(group);
-  if (found == groups_.end()) throw std::invalid_argument("tensor group " + std::to_string(group) + " is closed");
+  if (found == groups_.end())
+    throw std::invalid_argument("tensor group " + std::to_string(group) + " is closed");
   return *found->second;
 }
 
-const Client::Group& Client::find(std::uint32_t group) const { return const_cast<Client*>(this)->find(group); }
+const Client::Group& Client::find(std::uint32_t group) const {
+  return const_cast<Client*>(this)->find(group);
+}
 
 ClientTensor& Client::tensorOf(Group& group, std::uint32_t tensor) {
   if (tensor >= group.tensors.size()) {

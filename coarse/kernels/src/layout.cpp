@@ -72,7 +72,8 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<Contribution>(numShards * numClients);
   cursor.take<ReadyCell>(queueCapacity(numShards));
-  cursor.take<std::atomic<std::uint32_t>>(roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t)) * numClients);
+  cursor.take<std::atomic<std::uint32_t>>(roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t)) *
+                                          numClients);
   return cursor.offset();
 }
 

@@ -23,8 +23,9 @@ constexpr std::chrono::milliseconds kLongestSleep{100};
 constexpr int kDescriptorsPerTurn = 64;
 
 std::string describe(const ShardShape& shape) {
-  return std::to_string(shape.numElements) + " elements of dtype " + std::to_string(static_cast<int>(shape.dtype)) +
-         " with op " + std::to_string(static_cast<int>(shape.op));
+  return std::to_string(shape.numElements) + " elements of dtype " +
+         std::to_string(static_cast<int>(shape.dtype)) + " with op " +
+         std::to_string(static_cast<int>(shape.op));
 }
 
 }  // namespace
@@ -38,10 +39,12 @@ void ProxyConfig::validate() const {
   }
 }
 
-Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd)
+Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds,
+             int eventFd)
     : config_(std::move(config)), clients_(config_.numClients), eventFd_(eventFd) {
   config_.validate();
-  if (ringFds.size() != config_.numDevices) throw std::invalid_argument("a proxy needs the ring memory of every device");
+  if (ringFds.size() != config_.numDevices)
+    throw std::invalid_argument("a proxy needs the ring memory of every device");
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
@@ -77,8 +80,8 @@ Proxy::~Proxy() { stop(); }
 
 void Proxy::addClient(std::size_t client, int segmentFd) {
   auto added = std::make_unique<Client>();
-  added->mapping = mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices), Mapping::Access::kReadWrite,
-                             "client segment");
+  added->mapping = mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices),
+                             Mapping::Access::kReadWrite, "client segment");
   added->segment = ClientSegment(added->mapping.data());
   added->queue = DescriptorConsumer(added->segment.queue(config_.device));
   clients_.at(client) = std::move(added);
@@ -121,7 +124,8 @@ void Proxy::parkWhilePaused() {
 
 void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise) {
   const std::uint32_t id = plan.id;
-  if (plan.numClients != config_.numClients) throw std::invalid_argument("a tensor group belongs to all clients");
+  if (plan.numClients != config_.numClients)
+    throw std::invalid_argument("a tensor group belongs to all clients");
   auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
   if (initialise) group->control().initialise();
   whilePaused([&] {
@@ -272,7 +276,8 @@ void Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   if (numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
 }
 
-std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor, const TensorGroup* group) const {
+std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
+                             const TensorGroup* group) const {
   if (group == nullptr) return "tensor group " + std::to_string(descriptor.group) + " is not registered";
   if (descriptor.shard >= group->plan().shards.size()) {
     return "shard " + std::to_string(descriptor.shard) + " of " + std::to_string(group->plan().shards.size());
@@ -300,9 +305,12 @@ void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& des
   contribution.op = descriptor.op;
   contribution.step.store(descriptor.step, std::memory_order_release);
   auto& lastStep = clients_[client]->lastStep;
-  lastStep.store(std::max(descriptor.step, lastStep.load(std::memory_order_relaxed)), std::memory_order_relaxed);
-  // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own arrival.
-  const std::uint32_t arrived = group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
+  lastStep.store(std::max(descriptor.step, lastStep.load(std::memory_order_relaxed)),
+                 std::memory_order_relaxed);
+  // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own
+  // arrival.
+  const std::uint32_t arrived =
+      group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
   if (arrived == config_.numClients) complete(group, {descriptor.group, descriptor.shard, descriptor.step});
 }
 
@@ -333,8 +341,10 @@ std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) c
   for (std::size_t client = 0; client < config_.numClients; ++client) {
     const Contribution& other = group.control().contribution(shard, client);
     if ((other.flags & kPresent) == 0) continue;
-    const ShardShape shape{other.numElements, static_cast<DType>(other.dtype), static_cast<ReduceOp>(other.op)};
-    if (shape.numElements == expected.numElements && shape.dtype == expected.dtype && shape.op == expected.op) continue;
+    const ShardShape shape{other.numElements, static_cast<DType>(other.dtype),
+                           static_cast<ReduceOp>(other.op)};
+    if (shape.numElements == expected.numElements && shape.dtype == expected.dtype && shape.op == expected.op)
+      continue;
     return "workers disagree on a buffer: worker " + std::to_string(client) + " gave " + describe(shape) +
            ", another one " + describe(expected);
   }
@@ -365,8 +375,8 @@ void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
   }
   if (numInputs > 0) {
     const ShardShape shape = group.shape(entry.shard);
-    reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), config_.numClients, shape.numElements,
-           group.divisor(entry.shard));
+    reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), config_.numClients,
+           shape.numElements, group.divisor(entry.shard));
   }
   count(group, entry.shard);
   for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);

@@ -1,5 +1,7 @@
 #include "coarse/reduction_limit.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
@@ -9,8 +11,6 @@
 #include "coarse/reduce.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/waiting.hpp"
-
-#include <unistd.h>
 
 namespace coarse {
 namespace {
@@ -72,7 +72,8 @@ void verify(const Buffers& buffers) {
 
 }  // namespace
 
-std::vector<double> measureReductionLimit(std::size_t numWorkers, std::size_t numBytes, std::size_t numIterations) {
+std::vector<double> measureReductionLimit(std::size_t numWorkers, std::size_t numBytes,
+                                          std::size_t numIterations) {
   const std::size_t numElements = numBytes / sizeof(float);
   const Buffers buffers(numWorkers, numElements * sizeof(float));
   Barrier barrier(numWorkers);

@@ -12,14 +12,17 @@ namespace {
 bool isHalf(DType dtype) noexcept { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
 
 /// Bytes of one element on its way around the ring.
-std::size_t accumulatorBytes(DType dtype) noexcept { return isHalf(dtype) ? sizeof(float) : itemBytes(dtype); }
+std::size_t accumulatorBytes(DType dtype) noexcept {
+  return isHalf(dtype) ? sizeof(float) : itemBytes(dtype);
+}
 
 /// Partial results are sums; only the last device of a chunk turns them into means.
 ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
 
 }  // namespace
 
-RingCore::RingCore(RingLinks links, std::vector<std::size_t> localClients, FindGroup findGroup, ShardDone shardDone)
+RingCore::RingCore(RingLinks links, std::vector<std::size_t> localClients, FindGroup findGroup,
+                   ShardDone shardDone)
     : links_(links),
       localClients_(std::move(localClients)),
       findGroup_(std::move(findGroup)),
@@ -143,7 +146,8 @@ void RingCore::writeResult(std::size_t entry, const RingMessage& result) {
   const std::size_t numElements = entryElements(entry);
   if (isHalf(shape_.dtype)) {
     const auto* sum = reinterpret_cast<const float*>(result.payload.data());
-    for (std::byte* output : outputs_) narrow(shape_.dtype, sum, output + offset, numElements, divisor_, shape_.op);
+    for (std::byte* output : outputs_)
+      narrow(shape_.dtype, sum, output + offset, numElements, divisor_, shape_.op);
     return;
   }
   const void* inputs[] = {result.payload.data()};

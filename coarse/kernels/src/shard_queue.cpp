@@ -2,8 +2,9 @@
 
 namespace coarse {
 
-// The ready queue is a bounded queue of cells with sequence numbers: a cell whose sequence equals the position is free
-// for the producer of that position, position + 1 means filled, position + capacity means free for the next lap.
+// The ready queue is a bounded queue of cells with sequence numbers: a cell whose sequence equals the
+// position is free for the producer of that position, position + 1 means filled, position + capacity means
+// free for the next lap.
 
 void pushReady(const GroupControl& control, ReadyShard ready) noexcept {
   const std::uint64_t position = control.readyTail().value.fetch_add(1, std::memory_order_relaxed);

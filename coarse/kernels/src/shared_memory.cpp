@@ -37,7 +37,8 @@ int fallocateRestarting(int fd, std::size_t numBytes) {
 Mapping::Mapping(int fd, std::size_t numBytes, Access access) : numBytes_(numBytes) {
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
   void* address = ::mmap(nullptr, numBytes, protection, MAP_SHARED, fd, 0);
-  if (address == MAP_FAILED) throwErrno(errno, "mapping " + std::to_string(numBytes) + " bytes of device memory");
+  if (address == MAP_FAILED)
+    throwErrno(errno, "mapping " + std::to_string(numBytes) + " bytes of device memory");
   data_ = static_cast<std::byte*>(address);
   // Advice only: without huge pages for shared memory the mapping works all the same.
   ::madvise(address, numBytes, MADV_HUGEPAGE);

@@ -27,14 +27,17 @@ Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const st
   return Mapping(fd, numBytes, access);
 }
 
-TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds) : plan_(std::move(plan)) {
+TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds)
+    : plan_(std::move(plan)) {
   plan_.validate();
-  if (slotFds.size() != plan_.numClients) throw std::invalid_argument("a tensor group needs the slots of every client");
+  if (slotFds.size() != plan_.numClients)
+    throw std::invalid_argument("a tensor group needs the slots of every client");
   const std::size_t numShards = plan_.shards.size();
   controlMapping_ = mapSealed(controlFd, GroupControl::numBytes(numShards, plan_.numClients),
                               Mapping::Access::kReadWrite, "group control");
   control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients);
-  for (const int fd : slotFds) slots_.push_back(mapSealed(fd, plan_.slotBytes, Mapping::Access::kReadWrite, "slots"));
+  for (const int fd : slotFds)
+    slots_.push_back(mapSealed(fd, plan_.slotBytes, Mapping::Access::kReadWrite, "slots"));
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
@@ -43,7 +46,8 @@ ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
   for (std::size_t client = 0; client < plan_.numClients; ++client) {
     const Contribution& contribution = control_.contribution(shard, client);
     if ((contribution.flags & kPresent) == 0) continue;
-    return {contribution.numElements, static_cast<DType>(contribution.dtype), static_cast<ReduceOp>(contribution.op)};
+    return {contribution.numElements, static_cast<DType>(contribution.dtype),
+            static_cast<ReduceOp>(contribution.op)};
   }
   return {};
 }

@@ -24,7 +24,8 @@ inline void pauseProcessor() noexcept {
 
 }  // namespace
 
-void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds timeout) noexcept {
+void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
+               std::chrono::nanoseconds timeout) noexcept {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
   timespec relative{};
   relative.tv_sec = static_cast<time_t>(seconds.count());

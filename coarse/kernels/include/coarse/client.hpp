@@ -19,17 +19,17 @@ namespace coarse {
 enum class WaitStatus : std::uint8_t {
   kDone = 0,
   kTimedOut = 1,
-  kAborted = 2,      // a memory device says that a process was lost; its reason waits on the control socket
-  kDeviceLost = 3,   // a control socket was closed by its memory device
-  kForked = 4,       // called in a child of the process that made the client
+  kAborted = 2,     // a memory device says that a process was lost; its reason waits on the control socket
+  kDeviceLost = 3,  // a control socket was closed by its memory device
+  kForked = 4,      // called in a child of the process that made the client
 };
 
 /// A registered tensor: a range of shards.
 struct ClientTensor {
   std::uint32_t firstShard = 0;
   std::uint32_t numShards = 0;
-  std::uint32_t step = 0;     // pushed last
-  bool isPending = false;     // pushed and not pulled
+  std::uint32_t step = 0;  // pushed last
+  bool isPending = false;  // pushed and not pulled
 };
 
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
@@ -38,19 +38,22 @@ struct ClientTensor {
 class Client {
  public:
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
-  /// @param watchFds one control socket per memory device, looked at during waits; stay open while the client lives.
+  /// @param watchFds one control socket per memory device, looked at during waits; stay open while the client
+  /// lives.
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
   Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
          std::function<void()> interrupt);
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
-  std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd, std::vector<std::uint16_t> routes);
+  std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
+                                    std::vector<std::uint16_t> routes);
   void removeGroup(std::uint32_t group);
 
-  /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard by shard, each
-  /// told to its memory device as soon as it is there.
-  /// @throws std::invalid_argument for a tensor that does not exist, std::logic_error if its last result was not pulled.
+  /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard
+  /// by shard, each told to its memory device as soon as it is there.
+  /// @throws std::invalid_argument for a tensor that does not exist, std::logic_error if its last result was
+  /// not pulled.
   WaitStatus push(std::uint32_t group, std::uint32_t tensor, std::uint8_t flags, const void* source);
   /// Tells memory devices what push() may have held back to spare wake-ups.
   void flush() noexcept;
@@ -66,8 +69,8 @@ class Client {
   /// Whether the tensor was pushed and its result is not there.
   bool isLate(std::uint32_t group, std::uint32_t tensor) const;
 
-  /// Reduces a buffer that is not registered through the dynamic shards of `group`, in a pipeline of copies in, reductions
-  /// and copies out.
+  /// Reduces a buffer that is not registered through the dynamic shards of `group`, in a pipeline of copies
+  /// in, reductions and copies out.
   WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
                        bool isPresent, double timeoutSeconds);
 

@@ -7,7 +7,8 @@
 
 /// Everything that processes share, as it lies in memory: a wire format (docs/design/queue-protocol.md).
 ///
-/// Values in memory that a client can write are untrusted: a memory device copies them out before it checks them.
+/// Values in memory that a client can write are untrusted: a memory device copies them out before it checks
+/// them.
 namespace coarse {
 
 inline constexpr std::size_t kCacheLineBytes = 64;
@@ -140,7 +141,8 @@ class GroupControl {
   Counter& readyTail() const noexcept { return counters_[0]; }
   Counter& readyHead() const noexcept { return counters_[1]; }
   ReadyCell& readyCell(std::uint64_t position) const noexcept { return ready_[position & mask_]; }
-  /// Cells of the ready queue: a power of two, at least the number of shards, each of which is in it once at most.
+  /// Cells of the ready queue: a power of two, at least the number of shards, each of which is in it once at
+  /// most.
   std::uint64_t capacity() const noexcept { return mask_ + 1; }
   /// Puts memory that is all zero into its first state. Called once, by the memory device that made it.
   void initialise() const noexcept;

@@ -21,8 +21,10 @@ namespace coarse {
 
 /// How a proxy takes descriptors.
 enum class Scheduling : std::uint8_t {
-  kQueues = 0,  // one queue per client, all served together: no order of pushes can block (paper, section III-F)
-  kFcfs = 1,    // one shard at a time in order of arrival: deadlocks by design, to show that it does (paper, Fig 10)
+  kQueues =
+      0,  // one queue per client, all served together: no order of pushes can block (paper, section III-F)
+  kFcfs = 1,  // one shard at a time in order of arrival: deadlocks by design, to show that it does (paper,
+              // Fig 10)
 };
 
 struct ProxyConfig {
@@ -39,7 +41,8 @@ struct ProxyConfig {
   void validate() const;
 };
 
-/// Something that ends a client's or everybody's synchronisation. client is -1 if it is nobody's fault in particular.
+/// Something that ends a client's or everybody's synchronisation. client is -1 if it is nobody's fault in
+/// particular.
 struct ProxyEvent {
   int client = -1;
   std::string message;
@@ -50,15 +53,17 @@ struct ProxyStatistics {
   std::uint64_t numBytes = 0;   // bytes of those, of one client
 };
 
-/// The data path of one memory device: takes descriptors from one queue per client, counts who has contributed, and
-/// reduces complete shards on its sync cores, together with those of the other memory devices.
+/// The data path of one memory device: takes descriptors from one queue per client, counts who has
+/// contributed, and reduces complete shards on its sync cores, together with those of the other memory
+/// devices.
 ///
-/// Thread safety: all public functions may be called from one control thread; sync cores run on threads of their own.
-/// Lock order: controlMutex_ alone.
+/// Thread safety: all public functions may be called from one control thread; sync cores run on threads of
+/// their own. Lock order: controlMutex_ alone.
 class Proxy {
  public:
-  /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one from each;
-  /// all stay the caller's. `eventFd` is an eventfd that is written when takeEvents() has something.
+  /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one
+  /// from each; all stay the caller's. `eventFd` is an eventfd that is written when takeEvents() has
+  /// something.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small.
   Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd);
   /// Stops the sync cores and joins them.

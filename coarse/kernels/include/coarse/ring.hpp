@@ -30,9 +30,10 @@ struct RingLinks {
 
 /// One sync core's part in a ring over all memory devices (paper, section IV-A, Fig 11c).
 ///
-/// A shard is worked through in chunks of one entry per device. In 2(p-1) iterations per chunk the core receives an entry
-/// in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and writes the result (SendBuf)
-/// straight into its neighbour's RecvBuf. 16-bit types travel as float32 and are rounded once.
+/// A shard is worked through in chunks of one entry per device. In 2(p-1) iterations per chunk the core
+/// receives an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and
+/// writes the result (SendBuf) straight into its neighbour's RecvBuf. 16-bit types travel as float32 and are
+/// rounded once.
 ///
 /// advance() never blocks, so one thread can drive several rings and still serve the queues of its clients.
 /// Thread safety: one caller at a time.

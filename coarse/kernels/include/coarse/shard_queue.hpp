@@ -11,11 +11,12 @@ struct ReadyShard {
   std::uint32_t step = 0;
 };
 
-/// Appends a shard whose contributors are complete to the group's ready queue (many producers, many consumers).
-/// Never full: each shard is in it once at most, and there is a cell for each.
+/// Appends a shard whose contributors are complete to the group's ready queue (many producers, many
+/// consumers). Never full: each shard is in it once at most, and there is a cell for each.
 void pushReady(const GroupControl& control, ReadyShard ready) noexcept;
 
-/// Takes a ready shard; each goes to exactly one sync core of all memory devices. @returns false if there is none.
+/// Takes a ready shard; each goes to exactly one sync core of all memory devices. @returns false if there is
+/// none.
 bool popReady(const GroupControl& control, ReadyShard& ready) noexcept;
 
 struct RingEntry {
@@ -24,8 +25,8 @@ struct RingEntry {
   std::uint32_t step = 0;
 };
 
-/// Appends a shard to a ring's log, which every memory device works through in the same order: that order is what keeps
-/// the rings of several devices from waiting for each other.
+/// Appends a shard to a ring's log, which every memory device works through in the same order: that order is
+/// what keeps the rings of several devices from waiting for each other.
 void appendToRing(RingLog& log, const RingEntry& entry) noexcept;
 
 /// Reads entry `position` of a ring's log. @returns false if it has not been appended yet.

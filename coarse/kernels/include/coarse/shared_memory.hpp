@@ -29,8 +29,8 @@ class Mapping {
   std::size_t numBytes_ = 0;
 };
 
-/// Makes a memfd of `numBytes` that is fully allocated (so that a later write can't die with SIGBUS), close-on-exec,
-/// and sealed against shrinking, growing and further seals (so that no peer can truncate it).
+/// Makes a memfd of `numBytes` that is fully allocated (so that a later write can't die with SIGBUS),
+/// close-on-exec, and sealed against shrinking, growing and further seals (so that no peer can truncate it).
 ///
 /// @returns a file descriptor that the caller closes.
 /// @throws std::system_error with ENOSPC or ENOMEM if the memory can't be had; nothing is left allocated.

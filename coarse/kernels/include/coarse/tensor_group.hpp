@@ -14,12 +14,14 @@ namespace coarse {
 
 /// How the contributions to a shard become its result.
 enum class Algorithm : std::uint8_t {
-  kGather = 0,  // the device where the last contribution arrives reduces the whole tensor at once: lowest latency
+  kGather =
+      0,  // the device where the last contribution arrives reduces the whole tensor at once: lowest latency
   kDirect = 1,  // any free sync core of any device takes the shard; needs coherent shared memory
   kRing = 2,    // the sync cores of all devices pass chunks around (paper, section IV-A)
 };
 
-/// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and devices.
+/// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and
+/// devices.
 struct Shard {
   std::uint32_t tensor = 0;
   std::uint32_t numElements = 0;  // of a dynamic shard: bytes it can hold
@@ -27,7 +29,8 @@ struct Shard {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kMean;
   Algorithm algorithm = Algorithm::kDirect;
-  bool isDynamic = false;  // length, dtype and op come with each contribution: buffers that are not registered
+  bool isDynamic =
+      false;  // length, dtype and op come with each contribution: buffers that are not registered
 };
 
 /// The shards of the tensors that were registered together.
@@ -57,7 +60,9 @@ class TensorGroup {
 
   const GroupPlan& plan() const noexcept { return plan_; }
   const GroupControl& control() const noexcept { return control_; }
-  std::byte* slot(std::size_t client, const Shard& shard) const noexcept { return slots_[client].data() + shard.offset; }
+  std::byte* slot(std::size_t client, const Shard& shard) const noexcept {
+    return slots_[client].data() + shard.offset;
+  }
   /// @pre all contributions to `shard` have arrived and agree.
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;

@@ -8,15 +8,16 @@ namespace coarse {
 
 using Clock = std::chrono::steady_clock;
 
-/// Sleeps while `word` holds `expected`, at most `timeout`. Returns early on a wake, a signal or a spurious wake-up:
-/// the caller looks again at what it waits for.
-void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds timeout) noexcept;
+/// Sleeps while `word` holds `expected`, at most `timeout`. Returns early on a wake, a signal or a spurious
+/// wake-up: the caller looks again at what it waits for.
+void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
+               std::chrono::nanoseconds timeout) noexcept;
 
 /// Wakes up to `count` sleepers on `word`, in whatever process they are.
 void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept;
 
-/// A bounded wait that gives the processor away at every look. With more processes than cores, whoever is waited for
-/// needs this very core, so a busy spin would delay what it waits for.
+/// A bounded wait that gives the processor away at every look. With more processes than cores, whoever is
+/// waited for needs this very core, so a busy spin would delay what it waits for.
 class YieldingSpin {
  public:
   explicit YieldingSpin(std::chrono::microseconds budget) noexcept : budget_(budget) {}
