@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 
@@ -94,5 +95,5 @@ def _cut(tensor: int, spec: TensorSpec, start: int, num_shards: int, algorithm: 
     bounds = [min(lines * i // num_shards * per_line, spec.num_elements) for i in range(num_shards + 1)]
     return [
         ShardRange(tensor=tensor, offset=start + low * item, num_elements=high - low, algorithm=algorithm)
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in pairwise(bounds)
     ]

@@ -159,7 +159,7 @@ class MemoryDevice:
             self._selector.unregister(channel.fileno())
             self._abort(
                 "MemoryDeviceLostError",
-                f"memory device md{device} died while md{self._job.device} was serving; gradients of this step are lost",
+                f"memory device md{device} died; gradients of this step are lost",
             )
             return
         if received is not None:
@@ -329,9 +329,9 @@ class MemoryDevice:
         """Takes every step that has become possible."""
         if self._proxy is None and self._has_all_shared_memory():
             self._proxy = self._make_proxy()
-        if self._proxy is not None and not self._is_welcoming:
-            if len(self._client_segments) == self._job.num_clients == len(self._workers):
-                self._welcome(self._proxy)
+        is_everyone_here = len(self._client_segments) == self._job.num_clients == len(self._workers)
+        if self._proxy is not None and is_everyone_here and not self._is_welcoming:
+            self._welcome(self._proxy)
         for registration in list(self._registrations.values()):
             self._advance(registration)
 

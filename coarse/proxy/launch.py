@@ -94,7 +94,7 @@ class DeviceProcesses:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def reap(self, timeout_s: float) -> None:
-        """Collects the devices when the last worker has left; waits at most `timeout_s` here, then in the background."""
+        """Collects the devices once the last worker has left; after `timeout_s` seconds, in the background."""
         reaper = threading.Thread(target=self._wait, name="coarse-reaper", daemon=True)
         reaper.start()
         reaper.join(timeout_s)
