@@ -1,0 +1,74 @@
+# `make help` lists the targets. PYTHON=python3.12 chooses another Python than python3.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# What is installed where PyTorch is missing; any PyTorch from 2.6 on that is already there is used instead.
+TORCH := torch==2.13.0
+HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
+
+NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
+FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint python-test native-test native-test-asan native-test-tsan clean
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+train: $(INSTALLED)  ## Train the digits with COARSE and with torch DDP, and compare them in a table.
+	$(BIN)/python benchmarks/train_digits.py
+
+test: lint native-test python-test  ## Run all linters and tests.
+
+python-test: $(INSTALLED)  ## Run the Python tests.
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest coarse.kernels._native
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED_SOURCES)
+
+native-test: build/native.tests  ## Run the native tests (skipped where cmake or GoogleTest is missing).
+native-test-asan: build/native-asan.tests  ## The native tests under the address and undefined behaviour sanitizers.
+native-test-tsan: build/native-tsan.tests  ## The native tests under the thread sanitizer.
+
+build/native.tests: SANITIZE :=
+build/native-asan.tests: SANITIZE := address,undefined
+build/native-tsan.tests: SANITIZE := thread
+
+.PHONY: build/native.tests build/native-asan.tests build/native-tsan.tests
+build/native.tests build/native-asan.tests build/native-tsan.tests: build/%.tests:
+	@if ! command -v cmake >/dev/null; then echo "native tests SKIPPED: install cmake to run them"; \
+	elif ! echo '#include <gtest/gtest.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; then \
+	  echo "native tests SKIPPED: install libgtest-dev (GoogleTest) to run them"; \
+	else \
+	  cmake -S tests/native -B build/$* -DCMAKE_CXX_COMPILER=$(CXX) -DCOARSE_SANITIZE=$(SANITIZE) && \
+	  cmake --build build/$* --parallel && \
+	  ctest --test-dir build/$* --output-on-failure; \
+	fi
+
+clean:  ## Remove the environment, builds and caches; results in runs/ stay.
+	rm -rf $(VENV) build dist *.egg-info coarse/kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml setup.py $(NATIVE_SOURCES) | $(BIN)/python
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python -m pip install $(TORCH); }
+	$(BIN)/python -m pip install -e '.[torch,examples,dev]'
+	@touch $@
+
+# A new environment sees the packages of $(PYTHON) only where PyTorch is one of them: it is large.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or newer is needed, $(PYTHON) is not; try make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) cannot make environments; install its venv package (apt install python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	  { echo "Python.h is missing; install Python's headers (apt install python3-dev)" >&2; exit 1; }
+	@command -v $(firstword $(CXX)) >/dev/null || { echo "$(CXX) is missing (apt install g++)" >&2; exit 1; }
+	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then share=--system-site-packages; fi; \
+	  $(PYTHON) -m venv $$share $(VENV)

@@ -1,0 +1,86 @@
+"""The examples run to the end under torchrun, under `coarse run` and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHORT = {
+    "digits": ("--epochs", "1"),
+    "bert_squad": ("--epochs", "1", "--max-length", "96", "--doc-stride", "32"),
+    "resnet_imagenet": ("--epochs", "1", "--small", "--image-size", "32"),
+}
+ENDS_WITH = {
+    "digits": r"test accuracy \d+\.\d+%",
+    "bert_squad": r"exact match \d+\.\d %, F1 \d+\.\d % on .*squad_small.json",
+    "resnet_imagenet": r"validation accuracy \d+\.\d+%",
+}
+LAUNCHERS = {
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    "coarse run": ("coarse", "run", "-n", "2"),
+    "by hand": (),
+}
+
+
+def run(launcher: str, script: str, *arguments: str) -> str:
+    """Runs the script to its end and returns what it printed; a failure shows all of it."""
+    module = ("-m", *LAUNCHERS[launcher]) if LAUNCHERS[launcher] else ()
+    done = subprocess.run(
+        [sys.executable, *module, str(EXAMPLES / script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("name", SHORT)
+def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    shown = run(launcher, f"torch_{name}.py", *SHORT[name], "--report", str(report))
+    assert len(re.findall(ENDS_WITH[name], shown)) == 1  # one worker speaks for all
+    workers = 1 if launcher == "by hand" else 2
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert [entry["rank"] for entry in reports] == list(range(workers))
+    assert len({entry["param_hash"] for entry in reports}) == 1
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("digits", "coarse run"), ("digits", "by hand")])
+def test_ddp_example_runs(name: str, launcher: str) -> None:
+    shown = run(launcher, f"torch_{name}_ddp.py", *SHORT[name])
+    assert len(re.findall(ENDS_WITH[name], shown)) == 1
+
+
+@pytest.mark.parametrize("name", ["bert_squad", "resnet_imagenet"])
+def test_ddp_example_runs_under_torchrun(name: str) -> None:
+    shown = run("torchrun", f"torch_{name}_ddp.py", *SHORT[name])
+    assert len(re.findall(ENDS_WITH[name], shown)) == 1
+
+
+def test_bert_trains_in_bfloat16() -> None:
+    run("coarse run", "torch_bert_squad.py", *SHORT["bert_squad"], "--dtype", "bfloat16")
+
+
+def test_bad_data_is_a_line_not_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}")
+    for script in ("torch_bert_squad_ddp.py", "torch_resnet_imagenet_ddp.py"):
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / script), "--data", str(tmp_path / "bad.json")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: {tmp_path}/bad.json"), done.stderr
