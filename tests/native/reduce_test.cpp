@@ -63,18 +63,26 @@ class Array {
 
 /// Any bit pattern: finite values of all sizes, subnormals, infinities, NaN.
 std::uint64_t anyPattern(DType dtype, std::mt19937_64& random) {
-  const std::uint64_t bits = random();
   const int numBits = static_cast<int>(8 * itemBytes(dtype));
+  const std::uint64_t mask = numBits == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << numBits) - 1;
+  const std::uint64_t bits = random() & mask;
+  if (dtype == DType::kInt32 || dtype == DType::kInt64 || dtype == DType::kUInt8) return bits;
   const int exponentBits = dtype == DType::kFloat16 ? 5 : dtype == DType::kFloat64 ? 11 : 8;
   const std::uint64_t exponent = ((std::uint64_t{1} << exponentBits) - 1) << (numBits - 1 - exponentBits);
-  const bool isInteger = dtype == DType::kInt32 || dtype == DType::kInt64 || dtype == DType::kUInt8;
-  const std::uint64_t mask = numBits == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << numBits) - 1;
-  const int kind = isInteger ? 99 : static_cast<int>(random() % 40);
-  if (kind == 0) return (bits | exponent) & mask;                  // NaN
-  if (kind == 1) return exponent | ((bits & 1) << (numBits - 1));  // infinity
-  if (kind < 6) return bits & ~exponent & mask;                    // subnormal
-  if (kind < 8) return (bits & 1) << (numBits - 1);                // zero
-  return bits & mask;
+  const std::uint64_t sign = bits & (std::uint64_t{1} << (numBits - 1));
+  switch (random() % 20) {
+    case 0:
+      return bits | exponent;  // NaN
+    case 1:
+      return sign | exponent;  // infinity
+    case 2:
+    case 3:
+      return bits & ~exponent;  // subnormal
+    case 4:
+      return sign;  // zero
+    default:
+      return bits;
+  }
 }
 
 std::vector<Array> randomArrays(DType dtype, std::size_t numArrays, std::size_t numElements,
