@@ -30,7 +30,7 @@ lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes n
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest coarse.kernels._native
+	$(BIN)/python -m mypy.stubtest coarse.kernels._native --allowlist tests/native_stub_allowlist.txt
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED_SOURCES)
 
 native-test: build/native.tests  ## Run the native tests (skipped where cmake or GoogleTest is missing).
@@ -61,7 +61,9 @@ $(INSTALLED): pyproject.toml setup.py $(NATIVE_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[torch,examples,dev]'
 	@touch $@
 
-# A new environment sees the packages of $(PYTHON) only where PyTorch is one of them: it is large.
+# A new environment sees the packages of $(PYTHON) only where PyTorch is one of them, for it is large. Where $(PYTHON)
+# belongs to an environment itself, that takes a path file: --system-site-packages means those of the system's Python.
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or newer is needed, $(PYTHON) is not; try make PYTHON=python3.12" >&2; exit 1; }
@@ -71,4 +73,7 @@ $(BIN)/python:
 	  { echo "Python.h is missing; install Python's headers (apt install python3-dev)" >&2; exit 1; }
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "$(CXX) is missing (apt install g++)" >&2; exit 1; }
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then share=--system-site-packages; fi; \
-	  $(PYTHON) -m venv $$share $(VENV)
+	  $(PYTHON) -m venv $$share $(VENV) && \
+	  if [ -n "$$share" ] && ! $(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null; then \
+	    $(PYTHON) -c '$(SITE_PACKAGES)' > "$$($(BIN)/python -c '$(SITE_PACKAGES)')/outer.pth"; \
+	  fi

@@ -112,7 +112,8 @@ class Settings:
         algorithm: "auto", "gather", "direct" or "ring".
         scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
         timeout_s: A wait longer than this is an error.
-        spin_us: How long an idle sync core looks for work before it sleeps, in microseconds.
+        spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
+            every process has a processor, and short where spinning would take it from whom it waits for.
 
     Raises:
         ValueError: If a value is out of range; the message names the variable.
@@ -126,7 +127,7 @@ class Settings:
     algorithm: str = "auto"
     scheduling: str = "queues"
     timeout_s: float = 600.0
-    spin_us: int = 100
+    spin_us: int = -1
 
     def __post_init__(self) -> None:
         _check_range("COARSE_MEMORY_DEVICES", self.memory_devices, 0, 64)
@@ -135,7 +136,7 @@ class Settings:
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
         _check_range("COARSE_ROUTING_THRESHOLD_BYTES", self.routing_threshold_bytes, 0, 1 << 40)
         _check_range("COARSE_TIMEOUT_S", self.timeout_s, 0.001, 10**7)
-        _check_range("COARSE_SPIN_US", self.spin_us, 0, 10**6)
+        _check_range("COARSE_SPIN_US", self.spin_us, -1, 10**6)
         _check_choice("COARSE_ALGORITHM", self.algorithm, ALGORITHM_CHOICES)
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
 

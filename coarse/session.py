@@ -18,7 +18,7 @@ from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, SessionClosedError
-from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, socket_path
+from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_spin_us, socket_path
 from coarse.rendezvous import check_single_node, gather_workers
 from coarse.store import Store
 
@@ -216,6 +216,7 @@ def _connect(
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
             settings=settings,
+            spin_us=choose_spin_us(settings, num_devices, identity.world_size),
             fate_of_device=_died if devices is None else devices.fate,
         )
         os.close(segment_fd)

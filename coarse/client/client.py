@@ -39,6 +39,7 @@ class Client:
         connections: One to each memory device; they have all welcomed this client.
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
+        spin_us: How long a wait looks for its result before it sleeps.
         fate_of_device: Tells in words how a memory device ended.
     """
 
@@ -51,6 +52,7 @@ class Client:
         segment_fd: int,
         doorbells_fd: int,
         settings: Settings,
+        spin_us: int,
         fate_of_device: FateOfDevice,
     ) -> None:
         self.rank = rank
@@ -70,6 +72,7 @@ class Client:
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
             watch_fds=[connection.fileno() for connection in connections],
+            spin_us=spin_us,
         )
 
     @property

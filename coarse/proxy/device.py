@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, ProtocolError, SchemaMismatchError
@@ -102,6 +103,8 @@ class MemoryDevice:
     def _close(self) -> None:
         if self._proxy is not None:
             self._proxy.stop()
+        if not self._is_welcoming:
+            self._remove_directory()
         for worker in self._connections:
             worker.close()
         for channel in self._peers.values():
@@ -109,6 +112,18 @@ class MemoryDevice:
         self._listener.close()
         self._selector.close()
         os.close(self._event_fd)
+
+    def _remove_directory(self) -> None:
+        """Does the leader's duty in a session that never came about: it may have been killed."""
+        from coarse.proxy.launch import TOKEN_FILE
+
+        socket_path = Path(self._listener.getsockname())
+        socket_path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            # Fails while other devices still have their sockets there; the last one succeeds.
+            if [path.name for path in socket_path.parent.iterdir()] == [TOKEN_FILE]:
+                (socket_path.parent / TOKEN_FILE).unlink()
+            socket_path.parent.rmdir()
 
     def _watch(self, fd: int, callback: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
@@ -175,6 +190,8 @@ class MemoryDevice:
                 self._doorbells, self._ring_logs = segments[1:]
         elif received.kind == "client":
             self._client_segments[int_field(message, "client")] = segments[0]
+        elif received.kind == "abort":
+            self._abort(str(message["error"]), str(message["text"]))
         elif received.kind == "segments":
             registration = self._registration(int_field(message, "group"))
             if device == _HOME:
@@ -232,7 +249,7 @@ class MemoryDevice:
 
     def _admit(self, worker: _Worker, message: Message) -> None:
         token = message.get("token")
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._job.token.encode()):
+        if not isinstance(token, str) or not hmac.compare_digest(_bytes(token), _bytes(self._job.token)):
             raise ProtocolError("hello with a wrong token")
         client = int_field(message, "client", high=self._job.num_clients - 1)
         if client in self._workers:
@@ -263,6 +280,8 @@ class MemoryDevice:
         self._unwatch(worker)
         if self._proxy is not None:
             self._proxy.client_left(worker.client)
+        if any(worker.client not in registration.schemas for registration in self._registrations.values()):
+            self._abort("WorkerLostError", self._departure())
         for registration in list(self._registrations.values()):
             self._release(registration, worker.client)
         worker.close()
@@ -276,18 +295,28 @@ class MemoryDevice:
             worker.close()
             return
         step = self._proxy.last_step(worker.client) if self._proxy is not None and self._is_welcoming else 0
-        self._leave(worker)
         self._abort(
             "WorkerLostError",
             f"worker {worker.client} (pid {worker.pid}) died; its last contribution was step {step}. "
             "Parameters are those of the last step that every worker finished. Start the job again from there.",
         )
+        self._leave(worker)
+
+    def _evict(self, worker: _Worker, reason: str) -> None:
+        """Ends the session because of what `worker` sent."""
+        text = f"worker {worker.client} (pid {worker.pid}) was evicted because it {reason}"
+        logger.warning("[md%s] %s", self._job.device, text)
+        self._abort("WorkerLostError", f"{text}. Start the job again from your last checkpoint.")
+        self._leave(worker)
 
     def _abort(self, error: str, text: str) -> None:
-        """Tells every local worker once that nothing will complete any more."""
+        """Tells every worker once that nothing will complete any more; each through its local device."""
         if self._is_aborted:
             return
         self._is_aborted = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.send({"type": "abort", "error": error, "text": text})
         for client in self._job.local_clients:
             worker = self._workers.get(client)
             if worker is None or worker.has_left:
@@ -309,8 +338,7 @@ class MemoryDevice:
         assert self._proxy is not None
         for client, text in self._proxy.take_events():
             if text and client >= 0:
-                logger.warning("[md%s] worker %s %s", self._job.device, client, text)
-                self._lose(self._workers[client])
+                self._evict(self._workers[client], text)
             elif text:
                 self._abort("SchemaMismatchError", text)
             else:
@@ -378,6 +406,8 @@ class MemoryDevice:
         registration.schemas[worker.client] = GroupSchema.from_message(message)
         if registration.refusal is not None:
             self._send(worker, registration.refusal)
+        elif any(other.has_left for other in self._workers.values()):
+            self._abort("WorkerLostError", self._departure())
 
     def _unregister(self, worker: _Worker, group: int) -> None:
         registration = self._registrations.get(group)
@@ -417,9 +447,11 @@ class MemoryDevice:
 
     def _allocate(self, registration: Registration) -> None:
         schema = registration.schema
+        if self._job.device == _HOME:
+            # Before the plan is made: that of a tensor beyond all memory would not fit either.
+            self._check_fits(schema)
         plan = schema.partition()
         if self._job.device == _HOME:
-            self._check_fits(schema, plan.slot_bytes)
             num_ring_shards = sum(shard.algorithm == "ring" for shard in plan.shards)
             if num_ring_shards > _native.RING_LOG_CAPACITY:
                 raise ValueError(
@@ -439,8 +471,8 @@ class MemoryDevice:
         for peer in self._peers.values():
             peer.send({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
 
-    def _check_fits(self, schema: GroupSchema, slot_bytes: int) -> None:
-        needed = slot_bytes * self._job.num_clients
+    def _check_fits(self, schema: GroupSchema) -> None:
+        needed = sum(spec.nbytes for spec in schema.specs) * self._job.num_clients
         available = self._memory.available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
@@ -483,6 +515,11 @@ class MemoryDevice:
         }
         for client in registration.schemas:
             self._send(self._workers[client], registration.refusal)
+
+
+def _bytes(token: str) -> bytes:
+    # JSON can carry halves of surrogate pairs, which are no characters.
+    return token.encode("utf-8", "surrogatepass")
 
 
 def run_device(job_fd: int) -> None:

@@ -19,6 +19,8 @@ from coarse.proxy.job import DeviceJob
 TOKEN_FILE = "token"
 _BACKLOG = 256
 _MOST_DEFAULT_SYNC_CORES = 4
+_SPIN_US_ALONE = 100
+_SPIN_US_SHARED = 10
 
 
 def socket_path(directory: str | os.PathLike[str], device: int) -> str:
@@ -46,7 +48,7 @@ class DeviceProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         token = secrets.token_hex(32)
         _write_private(Path(self.directory) / TOKEN_FILE, token)
-        num_sync_cores = settings.sync_cores or default_sync_cores(num_devices, num_clients)
+        num_sync_cores = count_sync_cores(settings, num_devices, num_clients)
         peers = _socket_pairs(num_devices)
         try:
             for device in range(num_devices):
@@ -57,7 +59,7 @@ class DeviceProcesses:
                         num_clients=num_clients,
                         num_sync_cores=num_sync_cores,
                         scheduling=settings.scheduling,
-                        spin_us=settings.spin_us,
+                        spin_us=choose_spin_us(settings, num_devices, num_clients),
                         cpus=sync_core_cpus(device, num_devices, num_sync_cores),
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
@@ -111,10 +113,18 @@ class DeviceProcesses:
         self.hide()
 
 
-def default_sync_cores(num_devices: int, num_workers: int) -> int:
-    """Sync cores per memory device: what the workers leave of the cores, shared out evenly, at least one."""
+def count_sync_cores(settings: Settings, num_devices: int, num_workers: int) -> int:
+    """Sync cores per memory device: by default what workers leave of the cores, shared out evenly, at least one."""
     spare = len(os.sched_getaffinity(0)) - num_workers
-    return max(1, min(_MOST_DEFAULT_SYNC_CORES, spare // num_devices))
+    return settings.sync_cores or max(1, min(_MOST_DEFAULT_SYNC_CORES, spare // num_devices))
+
+
+def choose_spin_us(settings: Settings, num_devices: int, num_workers: int) -> int:
+    """How long waits look before they sleep: long only if every worker and sync core has a processor."""
+    if settings.spin_us >= 0:
+        return settings.spin_us
+    num_threads = num_workers + num_devices * count_sync_cores(settings, num_devices, num_workers)
+    return _SPIN_US_SHARED if num_threads > len(os.sched_getaffinity(0)) else _SPIN_US_ALONE
 
 
 def sync_core_cpus(device: int, num_devices: int, num_sync_cores: int) -> tuple[int, ...]:
@@ -129,12 +139,13 @@ def sync_core_cpus(device: int, num_devices: int, num_sync_cores: int) -> tuple[
 def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
     read_end, write_end = os.pipe()
     inherited = [read_end, job.listen_fd, *(fd for fd in job.peer_fds if fd >= 0)]
-    # A session of its own: the terminal's Ctrl-C is for workers, the device ends after them.
+    # A process group of its own: the terminal's Ctrl-C is for workers, the device ends after them. Not a session
+    # of its own: Linux schedules a session as a unit (autogroup), and then giving the processor away is in vain.
     process = subprocess.Popen(
         [sys.executable, "-m", "coarse", "device", "--job-fd", str(read_end)],
         pass_fds=inherited,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        preexec_fn=os.setpgrp,
     )
     os.close(read_end)
     with os.fdopen(write_end, "wb") as stream:

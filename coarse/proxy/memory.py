@@ -9,6 +9,7 @@ from typing import Protocol
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 
+_MOST_NAME_BYTES = 200
 _RESERVE_BYTES = 64 << 20  # left to the operating system when a device fills the host's memory
 
 
@@ -60,7 +61,7 @@ class HostMemory:
         if num_bytes > available:
             raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available))
         try:
-            return Segment(_native.create_sealed_memory(f"coarse-{label}", num_bytes), num_bytes)
+            return Segment(_native.create_sealed_memory(_memory_name(label), num_bytes), num_bytes)
         except OSError as error:
             raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available)) from error
 
@@ -74,6 +75,11 @@ def _shortage(label: str, num_bytes: int, available: int) -> str:
         f"{label} needs {num_bytes / 2**20:.1f} MiB of host memory, {available / 2**20:.1f} MiB are available. "
         "Use fewer workers on this node, a smaller model, or a machine with more memory."
     )
+
+
+def _memory_name(label: str) -> str:
+    # Shown in /proc/PID/maps; the kernel takes up to 249 bytes.
+    return f"coarse-{label}".encode("ascii", "replace")[:_MOST_NAME_BYTES].decode()
 
 
 def _meminfo_bytes(name: str) -> int:

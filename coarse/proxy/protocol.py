@@ -145,6 +145,8 @@ class Channel:
         if announced_fds != num_fds or total > MAX_MESSAGE_BYTES:
             raise ProtocolError("a control frame announces what it does not carry")
         fragment = memoryview(frame)[_HEADER.size :]
+        if not fragment or (num_fds and offset):
+            raise ProtocolError("a control frame without contents, or with descriptors after the first, arrived")
         if offset == 0 and not self._incoming:
             self._expected_bytes = total
         if offset != len(self._incoming) or total != self._expected_bytes or offset + len(fragment) > total:

@@ -96,7 +96,7 @@ class GroupSchema:
                 algorithm=str(message["algorithm"]),
                 is_staging=message.get("is_staging") is True,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a registration cannot be read: {error}") from None
 
 

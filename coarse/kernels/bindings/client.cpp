@@ -30,11 +30,13 @@ void registerClient(py::module_& module) {
   module.attr("PRESENT") = static_cast<int>(kPresent);
   module.attr("JOINED") = static_cast<int>(kJoined);
   py::class_<Client>(module, "Client")
-      .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds) {
+      .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
+                       std::uint32_t spinMicroseconds) {
              return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds),
-                                             checkSignals);
+                                             std::chrono::microseconds(spinMicroseconds), checkSignals);
            }),
-           py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"))
+           py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
+           py::arg("spin_us"))
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("remove_group", &Client::removeGroup, py::arg("group"))

@@ -16,7 +16,6 @@ namespace {
 
 // A sleeping wait looks at its deadline, its peers and the interpreter's signals this often.
 constexpr std::chrono::milliseconds kHealthInterval{100};
-constexpr std::chrono::microseconds kSpinBudget{50};
 
 // A memory device is woken once per so many bytes, not once per tensor: a wake-up costs a context switch that
 // a model of many small tensors would pay for each of them.
@@ -25,8 +24,9 @@ constexpr std::size_t kBytesPerRing = 1 << 20;
 }  // namespace
 
 Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-               std::function<void()> interrupt)
+               std::chrono::microseconds spinBudget, std::function<void()> interrupt)
     : numDevices_(numDevices),
+      spinBudget_(spinBudget),
       watchFds_(std::move(watchFds)),
       interrupt_(std::move(interrupt)),
       heldBackBytes_(numDevices, 0),
@@ -262,7 +262,7 @@ WaitStatus Client::waitForShard(const Group& group, std::uint32_t shard, std::ui
 template <typename IsDone>
 WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds) {
   Inbox& inbox = segment_.inbox();
-  YieldingSpin spin(kSpinBudget);
+  YieldingSpin spin(spinBudget_);
   do {
     if (isDone()) return WaitStatus::kDone;
   } while (spin.yield());

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,9 +41,10 @@ class Client {
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
   /// @param watchFds one control socket per memory device, looked at during waits; stay open while the client
   /// lives.
+  /// @param spinBudget how long a wait looks for its result before it sleeps.
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
   Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-         std::function<void()> interrupt);
+         std::chrono::microseconds spinBudget, std::function<void()> interrupt);
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
@@ -100,6 +102,7 @@ class Client {
   bool isForked() const noexcept;
 
   std::size_t numDevices_;
+  std::chrono::microseconds spinBudget_;
   Mapping segmentMapping_;
   ClientSegment segment_;
   Mapping doorbellMapping_;
