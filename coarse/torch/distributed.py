@@ -1,0 +1,412 @@
+"""DistributedDataParallel: torch's data parallelism with gradients averaged by COARSE's memory devices."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+
+from coarse.errors import SessionClosedError
+from coarse.torch.agreement import check_same_tensors, describe
+from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
+from coarse.torch.facade import LoggerFacade, ReducerFacade
+from coarse.torch.gradients import GradientSynchroniser
+from coarse.torch.join import UnevenInputsHook
+from coarse.torch.options import check_module, check_unsupported, find_devices, trainable_parameters
+from coarse.torch.process_group import choose_process_group
+from coarse.torch.session import session_of_group
+from coarse.torch.state_dict import with_wrapper_prefix
+
+_MIB = 1 << 20
+_DEFAULT_BUCKET_MIB = 25
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+    """Trains replicas of `module` on all workers of a process group, averaging their gradients.
+
+    Takes the arguments of torch.nn.parallel.DistributedDataParallel and keeps its semantics; `isinstance`
+    with it holds. Where torch's class fills buckets and all-reduces them, each gradient here is pushed to the
+    memory devices by itself as soon as it is ready, and pulled back at the end of backward.
+
+    All workers must wrap the same models in the same order. Construction is collective. Without a process
+    group one is made from the launcher's variables. With a single worker nothing is registered and nothing
+    costs.
+
+    Differences from torch's class:
+        - `gradient_as_bucket_view` is True by default: after backward, `.grad` is memory shared with the
+          memory devices, overwritten by the next averaging. With False each gradient is held twice.
+        - A parameter that is in the graph but receives no gradient at all counts as unused.
+        - Under find_unused_parameters, what a parameter accumulated under no_sync is averaged even if no
+          worker uses it in the iteration that averages.
+        - It can neither be pickled nor copied; `model.module` can.
+
+    Args:
+        module: The module to train. Parameters and buffers named in its attribute
+            `_ddp_params_and_buffers_to_ignore` are left alone.
+        device_ids: None, or the one accelerator of the module; inputs are moved there.
+        output_device: As in torch; only remembered.
+        dim: As in torch; only used by scatter() and gather().
+        broadcast_buffers: Older name of `forward_sync_buffers`, which also applies to the initial broadcast.
+        init_sync: Whether to compare the models of all workers and copy worker 0's to the others.
+        process_group: Workers to average with; default all.
+        bucket_cap_mb, bucket_cap_mb_list, batched_grad_copy: Accepted; COARSE plans its own shards. The first
+            one still sets where torch.compile splits graphs.
+        find_unused_parameters: Whether backward may leave out parameters, also different ones on each worker.
+        check_reduction: Accepted, without effect as in torch.
+        gradient_as_bucket_view: Whether `.grad` is the registered memory itself.
+        static_graph: Whether all iterations use the same parameters equally often. Allows re-entrant and
+            repeated checkpointing.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Accepted; no gradient delays another, so that
+            these are averaged like all others.
+        mixed_precision: Refused; use torch.autocast.
+        device_mesh: One-dimensional mesh of the workers to average with.
+        skip_all_reduce_unused_params: Accepted; parameters that nobody used cost no transfer anyway.
+        forward_sync_buffers: Whether each forward starts with worker 0's buffers; default True.
+
+    Raises:
+        SchemaMismatchError: If the models of the workers differ; names the first difference.
+        RendezvousError: If workers cannot find each other.
+        ValueError: For arguments and modules that are not supported; says what to do instead.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        # torch's own constructor would build a Reducer, whose hooks would average a second time.
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._module_parameters = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
+        check_module(module, self._module_parameters)
+        check_unsupported(
+            mixed_precision=mixed_precision,
+            delayed=delay_all_reduce_named_params,
+            delay_trigger=param_to_hook_all_reduce,
+            parameters=self._module_parameters,
+        )
+        devices = find_devices(self._module_parameters, device_ids, output_device)
+        trainable = list(trainable_parameters(module, self.parameters_to_ignore))
+        self.process_group = choose_process_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+
+        self.module = module
+        self.device = devices.first
+        self.device_type = devices.first.type
+        self.device_ids, self.output_device = devices.device_ids, devices.output_device
+        self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
+        self.use_side_stream_for_tensor_copies = self.device_type != "cpu"
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        # Read by torch.compile, which splits graphs there so that averaging overlaps with backward.
+        self.bucket_bytes_cap = int(max(bucket_cap_mb or _DEFAULT_BUCKET_MIB, 1) * _MIB)
+        self.broadcast_bucket_size = 250 * _MIB
+        broadcast_initially = True
+        if forward_sync_buffers is None:
+            forward_sync_buffers = broadcast_initially = broadcast_buffers is None or bool(broadcast_buffers)
+        self.forward_sync_buffers = forward_sync_buffers
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._closed = False
+        self._assign_buffers()
+        self.reducer = ReducerFacade(self)
+        self.logger = LoggerFacade(self)
+
+        self._world_size = dist.get_world_size(self.process_group)
+        self._gradients: GradientSynchroniser | None = None
+        self._buffers_broadcast: BufferBroadcast | None = None
+        if self._world_size > 1:
+            self._register(trainable, init_sync, broadcast_initially)
+
+    def _register(
+        self, trainable: list[tuple[str, torch.nn.Parameter]], init_sync: bool, broadcast_buffers: bool
+    ) -> None:
+        shared = session_of_group(self.process_group)
+        self._session = shared.session
+        name = shared.next_model_name()
+        if init_sync:
+            check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
+        self._gradients = GradientSynchroniser(
+            self._session,
+            f"{name}/gradients",
+            trainable,
+            gradient_as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+        )
+        self._groups = [self._gradients.group]
+        if self.forward_sync_buffers and sum(buffer.numel() for buffer in self.modules_buffers):
+            self._buffers_broadcast = BufferBroadcast(self._session, f"{name}/buffers", self.modules_buffers)
+            self._groups.append(self._buffers_broadcast.group)
+        if init_sync:
+            states = [tensor for _, tensor in self._named_states(buffers=broadcast_buffers)]
+            broadcast_tensors(self._session, states)
+        closing = [group.close for group in self._groups]
+        dropped = weakref.finalize(self, _drop, self._gradients, closing, shared.dropped)
+        dropped.atexit = False  # the session ends at exit, with all its groups
+
+    def _named_states(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+        """Everything that must be equal on all workers at the start."""
+        states = list(self.module.named_parameters())
+        if buffers:
+            states += self.module.named_buffers()
+        return [(name, tensor) for name, tensor in states if name not in self.parameters_to_ignore]
+
+    def close(self) -> None:
+        """Stops averaging and gives the registered memory back. Idempotent; all workers should call it.
+
+        Dropping the last reference has the same effect when the next model is wrapped. The module stays
+        usable.
+        """
+        self._closed = True
+        if self._gradients is not None:
+            self._gradients.remove_hooks()
+            for group in self._groups:
+                group.close()
+
+    # Forward.
+
+    @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; arranges that gradients are averaged by the backward of what it returns."""
+        if self._world_size == 1 and not self.device_ids and not self._join_config.enable:
+            return self.module(*inputs, **kwargs)
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        self._after_forward(output)
+        return output
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._closed:
+            raise SessionClosedError(
+                "this DistributedDataParallel was closed; use its .module, or wrap it again"
+            )
+        if self._gradients is not None and torch.is_grad_enabled():
+            self._gradients.check_finished()
+        joining = self._join_config.enable
+        pending = Join.notify_join_context(self)
+        if pending is not None:
+            pending.wait()
+        if self.will_sync_module_buffers():
+            self.broadcast_module_buffers(self.agree_on_rank(candidate=True) if joining else 0)
+        if joining:
+            self.agree_on_averaging(wants=self.require_backward_grad_sync)
+        if not self.device_ids:
+            return inputs, kwargs
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
+        return moved[0], moved_kwargs[0]
+
+    @torch._disable_dynamo  # type: ignore[untyped-decorator]
+    def _after_forward(self, output: Any) -> None:
+        self.prepare_for_backward(output)
+
+    def prepare_for_backward(self, output: Any) -> None:
+        """Arranges that the next backward through `output` averages gradients, unless under no_sync."""
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = averages
+        if averages and self._gradients is not None:
+            self._gradients.expect(output)
+
+    # Buffers.
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether each forward starts with worker 0's buffers."""
+        return bool(self.forward_sync_buffers)
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward starts with a broadcast of buffers: not after one without averaging."""
+        return (
+            self.require_forward_param_sync
+            and bool(self.forward_sync_buffers)
+            and self._buffers_broadcast is not None
+        )
+
+    def broadcast_module_buffers(self, root: int) -> None:
+        """Overwrites the buffers of all workers with those of worker `root`. Collective."""
+        self._assign_buffers()
+        if self._buffers_broadcast is not None:
+            self._buffers_broadcast.run(self.modules_buffers, root=root)
+
+    def _assign_buffers(self) -> None:
+        # Looked up again before each use, because modules may replace their buffers.
+        self.named_module_buffers = {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    # Uneven inputs. `no_sync`, `join`, `scatter`, `gather` and `to_kwargs` are torch's.
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
+        """What torch.distributed.algorithms.join runs on a worker without further inputs."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
+
+    def agree_on_rank(self, *, candidate: bool) -> int:
+        """The highest rank that is a candidate. Collective."""
+        vote = torch.tensor([dist.get_rank(self.process_group) if candidate else -1], device=self.device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.process_group)
+        return int(vote.item())
+
+    def agree_on_averaging(self, *, wants: bool) -> bool:
+        """Whether any worker averages gradients in this iteration. Collective."""
+        vote = torch.tensor([float(wants)], device=self.device)
+        dist.all_reduce(vote, group=self.process_group)
+        return bool(vote.item())
+
+    def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
+        """Takes part in one averaging without gradients."""
+        if self._gradients is not None:
+            self._gradients.shadow(divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def broadcast_model(self, root: int) -> None:
+        """Overwrites parameters, and synchronised buffers, with those of worker `root`. Collective."""
+        if self._gradients is not None:
+            self._gradients.finish_shadow()
+            states = self._named_states(buffers=bool(self.forward_sync_buffers))
+            broadcast_tensors(self._session, [tensor for _, tensor in states], root=root)
+
+    # Saving and loading.
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state dict of this wrapper, or one of the bare module (keys without "module.").
+
+        Raises:
+            ValueError: With assign=True, which would replace the parameters that are registered.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict(assign=True) would replace the registered parameters; "
+                "use assign=False, or load into the module before wrapping it"
+            )
+        state_dict = with_wrapper_prefix(state_dict, own_keys=self.state_dict().keys())
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a coarse.torch.DistributedDataParallel holds shared memory and can neither be pickled nor "
+            "copied; save model.module.state_dict(), or copy model.module"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(4)
+
+    # What libraries call on torch's class.
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger.data()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(f"the sample rate must be at least 1, is {sample_rate}")
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        self.static_graph = True
+        if self._gradients is not None:
+            self._gradients.use_static_graph()
+
+    def _check_reducer_finalized(self) -> None:
+        if self._gradients is not None:
+            self._gradients.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._gradients is not None:
+            self._gradients.remove_hooks()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        _refuse(
+            "communication hooks",
+            "Change local gradients before they are averaged with parameter.register_hook(), averaged ones "
+            "between backward and step",
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        _refuse(
+            "communication hooks", "To halve the traffic, convert the module to bfloat16 before wrapping it"
+        )
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], *_: Any, **__: Any
+    ) -> NoReturn:
+        _refuse(
+            "buffer hooks",
+            "Pass forward_sync_buffers=False and reduce model.module.buffers() after forward with "
+            "torch.distributed",
+        )
+
+    def _register_fused_optim(self, optim: type, *_: Any, **__: Any) -> NoReturn:
+        _refuse("optimizers that run inside backward", "Call optimizer.step() after backward")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        _refuse("changing the process group", "Wrap model.module again with the new process group")
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
+        _refuse("sparse gradients", "Build embeddings with sparse=False")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to set: outputs are neither cloned nor wrapped here."""
+
+
+def _refuse(what: str, alternative: str) -> NoReturn:
+    raise NotImplementedError(f"coarse.torch.DistributedDataParallel does not support {what}. {alternative}.")
+
+
+def _drop(
+    gradients: GradientSynchroniser,
+    closing: list[Callable[[], None]],
+    dropped: deque[Callable[[], None]],
+) -> None:
+    """Runs when a wrapper is gone, in whatever thread."""
+    gradients.remove_hooks()
+    dropped.extend(closing)

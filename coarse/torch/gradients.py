@@ -1,0 +1,357 @@
+"""Averages gradients while the backward pass runs: hooks push each one as soon as it is ready.
+
+One backward goes through these states; `expecting` is set by a forward under which gradients are to be
+averaged:
+
+    forward -> expecting -> (first gradient, or gradient of an output) armed -> ... hooks push ...
+            -> end of backward: pull all, `.grad` holds averages -> not expecting
+
+Gradients that come while not expecting (under no_sync, or from a second backward of one forward) accumulate
+locally, as in torch's DDP.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.autograd import Variable
+
+from coarse.client.schema import TensorSpec
+from coarse.session import Session
+from coarse.torch.layout import DTYPE_NAMES, slot_tensor
+
+_MOST_NAMES_IN_MESSAGE = 20
+
+
+class GradientSynchroniser:
+    """The gradients of one wrapped model, registered with the memory devices.
+
+    Gradients are matched between workers by parameter, never by the order in which they come. Hooks may run
+    in any autograd thread; a lock admits one at a time.
+
+    Args:
+        session: Where to register; collective.
+        name: Of the registration, the same on every worker.
+        parameters: Trainable parameters with their names, none twice, none empty, in the same order on every
+            worker.
+        gradient_as_view: Whether `.grad` becomes the registered slot itself; otherwise it keeps its own
+            memory and averages are copied back at the end of backward. Gradients outside host memory are
+            always copied.
+        find_unused: Whether parameters without a gradient at the end of a backward count as unused, instead
+            of being waited for.
+        static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
+
+    Raises:
+        ValueError: If a parameter's dtype cannot be averaged.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        gradient_as_view: bool,
+        find_unused: bool,
+        static_graph: bool,
+    ) -> None:
+        self._rank = session.identity.rank
+        self._names = [parameter_name for parameter_name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self.group = session.register(name, [_spec(*named) for named in parameters])
+        self._slots = [slot_tensor(self.group.buffer(i), p) for i, p in enumerate(self._parameters)]
+        self._strides = [slot.stride() for slot in self._slots]
+        self._dtypes = [slot.dtype for slot in self._slots]
+        self._is_view = [gradient_as_view and parameter.is_cpu for parameter in self._parameters]
+        self._find_unused = find_unused
+        self._static = _StaticGraph(len(parameters)) if static_graph else None
+        self._lock = threading.Lock()
+        self._expecting = False
+        self._armed = False
+        self._is_shadowing = False
+        self._restart()
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._untraced_on_output = torch.compiler.disable(self._on_output)
+        self._untraced_end = torch.compiler.disable(self._end_of_backward)
+
+    def use_static_graph(self) -> None:
+        """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
+        if self._static is None:
+            self._static = _StaticGraph(len(self._parameters))
+
+    def check_finished(self) -> None:
+        """Called before a forward with gradients enabled.
+
+        Raises:
+            RuntimeError: If the previous backward left gradients waiting; names the parameters and the
+                remedies.
+        """
+        if self._expecting and self._num_pushed:
+            raise RuntimeError(self._unfinished_message())
+
+    def expect(self, outputs: object) -> None:
+        """Called after a forward whose backward shall average gradients.
+
+        Args:
+            outputs: What forward() returned. The end of a backward is noticed through the tensors found in
+                it, so that it belongs to the outermost backward also where checkpointing runs others inside.
+        """
+        self._restart()
+        self._armed = False
+        self._expecting = True
+        if self._static is not None:
+            self._static.start_iteration()
+        for tensor in find_tensors(outputs):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._untraced_on_output)
+
+    def shadow(self, *, divide_by_initial_world_size: bool) -> None:
+        """Takes part in one averaging without gradients, for a worker whose inputs are exhausted.
+
+        Does not wait for the result, so that a worker that shadows several models blocks none of the others.
+        """
+        self.finish_shadow()
+        self._is_shadowing = True
+        for index in range(len(self._parameters)):
+            if divide_by_initial_world_size:
+                self.group.push(index, present=False)
+            else:
+                self.group.push(index, present=False, joined=True)
+        self.group.flush()
+
+    def finish_shadow(self) -> None:
+        """Waits for what shadow() took part in; the slots belong to this worker again."""
+        if self._is_shadowing:
+            self.group.pull_all()
+            self._is_shadowing = False
+
+    def remove_hooks(self) -> None:
+        """Stops averaging; `.grad` of later backward passes stays local."""
+        self._expecting = False
+        for handle in self.handles:
+            handle.remove()
+
+    def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
+        def on_gradient(parameter: torch.nn.Parameter) -> None:
+            self._on_gradient(index, parameter)
+
+        # Where a user compiles a function that calls backward(), hooks would be traced.
+        hook: Callable[[torch.nn.Parameter], None] = torch.compiler.disable(on_gradient)
+        return hook
+
+    def _restart(self) -> None:
+        self._pushed = bytearray(len(self._parameters))
+        self._absent: list[int] = []
+        self._num_pushed = 0
+
+    # What follows runs inside backward.
+
+    def _on_output(self, _: torch.Tensor) -> None:
+        with self._lock:
+            if self._expecting and not self._armed:
+                self._arm()
+
+    def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """The hot path: runs once per parameter and backward."""
+        if not self._expecting:
+            return
+        with self._lock:
+            if not self._armed:
+                self._arm()
+            if self._static is None or self._static.is_last(index, self._names):
+                self._push(index, parameter.grad)
+
+    def _arm(self) -> None:
+        self._armed = True
+        Variable._execution_engine.queue_callback(self._untraced_end)
+
+    def _push(self, index: int, gradient: torch.Tensor) -> None:
+        if self._pushed[index]:
+            raise RuntimeError(self._twice_message(index))
+        self._pushed[index] = 1
+        self._num_pushed += 1
+        slot = self._slots[index]
+        if gradient is slot:
+            self.group.push(index)
+            return
+        if (
+            gradient.layout is torch.strided
+            and gradient.is_cpu
+            and gradient.dtype is self._dtypes[index]
+            and gradient.stride() == self._strides[index]
+            and not gradient.requires_grad
+        ):
+            # The native code copies, and is done when push returns.
+            self.group.push(index, source=gradient.data_ptr())
+        else:
+            self._copy_to_slot(index, gradient)
+            self.group.push(index)
+        if self._is_view[index]:
+            self._parameters[index].grad = slot
+
+    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
+        """Everything but a plain gradient: other strides, other devices, or what is refused."""
+        slot = self._slots[index]
+        if gradient.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {self._names[index]!r}: gradients of layout {gradient.layout} cannot be "
+                "averaged. Make the layer produce dense ones (such as nn.Embedding(sparse=False)), or list "
+                "the parameter in module._ddp_params_and_buffers_to_ignore and average it yourself."
+            )
+        if gradient.dtype != slot.dtype or gradient.shape != slot.shape:
+            raise ValueError(
+                f"parameter {self._names[index]!r} was {slot.dtype} {list(slot.shape)} when the model was "
+                f"wrapped, its gradient is {gradient.dtype} {list(gradient.shape)}. Convert the model "
+                "before wrapping it."
+            )
+        if gradient.requires_grad:
+            warnings.warn(
+                "backward(create_graph=True) under DistributedDataParallel: gradients are averaged, but not "
+                "differentiable through the averaging; second-order gradients stay local.",
+                stacklevel=2,
+            )
+        slot.copy_(gradient.detach())
+
+    def _end_of_backward(self) -> None:
+        """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""
+        with self._lock:
+            self._armed = False
+            if not self._expecting:
+                return
+            if self._num_pushed < len(self._parameters):
+                self._push_remaining()
+            if self._num_pushed < len(self._parameters):
+                self.group.flush()  # another backward may bring the rest; meanwhile let others have these
+                return
+            contributors = self.group.pull_all()
+            self._expecting = False
+            if self._static is not None:
+                self._static.finish_iteration()
+            self._deliver(contributors)
+
+    def _push_remaining(self) -> None:
+        """Pushes what may be left over: unused parameters, and a static graph's first iteration."""
+        counted = self._static is not None and self._static.is_counting
+        for index, parameter in enumerate(self._parameters):
+            if self._pushed[index]:
+                continue
+            unused = self._find_unused or (self._static is not None and self._static.is_unused(index))
+            if parameter.grad is not None and (counted or unused):
+                # An unused one may still hold what accumulated under no_sync.
+                self._push(index, parameter.grad)
+            elif counted or unused:
+                self._pushed[index] = 1
+                self._num_pushed += 1
+                self._absent.append(index)
+                self.group.push(index, present=False)
+
+    def _deliver(self, contributors: Sequence[int]) -> None:
+        """Makes `.grad` of each parameter that any worker used the average."""
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        absent = set(self._absent)
+        for index, parameter in enumerate(self._parameters):
+            if index not in absent:
+                if self._is_view[index]:
+                    continue
+            elif not contributors[index]:
+                continue
+            elif self._is_view[index]:
+                parameter.grad = self._slots[index]
+                continue
+            else:
+                parameter.grad = torch.empty_like(parameter)
+            destinations.append(parameter.grad.detach())
+            sources.append(self._slots[index])
+        if destinations:
+            torch._foreach_copy_(destinations, sources)
+
+    def _unfinished_message(self) -> str:
+        missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
+        shown = ", ".join(missing[:_MOST_NAMES_IN_MESSAGE])
+        if len(missing) > _MOST_NAMES_IN_MESSAGE:
+            shown += f" and {len(missing) - _MOST_NAMES_IN_MESSAGE} more"
+        return (
+            f"worker {self._rank}: the last backward is unfinished: {len(missing)} of {len(self._names)} "
+            f"parameters got no gradient, so that their averages are still waited for: {shown}. Each "
+            "parameter must take part in the loss. If your model does not use all of them in each "
+            "iteration, pass find_unused_parameters=True to DistributedDataParallel; also check that the "
+            "loss uses all outputs of forward(), and that the previous backward did not fail."
+        )
+
+    def _twice_message(self, index: int) -> str:
+        return (
+            f"worker {self._rank}: parameter {self._names[index]!r} got a gradient twice in one backward. "
+            "It is used by several checkpointed segments or re-entrant backward passes, or outside of "
+            "forward(). If the graph is the same in each iteration, pass static_graph=True to "
+            "DistributedDataParallel; otherwise use torch.utils.checkpoint with use_reentrant=False, or "
+            "make several backward passes under no_sync()."
+        )
+
+
+class _StaticGraph:
+    """How often each gradient comes per iteration: counted in the first one, checked in later ones."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self.is_counting = True
+        self._expected = [0] * num_parameters
+        self._left = [0] * num_parameters
+
+    def start_iteration(self) -> None:
+        if self.is_counting:
+            self._expected = [0] * len(self._expected)
+        self._left = list(self._expected)
+
+    def finish_iteration(self) -> None:
+        self.is_counting = False
+
+    def is_unused(self, index: int) -> bool:
+        return not self._expected[index]
+
+    def is_last(self, index: int, names: Sequence[str]) -> bool:
+        """Notes that a gradient came; whether it was the last one of this iteration."""
+        if self.is_counting:
+            self._expected[index] += 1
+            return False
+        self._left[index] -= 1
+        if self._left[index] < 0:
+            raise RuntimeError(
+                f"static_graph=True, but the graph has changed: parameter {names[index]!r} got a gradient "
+                f"{self._expected[index]} times in the first iteration and more often in this one. "
+                "Pass find_unused_parameters=True instead of static_graph=True."
+            )
+        return self._left[index] == 0
+
+
+def find_tensors(structure: object) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples, dicts and dataclasses, as torch's DDP searches outputs."""
+    if isinstance(structure, torch.Tensor):
+        yield structure
+    elif isinstance(structure, (list, tuple)):
+        for item in structure:
+            yield from find_tensors(item)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        for field in dataclasses.fields(structure):
+            yield from find_tensors(getattr(structure, field.name))
+
+
+def _spec(name: str, parameter: torch.nn.Parameter) -> TensorSpec:
+    if parameter.dtype not in DTYPE_NAMES:
+        raise ValueError(
+            f"parameter {name!r}: gradients of {parameter.dtype} cannot be averaged; supported are "
+            f"{', '.join(DTYPE_NAMES.values())}. Convert the parameter (complex ones to pairs of real "
+            "numbers), freeze it, or list it in module._ddp_params_and_buffers_to_ignore."
+        )
+    return TensorSpec(
+        name=name, dtype=DTYPE_NAMES[parameter.dtype], num_elements=parameter.numel(), op="mean"
+    )

@@ -1,0 +1,90 @@
+"""Tensors over registered memory, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+"""The dtypes of gradients that memory devices can average, by COARSE's names."""
+
+
+def slot_tensor(memory: memoryview, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over `memory` with the dtype, shape and, if they leave no holes, strides of `like`.
+
+    It is no view of another tensor, so that it can stand in `.grad` without autograd's rules for views; it
+    keeps the memory mapped as long as it lives.
+    """
+    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    strides = like.stride() if is_dense(like.shape, like.stride()) else contiguous_strides(like.shape)
+    return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage(), 0, like.shape, strides)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of this layout fill their memory without overlaps and holes, in whatever order."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of this shape."""
+    strides: list[int] = []
+    stride = 1
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as a one-dimensional uint8 tensor over the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Length of the tensor's elements in bytes, whatever its strides."""
+    return int(tensor.numel() * tensor.element_size())
+
+
+class Packing:
+    """A run of memory that holds many tensors one after the other, each aligned to 16 bytes.
+
+    Args:
+        tensors: What to make room for. Only shapes and dtypes are looked at.
+    """
+
+    _ALIGNMENT = 16
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._layout: list[tuple[int, int, Any, Any]] = []
+        offset = 0
+        for tensor in tensors:
+            length = num_bytes(tensor)
+            self._layout.append((offset, length, tensor.dtype, tensor.shape))
+            offset += -(-length // self._ALIGNMENT) * self._ALIGNMENT
+        self.num_bytes = offset
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` are what this was made for."""
+        return len(tensors) == len(self._layout) and all(
+            tensor.dtype == dtype and tensor.shape == shape
+            for tensor, (_, _, dtype, shape) in zip(tensors, self._layout, strict=True)
+        )
+
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors over `memory`, a uint8 tensor of at least `num_bytes` elements."""
+        return [
+            memory[offset : offset + length].view(dtype).view(shape)
+            for offset, length, dtype, shape in self._layout
+        ]

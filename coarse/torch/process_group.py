@@ -1,0 +1,132 @@
+"""Finds the torch process group that a model trains in, or makes one from the launcher's variables."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from coarse.env import Settings, WorkerIdentity
+from coarse.errors import RendezvousError
+from coarse.rendezvous import gather_workers
+from coarse.torch.store import TorchStore
+
+logger = logging.getLogger(__name__)
+
+_REPORT_INTERVAL_S = 5.0
+
+
+def current_process_group() -> Any:
+    """Returns torch's default process group, after making it if the script has not.
+
+    A group that exists is used as it is and left alone. One made here comes from RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT (world size 1 without them), speaks gloo, and is destroyed at exit.
+
+    Raises:
+        RendezvousError: If the variables contradict each other, or a worker is missing or there twice.
+    """
+    if not dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed; install a build that has it")
+    if not dist.is_initialized():
+        _make_process_group(WorkerIdentity.from_environment(), os.environ)
+    return dist.group.WORLD
+
+
+def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
+    """Returns the group that DistributedDataParallel's arguments ask for; without any, the default group.
+
+    Raises:
+        ValueError: If both are given, the mesh has several dimensions, or this worker is not in the group.
+    """
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("give process_group or device_mesh, not both")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh must have one dimension, has {device_mesh.ndim}; slice it by name")
+        process_group = device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        return current_process_group()
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this worker is not in process_group; only its members may wrap the model")
+    return process_group
+
+
+def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) -> None:
+    timeout_s = Settings.from_environment().timeout_s
+    if identity.world_size == 1:
+        store = dist.HashStore()
+    else:
+        store = _connect(identity, environ, timeout_s)
+        # Before torch's own rendezvous, which waits without a word.
+        gather_workers(identity, TorchStore(store, prefix="join"), timeout_s=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=identity.rank, world_size=identity.world_size)
+    atexit.register(_destroy, os.getpid())
+
+
+def _destroy(owner_pid: int) -> None:
+    # A forked child inherits the exit handlers but not the group's threads.
+    if os.getpid() == owner_pid and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
+    """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
+    host, port = _master(identity, environ)
+    served_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve = identity.rank == 0 and not served_by_agent
+    started = time.monotonic()
+    while True:
+        attempted = time.monotonic()
+        remaining_s = timeout_s - (attempted - started)
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                identity.world_size,
+                serve,
+                timeout=timedelta(seconds=max(0.1, min(_REPORT_INTERVAL_S, remaining_s))),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+            elapsed_s = time.monotonic() - started
+            if serve:
+                raise RendezvousError(
+                    f"worker 0 cannot serve {host}:{port}: {_first_line(error)}. Either MASTER_PORT is "
+                    "taken or another process has RANK=0; choose a free port and give each worker its own "
+                    "rank."
+                ) from error
+            if elapsed_s >= timeout_s:
+                raise RendezvousError(
+                    f"worker {identity.rank}: nobody answered at {host}:{port} within {elapsed_s:.0f} s "
+                    f"({_first_line(error)}). Start worker 0, or check MASTER_ADDR and MASTER_PORT."
+                ) from error
+            logger.warning(
+                "[w%s] %.0f s: waiting for worker 0 at %s:%s", identity.rank, elapsed_s, host, port
+            )
+            # Some failures, such as of name resolution, come at once.
+            time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
+            continue
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore(f"coarse/attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _master(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise RendezvousError(
+            f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} "
+            "is no address. Start the script with `coarse run -n N script.py` or `torchrun "
+            "--nproc-per-node N script.py`."
+        )
+    return host, int(port)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,77 @@
+"""The rendezvous store of a torch process group, as COARSE's Store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+_FIRST_POLL_S = 0.001
+_LONGEST_POLL_S = 0.05
+
+
+class TorchStore:
+    """A coarse.store.Store on top of any torch.distributed store.
+
+    Waiting polls `check` instead of calling the store's own blocking `wait`: a TCPStore client serves one
+    caller at a time, so that a blocked wait would hold up other threads of the process that use the same
+    store.
+
+    Args:
+        store: The torch store to use.
+        prefix: Put before every key, so that nobody else's keys are touched.
+    """
+
+    def __init__(self, store: Any, *, prefix: str) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_POLL_S
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def has(self, *keys: str) -> bool:
+        """Whether every one of `keys` was set or added to."""
+        return bool(self._store.check(list(keys)))
+
+
+def store_of_group(process_group: Any) -> Any:
+    """Returns the torch store of `process_group`; collective over it where it brought none of its own.
+
+    Groups of backends with a rendezvous of their own, such as mpi, have no store. Their first worker then
+    serves one, and tells the others through the group where it is.
+    """
+    store = dist.distributed_c10d._world.pg_map[process_group][1]
+    return _serve_store(process_group) if store is None else store
+
+
+def _serve_store(process_group: Any) -> Any:
+    server: list[Any] = [None]
+    store = None
+    if dist.get_rank(process_group) == 0:
+        host = _reachable_host()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server[0] = (host, store.port)
+    dist.broadcast_object_list(server, src=dist.get_global_rank(process_group, 0), group=process_group)
+    if store is None:
+        host, port = server[0]
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return store
+
+
+def _reachable_host() -> str:
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -1,0 +1,25 @@
+"""Skips everything here where torch is missing, and shares the worker pools among all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="coarse.torch needs PyTorch")
+
+from parity_pool import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def ddp_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("ddp")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def coarse_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse")
+    yield pool
+    pool.close()

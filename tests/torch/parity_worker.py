@@ -1,0 +1,52 @@
+"""One worker of a pool: runs scenarios by name and sends back what they return.
+
+Started by parity_pool.WorkerPool with its rank, its strategy, a rendezvous file and the number of a pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def wrapper_of(strategy: str) -> Any:
+    """The class under test, or the one it is compared with."""
+    if strategy == "ddp":
+        return torch.nn.parallel.DistributedDataParallel
+    from coarse.torch import DistributedDataParallel
+
+    return DistributedDataParallel
+
+
+def main() -> None:
+    strategy, rank, world_size, rendezvous, pipe = sys.argv[1:]
+    torch.set_num_threads(1)
+    os.environ.update(RANK=rank, WORLD_SIZE=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world_size)
+    )
+    from parity_scenarios import SCENARIOS, Context
+
+    context = Context(
+        rank=int(rank), world_size=int(world_size), wrap=wrapper_of(strategy), is_coarse=strategy == "coarse"
+    )
+    connection = Connection(int(pipe))
+    connection.send("ready")
+    while (name := connection.recv()) is not None:
+        torch.manual_seed(1234)
+        try:
+            connection.send(("result", SCENARIOS[name].run(context)))
+        except Exception as error:
+            connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
+    connection.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""How workers come together: with torch's process group, without one, and what is said when somebody is
+missing.
+
+Workers find each other through a store that the test serves on a port of the system's choice, as torchrun's
+agent does.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+TIMEOUT_S = 120
+ROOT = Path(__file__).parents[2]
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+TRAIN = """
+import os, torch, torch.distributed as dist
+from coarse.torch import DistributedDataParallel
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
+"""
+
+
+@contextmanager
+def started(scripts: list[tuple[str, dict[str, str]]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of the scripts with these variables; none is left afterwards."""
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+    environment.update(
+        OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**environment, **variables},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for script, variables in scripts
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def run(scripts: list[tuple[str, dict[str, str]]]) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each script; they run side by side."""
+    with started(scripts) as processes:
+        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        return [(p.returncode, out, err) for p, (out, err) in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture
+def job() -> Iterator[dict[str, str]]:
+    """Variables of a job of two workers whose store the test serves."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "COARSE_TIMEOUT_S": "60",
+    }
+    del store
+
+
+def test_makes_a_group_from_the_launchers_variables(job: dict[str, str]) -> None:
+    script = TRAIN + "print(dist.get_backend(), dist.get_world_size(), model.module.weight.grad.tolist())"
+    for status, output, errors in run([(script, {**job, "RANK": str(rank)}) for rank in range(2)]):
+        assert status == 0, errors
+        assert output.strip() == f"gloo 2 {[[1.5] * 4] * 2}"
+
+
+def test_a_process_without_launcher_is_a_job_of_one() -> None:
+    script = TRAIN + (
+        "assert dist.get_world_size() == 1\n"
+        "assert not model.module.weight._post_accumulate_grad_hooks\n"
+        "with model.no_sync(), model.join(): model(torch.ones(1, 4))\n"
+        "model.close()\n"
+    )
+    [(status, _, errors)] = run([(script, {})])
+    assert status == 0, errors
+
+
+def test_a_missing_worker_is_named(job: dict[str, str]) -> None:
+    [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "1", "COARSE_TIMEOUT_S": "6"})])
+    assert status != 0
+    assert "RendezvousError" in errors.splitlines()[-1]
+    assert errors.count("workers 1 have joined, waiting for 0") == 2  # after 5 s, and in the error
+
+
+def test_a_duplicate_rank_is_refused(job: dict[str, str]) -> None:
+    store = dist.TCPStore("localhost", int(job["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    with started([(TRAIN, {**job, "RANK": "0"})] * 2) as processes:
+        # The first of them waits for worker 1, which never comes.
+        refused = _first_to_end(processes)
+        _, errors = refused.communicate(timeout=TIMEOUT_S)
+    assert refused.returncode != 0
+    assert "another process has joined as rank 0" in errors
+    del store
+
+
+def _first_to_end(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    waiting = {os.pidfd_open(process.pid): process for process in processes}
+    ended, _, _ = select.select(list(waiting), [], [], TIMEOUT_S)
+    for descriptor in waiting:
+        os.close(descriptor)
+    return waiting[ended[0]]
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR=None"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2"),
+    ],
+)
+def test_contradicting_variables_are_refused(
+    variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coarse.errors import RendezvousError
+    from coarse.torch.process_group import current_process_group
+
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RendezvousError, match=words):
+        current_process_group()
+
+
+def test_a_master_that_does_not_answer_is_named() -> None:
+    # A store that is gone again leaves a port at which nobody listens.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = str(store.port)
+    del store
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
+    assert status != 0
+    assert f"nobody answered at localhost:{port}" in errors.splitlines()[-1]
+
+
+def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> None:
+    script = TRAIN + (
+        "import signal\n"
+        "if dist.get_rank() == 1: model.module.weight.register_hook(lambda g: os.kill(os.getpid(), "
+        "signal.SIGKILL))\nmodel(torch.ones(3, 4)).sum().backward()\n"
+    )
+    survivor, killed = run([(script, {**job, "RANK": str(rank)}) for rank in range(2)])
+    assert killed[0] == -9
+    assert survivor[0] > 0
+    last = survivor[2].strip().splitlines()[-1]
+    assert "WorkerLostError" in last
+    assert "worker 1" in last
+
+
+def test_nothing_of_torch_is_imported_with_coarse() -> None:
+    [(status, _, errors)] = run(
+        [("import coarse, coarse.session, sys; assert 'torch' not in sys.modules", {})]
+    )
+    assert status == 0, errors
