@@ -151,7 +151,6 @@ class Supervisor:
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )
         worker = _Worker(rank, process, Tail())
