@@ -17,9 +17,9 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.env import Settings, WorkerIdentity
-from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, SessionClosedError
+from coarse.errors import MemoryDeviceLostError, RendezvousError, SessionClosedError
 from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_spin_us, socket_path
-from coarse.rendezvous import check_single_node, gather_workers
+from coarse.rendezvous import PeerWatch, check_single_node, gather_workers
 from coarse.store import Store
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
@@ -62,20 +62,21 @@ class Session:
 
         Raises:
             RendezvousError: If workers are missing, have the same rank, or share no memory.
+            WorkerLostError: If another worker dies meanwhile.
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
         """
         settings = settings or Settings.from_environment()
         if identity.world_size == 1:
             return cls(identity, settings, SoloClient(), None)
-        hosts = gather_workers(identity, store, timeout_s=settings.timeout_s)
-        check_single_node(hosts)
-        devices, directory, num_devices = _provide_devices(identity, store, settings)
-        try:
-            client = _connect(identity, settings, devices, directory, num_devices)
-        except BaseException:
-            if devices is not None:
-                devices.kill()
-            raise
+        with PeerWatch(identity) as watch:
+            check_single_node(gather_workers(identity, store, timeout_s=settings.timeout_s, watch=watch))
+            devices, directory, num_devices = _provide_devices(identity, store, settings, watch)
+            try:
+                client = _connect(identity, settings, devices, directory, num_devices, watch)
+            except BaseException:
+                if devices is not None:
+                    devices.kill()
+                raise
         if devices is not None:
             devices.hide()
         return cls(identity, settings, client, devices)
@@ -121,6 +122,10 @@ class Session:
         """Returns when every worker has called it."""
         self.all_reduce(np.zeros(1, dtype=np.int32))
 
+    def release_buffers(self) -> None:
+        """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
+        self._open().release_buffers()
+
     def close(self) -> None:
         """Leaves the job; memory devices end when the last worker has left. Idempotent."""
         client, self._client = self._client, None
@@ -150,9 +155,9 @@ class Session:
 
 
 def _check_array(array: npt.NDArray[Any], op: str) -> None:
-    if array.dtype.name not in ITEM_BYTES:
+    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
         raise ValueError(
-            f"an array of {array.dtype.name} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
+            f"an array of {array.dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
         )
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
@@ -161,13 +166,13 @@ def _check_array(array: npt.NDArray[Any], op: str) -> None:
 
 
 def _provide_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings
+    identity: WorkerIdentity, store: Store, settings: Settings, watch: PeerWatch
 ) -> tuple[DeviceProcesses | None, str, int]:
     """The memory devices of the node: started by its first worker, found by the others."""
     num_devices = settings.memory_devices or identity.world_size
     if identity.rank != 0:
         try:
-            announcement = json.loads(store.get("devices", settings.timeout_s))
+            announcement = json.loads(watch.get(store, "devices", settings.timeout_s))
         except TimeoutError:
             raise RendezvousError(
                 f"worker {identity.rank}: worker 0 has started no memory devices within {settings.timeout_s:.1f} s"
@@ -191,10 +196,11 @@ def _connect(
     devices: DeviceProcesses | None,
     directory: str,
     num_devices: int,
+    watch: PeerWatch,
 ) -> Client:
-    token = (Path(directory) / TOKEN_FILE).read_text()
     connections: list[DeviceConnection] = []
     try:
+        token = _read_token(directory)
         for device in range(num_devices):
             connections.append(DeviceConnection(device, socket_path(directory, device)))
         for connection in connections:
@@ -205,6 +211,7 @@ def _connect(
             group=None,
             timeout_s=settings.timeout_s,
             what=f"worker {identity.rank}: joining the memory devices",
+            on_silence=watch.check,
         )
         segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
         for connection in connections:
@@ -221,11 +228,22 @@ def _connect(
         )
         os.close(segment_fd)
         os.close(doorbells_fd)
-    except CoarseError:
+    except BaseException as error:
         for connection in connections:
             connection.close()
+        if isinstance(error, MemoryDeviceLostError):
+            watch.check()  # devices end with the worker that started them: its death is the reason then
         raise
     return client
+
+
+def _read_token(directory: str) -> str:
+    try:
+        return (Path(directory) / TOKEN_FILE).read_text()
+    except FileNotFoundError:
+        raise MemoryDeviceLostError(
+            "the memory devices have ended before all workers had joined them"
+        ) from None
 
 
 def _died(device: int) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import selectors
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +22,7 @@ from coarse.errors import (
 )
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable, static_routing
+from coarse.proxy.protocol import Message
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
 _STAGING_BUFFERS = 8
@@ -80,6 +84,17 @@ class Client:
         """Longest wait before it is an error."""
         return self._settings.timeout_s
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called."""
+        return self._is_closed
+
+    @property
+    def local_device(self) -> str:
+        """The memory device that takes this worker's contributions, in words."""
+        device = self._routing.bw_proxy
+        return f"md{device} (pid {self._connections[device].pid})"
+
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
@@ -122,6 +137,12 @@ class Client:
         )
         self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
 
+    def release_buffers(self) -> None:
+        """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
     def check(self, status: _native.WaitStatus, describe: Callable[[], str]) -> None:
         """Turns the end of a native call into an error, unless it was a good one.
 
@@ -138,7 +159,8 @@ class Client:
             )
         if status == _native.WaitStatus.TIMED_OUT:
             raise SyncTimeoutError(f"worker {self.rank}: waited {self.timeout_s:.1f} s for {describe()}")
-        self._lost = self._explain_loss(status)
+        if self._lost is None:
+            self._lost = self._explain_loss()
         raise self._lost
 
     def close(self) -> None:
@@ -146,43 +168,37 @@ class Client:
         if self._is_closed:
             return
         self._is_closed = True
-        is_own = os.getpid() == self._pid
+        if os.getpid() == self._pid:
+            self._send_to_all({"type": "bye"})
         for connection in self._connections:
-            if is_own:
-                try:
-                    connection.send({"type": "bye"})
-                except MemoryDeviceLostError:
-                    continue
-                finally:
-                    connection.close()
-            else:
-                connection.close()
-        self._groups.clear()
+            connection.close()
+        for group in list(self._groups.values()):
+            group.close()
 
     # ---- for tensor groups ----
 
     def release(self, group: int) -> None:
         """Gives a tensor group up; its memory is freed when every worker has."""
-        if self._groups.pop(group, None) is None or self._is_closed:
+        if self._groups.pop(group, None) is None:
             return
         self._native.remove_group(group)
-        if self._lost is not None or os.getpid() != self._pid:
-            return
-        for connection in self._connections:
-            connection.send({"type": "unregister", "group": group})
+        if not self._is_closed and os.getpid() == self._pid:
+            self._send_to_all({"type": "unregister", "group": group})
 
     # ---- private ----
 
     def _register(self, schema: GroupSchema) -> TensorGroup:
         self._check_usable()
         group, self._next_group = self._next_group, self._next_group + 1
-        for connection in self._connections:
-            connection.send(schema.to_message(group))
         try:
-            fds = self._collect_memory(group, schema.name)
-        except CoarseError:
             for connection in self._connections:
-                connection.send({"type": "unregister", "group": group})
+                connection.send(schema.to_message(group))
+            fds = self._collect_memory(group, schema.name)
+        except (WorkerLostError, MemoryDeviceLostError) as error:
+            self._lost = self._explain_loss(error)
+            raise self._lost from error
+        except CoarseError:
+            self._send_to_all({"type": "unregister", "group": group})
             raise
         plan = schema.native_plan(group, self.num_clients)
         partition = schema.partition()
@@ -245,36 +261,48 @@ class Client:
         if os.getpid() != self._pid:
             self.check(_native.WaitStatus.FORKED, str)
 
-    def _explain_loss(self, status: _native.WaitStatus) -> CoarseError:
-        """The reason of a loss, from what memory devices said of it."""
-        try:
-            collect_replies(
-                self._connections,
-                kind="",
-                group=None,
-                timeout_s=_ABORT_MESSAGE_TIMEOUT_S,
-                what="loss of a peer",
-            )
-        except (WorkerLostError, SyncTimeoutError) as error:
-            if isinstance(error, WorkerLostError):
-                return WorkerLostError(f"worker {self.rank}: {error}")
-        except CoarseError as error:
-            if not isinstance(error, MemoryDeviceLostError):
-                return error
-        device = self._native.lost_device if status == _native.WaitStatus.DEVICE_LOST else self._dead_device()
+    def _send_to_all(self, message: Message) -> None:
+        for connection in self._connections:
+            # The loss of a device is told by what waits for its work.
+            with contextlib.suppress(MemoryDeviceLostError):
+                connection.send(message)
+
+    def _explain_loss(self, told: CoarseError | None = None) -> CoarseError:
+        """The reason of a loss, from what memory devices say of it and from which of them are gone."""
+        deadline = time.monotonic() + _ABORT_MESSAGE_TIMEOUT_S
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ, connection)
+            while told is None or isinstance(told, MemoryDeviceLostError):
+                gone = [connection for connection in self._connections if connection.is_gone]
+                if gone:
+                    return self._device_loss(gone[0])
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    break
+                for key, _ in ready:
+                    told = _complaint(key.data) or told
+        if isinstance(told, WorkerLostError):
+            return WorkerLostError(f"worker {self.rank}: {told}")
+        return told or MemoryDeviceLostError(f"worker {self.rank}: the memory devices gave the session up")
+
+    def _device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(
-            f"worker {self.rank}: memory device md{device} (pid {self._connections[device].pid}) "
-            f"{self._fate_of_device(device)}. Gradients of this step are lost, parameters are those of the step "
-            "before. Start the job again from your last checkpoint."
+            f"worker {self.rank}: memory device md{connection.device} (pid {connection.pid}) "
+            f"{self._fate_of_device(connection.device)}. Gradients of this step are lost, parameters are those of "
+            "the step before. Start the job again from your last checkpoint."
         )
 
-    def _dead_device(self) -> int:
-        for connection in self._connections:
-            try:
-                os.kill(connection.pid, 0)
-            except OSError:
-                return connection.device
-        return 0
+
+def _complaint(connection: DeviceConnection) -> CoarseError | None:
+    """What the memory device's next message says has gone wrong, if it does."""
+    try:
+        received = connection.receive()
+    except CoarseError as error:
+        return error
+    if received is not None:
+        received.close()
+    return None
 
 
 class TensorGroup:
@@ -366,8 +394,14 @@ class TensorGroup:
 
     def _describe_wait(self, index: int) -> str:
         missing = self._native.missing_clients(self.id, index)
-        whom = f"not pushed by worker(s) {', '.join(map(str, missing))}" if missing else "being reduced"
+        if self._client.rank in missing:
+            whom = f"pushed, but not taken by memory device {self._client.local_device}; is that process stopped?"
+        elif missing:
+            whom = f"not pushed by worker(s) {', '.join(map(str, missing))}"
+        else:
+            whom = "being reduced"
         return f"{self.specs[index].name!r} of {self.name} ({whom})"
 
     def _closed_error(self) -> SessionClosedError:
-        return SessionClosedError(f"worker {self._client.rank}: tensor group {self.name!r} is closed")
+        what = "the session" if self._client.is_closed else f"tensor group {self.name!r}"
+        return SessionClosedError(f"worker {self._client.rank}: {what} is closed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coarse import errors
 from coarse.errors import CoarseError, MemoryDeviceLostError, ProtocolError, SyncTimeoutError
@@ -15,6 +15,8 @@ _RAISABLE = {
     name: getattr(errors, name)
     for name in ("WorkerLostError", "MemoryDeviceLostError", "SchemaMismatchError", "OutOfDeviceMemoryError")
 }
+
+_SILENCE_S = 0.25
 
 
 class DeviceConnection:
@@ -31,6 +33,7 @@ class DeviceConnection:
     def __init__(self, device: int, path: str) -> None:
         self.device = device
         self.pid = 0
+        self.is_gone = False
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(path)
@@ -59,13 +62,14 @@ class DeviceConnection:
 
         Raises:
             MemoryDeviceLostError: If the device is gone.
-            CoarseError: What the device says has gone wrong, as its own type.
+            CoarseError: Why the session is over, if the device says so.
         """
         try:
             received = self._channel.receive()
         except (EOFError, OSError) as error:
+            self.is_gone = True
             raise MemoryDeviceLostError(f"memory device md{self.device} (pid {self.pid}) died") from error
-        if received is not None and received.kind in ("aborted", "refused"):
+        if received is not None and received.kind == "aborted":
             raise _error_of(received.message)
         return received
 
@@ -82,9 +86,24 @@ def _error_of(message: Message) -> CoarseError:
 
 
 def collect_replies(
-    connections: Sequence[DeviceConnection], *, kind: str, group: int | None, timeout_s: float, what: str
+    connections: Sequence[DeviceConnection],
+    *,
+    kind: str,
+    group: int | None,
+    timeout_s: float,
+    what: str,
+    on_silence: Callable[[], None] = lambda: None,
 ) -> dict[int, Received]:
     """Waits until every memory device has sent a message of `kind` (about `group`).
+
+    Answers about other groups are late ones to a request that was given up; nobody waits for them any more.
+
+    Args:
+        connections: One to each device.
+        kind, group: What to wait for.
+        timeout_s: How long.
+        what: Says what is being done, for the error.
+        on_silence: Called when nothing has come for a while; may raise.
 
     Returns:
         The messages by device.
@@ -99,7 +118,9 @@ def collect_replies(
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, connection)
         while len(replies) < len(connections):
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            ready = selector.select(min(_SILENCE_S, max(0.0, deadline - time.monotonic())))
+            if not ready:
+                on_silence()
             if not ready and time.monotonic() >= deadline:
                 silent = [f"md{c.device}" for c in connections if c.device not in replies]
                 raise SyncTimeoutError(
@@ -111,7 +132,13 @@ def collect_replies(
                 received = answering.receive()
                 if received is None:
                     continue
-                if received.kind != kind or (group is not None and received.message.get("group") != group):
+                if received.message.get("group") != group:
+                    received.close()
+                    continue
+                if received.kind == "refused":
+                    raise _error_of(received.message)
+                if received.kind != kind:
+                    received.close()
                     raise ProtocolError(f"md{answering.device} sent {received.kind!r} instead of {kind!r}")
                 replies[answering.device] = received
     return replies
