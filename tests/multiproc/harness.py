@@ -1,0 +1,334 @@
+"""Runs worker functions in real processes, follows them, kills them where a test asks for it, and tidies up.
+
+A worker is a fork of the test process that runs one function, which gets a `Worker` as its end of the harness
+and whose result (or error) comes back as JSON. The memory devices that workers start are what a user would get:
+processes of their own, started by the session. Nothing sleeps and nothing has a fixed address: a test and its
+workers tell each other when they are ready, and every wait has a limit after which everything is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from coarse.env import Settings, WorkerIdentity
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+LIMIT_S = 60.0
+"""How long anything may take that is not itself under test."""
+
+PROMPT_S = 1.0
+"""How soon survivors learn of a death."""
+
+LIMIT_OF_DEVICES_S = 5.0
+"""How soon memory devices end after the last worker has gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a worker ended.
+
+    Args:
+        value: What its function returned, as JSON gives it back.
+        error: Name of the exception's type, or "" if there was none.
+        message: Its text.
+        details: Its traceback.
+        ended_s: When the function ended, by time.monotonic(), which all processes share.
+        exit_code: As of Popen: negative is a signal's number.
+    """
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    details: str = ""
+    ended_s: float = 0.0
+    exit_code: int = 0
+
+
+class Worker:
+    """A worker's end of the harness."""
+
+    def __init__(self, rank: int, world_size: int, directory: Path, channel: _JsonChannel) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.directory = directory
+        self._channel = channel
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        return WorkerIdentity(
+            rank=self.rank,
+            world_size=self.world_size,
+            local_rank=self.rank,
+            local_world_size=self.world_size,
+        )
+
+    def store(self, name: str = "store") -> DirectoryStore:
+        """The rendezvous store of a session; each session of a job has one of its own."""
+        path = self.directory / name
+        path.mkdir(mode=0o700, exist_ok=True)
+        return DirectoryStore(path)
+
+    def join(self, store: str = "store", **settings: Any) -> Session:
+        """Joins a session of all workers of this job."""
+        return Session.join(
+            identity=self.identity,
+            store=self.store(store),
+            settings=Settings(**{"timeout_s": LIMIT_S, **settings}),
+        )
+
+    def tell(self, value: Any = None) -> None:
+        """Lets the test know something."""
+        self._channel.send(value)
+
+    def hear(self) -> Any:
+        """Waits until the test says something."""
+        return self._channel.receive()
+
+
+class RunningWorker:
+    """A worker process as the test sees it."""
+
+    def __init__(self, rank: int, pid: int, channel: _JsonChannel) -> None:
+        self.rank = rank
+        self.pid = pid
+        self._channel = channel
+        self._pidfd = os.pidfd_open(pid)
+        self._outcome: Outcome | None = None
+
+    def tell(self, value: Any = None) -> None:
+        self._channel.send(value)
+
+    def hear(self) -> Any:
+        """Waits for the worker's tell().
+
+        Raises:
+            AssertionError: If its function ended instead; with its traceback.
+        """
+        said = self._channel.receive()
+        assert not (isinstance(said, dict) and "ended_s" in said), f"worker {self.rank} ended: {said}"
+        return said
+
+    def signal(self, number: int) -> float:
+        """Sends a signal; returns when, by time.monotonic()."""
+        sent_s = time.monotonic()
+        signal.pidfd_send_signal(self._pidfd, number)
+        return sent_s
+
+    def kill(self) -> float:
+        """Kills the worker; returns when, by time.monotonic()."""
+        return self.signal(signal.SIGKILL)
+
+    def finish(self) -> Outcome:
+        """Waits for the end of the worker's function and process."""
+        if self._outcome is None:
+            said: dict[str, Any] = {}
+            with contextlib.suppress(EOFError):
+                said = self._channel.receive()
+                while not (isinstance(said, dict) and "ended_s" in said):
+                    said = self._channel.receive()
+            _await_end(self._pidfd, LIMIT_S, f"worker {self.rank}")
+            _, status = os.waitpid(self.pid, 0)
+            self._outcome = Outcome(**said, exit_code=os.waitstatus_to_exitcode(status))
+        return self._outcome
+
+    def close(self) -> None:
+        """Ends the process whatever it is doing."""
+        if self._outcome is None:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self._channel.close()
+
+
+class Job:
+    """Workers of one test, and what they may leave behind."""
+
+    def __init__(self) -> None:
+        # Sockets have short names: pytest's own temporary directories are too long for them.
+        self.directory = Path(tempfile.mkdtemp(prefix="coarse-test-"))
+        self.temporary = self.directory / "tmp"
+        self.temporary.mkdir(mode=0o700)
+        self._workers: list[RunningWorker] = []
+
+    def start(self, world_size: int, function: Callable[[Worker], Any]) -> list[RunningWorker]:
+        """Starts workers 0 to `world_size` - 1 with `function`."""
+        return [self.start_worker(rank, world_size, function) for rank in range(world_size)]
+
+    def start_worker(self, rank: int, world_size: int, function: Callable[[Worker], Any]) -> RunningWorker:
+        """Starts one worker."""
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for other in self._workers:
+                other._channel.close()
+            self._be_worker(Worker(rank, world_size, self.directory, _JsonChannel(theirs)), function)
+        theirs.close()
+        worker = RunningWorker(rank, pid, _JsonChannel(ours))
+        self._workers.append(worker)
+        return worker
+
+    def run(self, world_size: int, function: Callable[[Worker], Any]) -> list[Any]:
+        """Runs `function` on all workers; returns what it returned, by rank.
+
+        Raises:
+            AssertionError: If one failed; with all tracebacks.
+        """
+        outcomes = self.outcomes(world_size, function)
+        failed = [
+            f"worker {rank}: {o.details or o}" for rank, o in enumerate(outcomes) if o.error or o.exit_code
+        ]
+        assert not failed, "\n".join(failed)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, world_size: int, function: Callable[[Worker], Any]) -> list[Outcome]:
+        """Runs `function` on all workers; returns how they ended, by rank."""
+        return [worker.finish() for worker in self.start(world_size, function)]
+
+    def device_pids(self) -> list[int]:
+        """Memory devices of this job that have not ended."""
+        mark = f"TMPDIR={self.temporary}".encode()
+        return [
+            pid for pid in _processes() if _is_device(pid) and mark in _proc_file(pid, "environ").split(b"\0")
+        ]
+
+    def check_nothing_left(self) -> None:
+        """Kills what is still there, and fails if that was anything but the test's own workers.
+
+        Raises:
+            AssertionError: If memory devices or their directories outlive the workers.
+        """
+        for worker in self._workers:
+            worker.close()
+        try:
+            left = [pid for pid in self.device_pids() if not _ends(pid, LIMIT_OF_DEVICES_S)]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            assert not left, f"memory devices {left} outlived their workers by {LIMIT_OF_DEVICES_S} s"
+            directories = sorted(path.name for path in self.temporary.iterdir())
+            assert not directories, f"{directories} were left in the temporary directory"
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _be_worker(self, worker: Worker, function: Callable[[Worker], Any]) -> NoReturn:
+        code = 1
+        try:
+            os.environ["TMPDIR"] = str(self.temporary)
+            tempfile.tempdir = None
+            outcome = _outcome_of(function, worker)
+            worker._channel.send(outcome)
+            code = 1 if outcome["error"] else 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            # The test process's own clean-up is not the worker's.
+            os._exit(code)
+
+
+@contextlib.contextmanager
+def job_of_test() -> Iterator[Job]:
+    """A Job that leaves nothing behind: processes, directories, descriptors of the test process."""
+    descriptors = open_descriptors()
+    job = Job()
+    try:
+        yield job
+    finally:
+        job.check_nothing_left()
+    assert open_descriptors() == descriptors
+
+
+def open_descriptors(pid: int | str = "self") -> int:
+    """How many descriptors a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _outcome_of(function: Callable[[Worker], Any], worker: Worker) -> dict[str, Any]:
+    try:
+        return {"value": function(worker), "ended_s": time.monotonic(), "error": ""}
+    except BaseException as error:
+        ended_s = time.monotonic()
+        details = traceback.format_exc()
+        return {"error": type(error).__name__, "message": str(error), "details": details, "ended_s": ended_s}
+
+
+class _JsonChannel:
+    """JSON values, a line each, over a stream socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+
+    def send(self, value: Any) -> None:
+        self._socket.sendall(json.dumps(value).encode() + b"\n")
+
+    def receive(self) -> Any:
+        """The next value.
+
+        Raises:
+            EOFError: If the other end is gone.
+            TimeoutError: If none came within LIMIT_S.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while b"\n" not in self._buffer:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            data = self._socket.recv(65536)
+            if not data:
+                raise EOFError("the other end of the harness is gone")
+            self._buffer += data
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        self._socket.settimeout(None)
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _proc_file(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _is_device(pid: int) -> bool:
+    return b"\0coarse\0device\0" in _proc_file(pid, "cmdline")
+
+
+def _ends(pid: int, limit_s: float) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(_poll(pidfd, limit_s))
+    finally:
+        os.close(pidfd)
+
+
+def _await_end(pidfd: int, limit_s: float, who: str) -> None:
+    assert _poll(pidfd, limit_s), f"{who} did not end within {limit_s} s"
+
+
+def _poll(fd: int, limit_s: float) -> list[tuple[int, int]]:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll.poll(limit_s * 1000)
