@@ -87,7 +87,12 @@ class Session:
         Raises:
             SchemaMismatchError: If workers differ; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
+            ValueError: If there is no tensor, or two of one name.
         """
+        if not specs:
+            raise ValueError(f"{name}: there is no tensor to register")
+        if len({spec.name for spec in specs}) < len(specs):
+            raise ValueError(f"{name}: two tensors share a name")
         return self._open().register(name, specs)
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:

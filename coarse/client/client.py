@@ -101,12 +101,7 @@ class Client:
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
-            ValueError: If there is no tensor, or two of one name.
         """
-        if not specs:
-            raise ValueError(f"{name}: there is no tensor to register")
-        if len({spec.name for spec in specs}) < len(specs):
-            raise ValueError(f"{name}: two tensors share a name")
         return self._register(
             GroupSchema(
                 name=name,
@@ -174,15 +169,20 @@ class Client:
             connection.close()
         for group in list(self._groups.values()):
             group.close()
+        self._staging = None
 
     # ---- for tensor groups ----
 
     def release(self, group: int) -> None:
         """Gives a tensor group up; its memory is freed when every worker has."""
-        if self._groups.pop(group, None) is None:
+        released = self._groups.pop(group, None)
+        if released is None:
             return
+        # Memory devices are still to read what was pushed and never pulled, as when an exception ended a backward
+        # pass: they keep such a group until the session ends.
+        is_in_use = any(self._native.is_late(group, index) for index in range(len(released.specs)))
         self._native.remove_group(group)
-        if not self._is_closed and os.getpid() == self._pid:
+        if not is_in_use and not self._is_closed and os.getpid() == self._pid:
             self._send_to_all({"type": "unregister", "group": group})
 
     # ---- private ----

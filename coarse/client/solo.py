@@ -22,6 +22,9 @@ class SoloClient:
     ) -> None:
         """Leaves the buffer as it is: the sum, mean and maximum of one."""
 
+    def release_buffers(self) -> None:
+        """Has none."""
+
     def close(self) -> None:
         """Has nothing to close."""
 

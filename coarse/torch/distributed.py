@@ -178,6 +178,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         if init_sync:
             states = [tensor for _, tensor in self._named_states(buffers=broadcast_buffers)]
             broadcast_tensors(self._session, states)
+            self._session.release_buffers()
         closing = [group.close for group in self._groups]
         dropped = weakref.finalize(self, _drop, self._gradients, closing, shared.dropped)
         dropped.atexit = False  # the session ends at exit, with all its groups
