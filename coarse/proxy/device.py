@@ -282,8 +282,10 @@ class MemoryDevice:
             self._proxy.client_left(worker.client)
         if any(worker.client not in registration.schemas for registration in self._registrations.values()):
             self._abort("WorkerLostError", self._departure())
-        for registration in list(self._registrations.values()):
-            self._release(registration, worker.client)
+        if not self._is_over():
+            # At the end of everything memory goes with the process, and sync cores may still be at work.
+            for registration in list(self._registrations.values()):
+                self._release(registration, worker.client)
         worker.close()
 
     def _lose(self, worker: _Worker) -> None:
@@ -338,7 +340,8 @@ class MemoryDevice:
         assert self._proxy is not None
         for client, text in self._proxy.take_events():
             if text and client >= 0:
-                self._evict(self._workers[client], text)
+                if not self._workers[client].has_left:
+                    self._evict(self._workers[client], text)
             elif text:
                 self._abort("SchemaMismatchError", text)
             else:
