@@ -78,8 +78,7 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
 }
 
 void GroupControl::initialise() const noexcept {
-  for (std::uint64_t i = 0; i < capacity(); ++i) ready_[i].sequence.store(i, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
+  for (std::uint64_t i = 0; i < capacity(); ++i) ready_[i].sequence.store(i, std::memory_order_release);
 }
 
 }  // namespace coarse
