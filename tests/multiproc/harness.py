@@ -206,6 +206,21 @@ class Job:
             pid for pid in _processes() if _is_device(pid) and mark in _proc_file(pid, "environ").split(b"\0")
         ]
 
+    def signal_device(self, pid: int, number: int) -> float:
+        """Sends a signal to a memory device of this job; returns when, by time.monotonic()."""
+        assert pid in self.device_pids()
+        sent_s = time.monotonic()
+        os.kill(pid, number)
+        return sent_s
+
+    def kill_device(self, pid: int) -> float:
+        """Kills a memory device of this job; returns when, by time.monotonic()."""
+        return self.signal_device(pid, signal.SIGKILL)
+
+    def await_end(self, pid: int) -> None:
+        """Waits until a process has ended."""
+        assert _ends(pid, LIMIT_S)
+
     def check_nothing_left(self) -> None:
         """Kills what is still there, and fails if that was anything but the test's own workers.
 

@@ -163,7 +163,7 @@ def test_tensors_pushed_and_never_pulled_do_no_harm(job):
 
 def test_long_and_foreign_names_are_allowed(job):
     def worker(me):
-        name = "ресурс/\N{SNOWMAN}\ud800 " + "x" * 5000
+        name = "größe/\N{SNOWMAN}\ud800 " + "x" * 5000
         with me.join() as session:
             group = session.register(name, [TensorSpec(name=name, dtype="int32", num_elements=1, op="sum")])
             group.push(0)

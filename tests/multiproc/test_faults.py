@@ -1,0 +1,424 @@
+"""Whatever dies, stops or leaves: the survivors are told who it was, in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+from harness import LIMIT_S, PROMPT_S
+
+from coarse.client.schema import TensorSpec
+
+SHORT_S = 3.0
+"""A time-out that is waited for."""
+
+
+def floats(names="ab", num_elements=1000):
+    return [TensorSpec(name=name, dtype="float32", num_elements=num_elements, op="sum") for name in names]
+
+
+def training(*, before_push=False, before_pull=False, steps=1, **settings):
+    """A worker that synchronises, and waits for the test's word at one place if it has `me.rank` 1."""
+
+    def worker(me):
+        with me.join(**settings) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell(session.device_pids)
+            for _ in range(steps):
+                if before_push and me.rank == 1:
+                    me.hear()
+                group.push(0)
+                group.flush()
+                if before_pull and me.rank == 1:
+                    me.hear()
+                assert group.pull(0) == me.world_size
+            session.barrier()
+
+    return worker
+
+
+def started(job, world_size, worker):
+    """Running workers that have come to where they synchronise, and the pids of the memory devices."""
+    workers = job.start(world_size, worker)
+    pids = [running.hear() for running in workers]
+    return workers, pids[0]
+
+
+def check_lost(outcome, since_s, *what):
+    assert outcome.error == "WorkerLostError", outcome
+    for text in what:
+        assert text in outcome.message
+    assert outcome.ended_s - since_s < PROMPT_S
+
+
+# ---- workers ----
+
+
+@pytest.mark.parametrize("memory_devices", [1, 2, 4])
+@pytest.mark.parametrize("place", ["before_push", "before_pull"])
+def test_the_death_of_a_worker_is_told_to_all_others(job, place, memory_devices):
+    workers, _ = started(job, 3, training(**{place: True}, steps=3, memory_devices=memory_devices))
+    killed_s = workers[1].kill()
+    for survivor in (workers[0], workers[2]):
+        check_lost(
+            survivor.finish(),
+            killed_s,
+            f"worker {survivor.rank}: worker 1 (pid {workers[1].pid}) died",
+            "its last contribution was step",
+            "Start the job again",
+        )
+    assert workers[1].finish().exit_code == -signal.SIGKILL
+
+
+def test_the_death_of_the_worker_that_started_the_devices_is_no_different(job):
+    def worker(me):
+        with me.join() as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell()
+            if me.rank == 0:
+                me.hear()
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(3, worker)
+    for running in workers:
+        running.hear()
+    killed_s = workers[0].kill()
+    for survivor in workers[1:]:
+        check_lost(survivor.finish(), killed_s, f"worker 0 (pid {workers[0].pid}) died")
+
+
+def test_a_step_that_everyone_pushed_completes_without_one_of_them(job):
+    """Killed after push, before pull: the survivors have the result of that step, and fail in the next."""
+
+    def worker(me):
+        with me.join() as session:
+            group = session.register("weights", floats())
+            values = np.frombuffer(group.buffer(0), dtype=np.float32)
+            values[:] = 2**me.rank
+            group.push(0)
+            group.flush()
+            me.tell("pushed")
+            me.hear()
+            assert group.pull(0) == 3
+            me.tell(float(values[0]))
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(3, worker)
+    for running in workers:
+        assert running.hear() == "pushed"
+    # Worker 0 pulls, so the step is complete before worker 2 dies.
+    workers[0].tell()
+    assert workers[0].hear() == 7
+    workers[2].kill()
+    workers[1].tell()
+    assert workers[1].hear() == 7
+    for survivor in workers[:2]:
+        outcome = survivor.finish()
+        assert outcome.error == "WorkerLostError"
+        assert f"worker 2 (pid {workers[2].pid}) died; its last contribution was step 1" in outcome.message
+
+
+@pytest.mark.parametrize("use", ["all_reduce", "register", "pull_all"])
+def test_the_death_of_a_worker_ends_every_kind_of_wait(job, use):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell()
+            if me.rank == 1:
+                me.hear()
+            group.push(0)
+            uses = {
+                "all_reduce": lambda: session.all_reduce(np.ones(1_000_000)),
+                "register": lambda: session.register("more", floats()),
+                "pull_all": group.pull_all,
+            }
+            uses[use]()
+
+    workers = job.start(3, worker)
+    for running in workers:
+        running.hear()
+    killed_s = workers[1].kill()
+    for survivor in (workers[0], workers[2]):
+        check_lost(survivor.finish(), killed_s, f"worker 1 (pid {workers[1].pid}) died")
+
+
+def test_after_a_loss_every_use_tells_it_again_at_once(job):
+    def worker(me):
+        session = me.join(memory_devices=2)
+        group = session.register("weights", floats())
+        session.barrier()
+        me.tell()
+        if me.rank == 1:
+            me.hear()
+        group.push(0)
+        messages = []
+        for use in (
+            lambda: group.pull(0),
+            lambda: group.pull(0),
+            group.pull_all,
+            session.barrier,
+            lambda: session.register("more", floats()),
+        ):
+            with pytest.raises(Exception, match="died") as caught:
+                use()
+            messages.append(f"{caught.type.__name__} {caught.value}")
+        session.close()
+        return messages
+
+    workers = job.start(2, worker)
+    for running in workers:
+        running.hear()
+    killed_s = workers[1].kill()
+    outcome = workers[0].finish()
+    assert len(outcome.value) == 5, outcome.details
+    assert len(set(outcome.value)) == 1
+    assert outcome.value[0].startswith("WorkerLostError worker 0: worker 1 (pid ")
+    assert outcome.ended_s - killed_s < 2 * PROMPT_S
+
+
+@pytest.mark.parametrize("memory_devices", [1, 2, 3])
+@pytest.mark.parametrize("use", ["pull", "register", "all_reduce"])
+def test_a_worker_that_leaves_while_others_go_on_is_told_not_waited_for(job, use, memory_devices):
+    def worker(me):
+        with me.join(memory_devices=memory_devices) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            if me.rank == 2:
+                return
+            me.tell()
+            me.hear()
+            if use == "register":
+                session.register("more", floats())
+            elif use == "all_reduce":
+                session.all_reduce(np.ones(10))
+            else:
+                group.push(0)
+                group.pull(0)
+
+    workers = job.start(3, worker)
+    workers[2].finish()
+    for running in workers[:2]:
+        running.hear()
+        running.tell()
+    for running in workers[:2]:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert "worker(s) 2 closed the session while others still synchronise" in outcome.message
+
+
+def test_workers_may_leave_one_after_the_other(job):
+    """A last step that is complete is not lost because somebody was faster."""
+
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register("weights", floats())
+            for _ in range(20):
+                group.push(0)
+                group.push(1)
+                assert group.pull_all() == [3, 3]
+
+    for _ in range(5):
+        job.run(3, worker)
+        for path in (job.directory / "store").iterdir():
+            path.unlink()
+
+
+def test_a_worker_that_goes_on_in_time_is_not_missed(job):
+    workers, _ = started(job, 2, training(before_push=True))
+    workers[1].signal(signal.SIGSTOP)
+    workers[1].tell()
+    workers[1].signal(signal.SIGCONT)
+    assert [worker.finish().details for worker in workers] == ["", ""]
+
+
+def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
+    def worker(me):
+        with me.join(timeout_s=SHORT_S) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell()
+            if me.rank == 2:
+                me.hear()
+            group.push(0)
+            group.push(1)
+            try:
+                group.pull_all()
+            finally:
+                me.tell()
+                me.hear()
+
+    workers = job.start(3, worker)
+    for running in workers:
+        running.hear()
+    stopped_s = workers[2].signal(signal.SIGSTOP)
+    for running in workers[:2]:
+        running.hear()
+    for running in workers[:2]:
+        running.tell()
+    for running in workers[:2]:
+        outcome = running.finish()
+        assert outcome.error == "SyncTimeoutError"
+        assert f"waited {SHORT_S} s for 'a' of weights (not pushed by worker(s) 2); 'b' of" in outcome.message
+        assert outcome.ended_s - stopped_s < LIMIT_S
+
+
+# ---- memory devices ----
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_the_death_of_a_memory_device_is_told_to_all_workers(job, algorithm, victim):
+    workers, device_pids = started(job, 3, training(before_push=True, memory_devices=2, algorithm=algorithm))
+    killed_s = job.kill_device(device_pids[victim])
+    workers[1].tell()
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "MemoryDeviceLostError", outcome
+        assert f"memory device md{victim} (pid {device_pids[victim]})" in outcome.message
+        assert "parameters are those of the step before" in outcome.message
+        assert outcome.ended_s - killed_s < PROMPT_S
+        if running.rank == 0:
+            assert "was killed by SIGKILL" in outcome.message
+
+
+@pytest.mark.parametrize("use", ["all_reduce", "register", "pull"])
+def test_the_death_of_an_idle_memory_device_is_told_at_the_next_use(job, use):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell(session.device_pids)
+            me.hear()
+            if use == "register":
+                session.register("more", floats())
+            elif use == "all_reduce":
+                session.all_reduce(np.ones(10))
+            else:
+                group.push(0)
+                group.pull(0)
+
+    workers, device_pids = started(job, 2, worker)
+    job.kill_device(device_pids[1])
+    job.await_end(device_pids[1])
+    for running in workers:
+        running.tell()
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "MemoryDeviceLostError", outcome
+        assert f"memory device md1 (pid {device_pids[1]})" in outcome.message
+
+
+def test_a_memory_device_that_stands_still_is_named_after_the_time_out(job):
+    def worker(me):
+        with me.join(memory_devices=2, timeout_s=SHORT_S) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell(session.device_pids)
+            me.hear()
+            group.push(0)
+            try:
+                group.pull(0)
+            finally:
+                me.tell()
+                me.hear()
+
+    workers, device_pids = started(job, 2, worker)
+    job.signal_device(device_pids[1], signal.SIGSTOP)
+    for running in workers:
+        running.tell()
+    for running in workers:
+        running.hear()
+    job.signal_device(device_pids[1], signal.SIGCONT)
+    for running in workers:
+        running.tell()
+    outcomes = [running.finish() for running in workers]
+    assert [outcome.error for outcome in outcomes] == ["SyncTimeoutError"] * 2
+    assert "'a' of weights (not pushed by worker(s) 1)" in outcomes[0].message
+    assert f"not taken by memory device md1 (pid {device_pids[1]})" in outcomes[1].message
+
+
+# ---- models that differ ----
+
+DIFFERENCES = {
+    "name": (floats("ab"), floats("ac"), "tensor 1 is 'b' of 1000 x float32 (sum) on worker 0, 'c' of"),
+    "length": (
+        floats("a"),
+        floats("a", 999),
+        "'a' of 1000 x float32 (sum) on worker 0, 'a' of 999 x float32",
+    ),
+    "dtype": (
+        floats("a"),
+        [TensorSpec(name="a", dtype="float16", num_elements=1000, op="sum")],
+        "float32 (sum) on worker 0, 'a' of 1000 x float16 (sum) on worker 2",
+    ),
+    "op": (
+        floats("a"),
+        [TensorSpec(name="a", dtype="float32", num_elements=1000, op="max")],
+        "1000 x float32 (sum) on worker 0, 'a' of 1000 x float32 (max) on worker 2",
+    ),
+    "number": (floats("abc"), floats("a"), "worker 0 has 3 tensors, the other 1; the first one more is 'b'"),
+    "more": (floats("a"), floats("ab"), "worker 2 has 2 tensors, the other 1; the first one more is 'b'"),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize("memory_devices", [1, 2])
+def test_models_that_differ_are_refused_on_every_worker_with_the_first_difference(
+    job, difference, memory_devices
+):
+    usual, other, match = DIFFERENCES[difference]
+
+    def worker(me):
+        with me.join(memory_devices=memory_devices) as session:
+            with pytest.raises(Exception, match="workers 0 and 2 differ") as caught:
+                session.register("model", other if me.rank == 2 else usual)
+            # A refusal is no loss: the session goes on.
+            group = session.register("model", usual)
+            group.push(0)
+            assert group.pull(0) == 3
+            session.barrier()
+        return [caught.type.__name__, str(caught.value)]
+
+    for error, message in job.run(3, worker):
+        assert error == "SchemaMismatchError"
+        assert message.startswith("model: ")
+        assert match in message
+
+
+def test_settings_that_differ_are_refused(job):
+    def worker(me):
+        with me.join(shard_bytes=1 << (16 + me.rank)) as session:
+            session.register("model", floats())
+
+    for outcome in job.outcomes(2, worker):
+        assert outcome.error == "SchemaMismatchError"
+        assert "shard_bytes=65536" in outcome.message
+        assert "shard_bytes=131072" in outcome.message
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("num_elements", [1 << 40, 1 << 61])
+@pytest.mark.parametrize("memory_devices", [1, 2])
+def test_memory_that_cannot_be_had_is_refused_before_any_is_taken(job, memory_devices, num_elements):
+    def worker(me):
+        with me.join(memory_devices=memory_devices) as session:
+            with pytest.raises(MemoryError) as caught:
+                session.register("huge model", floats("a", num_elements))
+            group = session.register("small model", floats())
+            group.push(0)
+            assert group.pull(0) == 2
+        return [type(caught.value).__name__, str(caught.value)]
+
+    needed_mib = 2 * num_elements * 4 / 2**20
+    for error, message in job.run(2, worker):
+        assert error == "OutOfDeviceMemoryError"
+        assert f"huge model: 2 workers need {needed_mib:.1f} MiB of device memory for 1 tensors" in message
+        assert "MiB are available" in message
