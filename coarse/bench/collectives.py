@@ -172,6 +172,7 @@ class CoarseUnregistered:
 
     def release(self) -> None:
         self._array = None
+        self._session.value.release_buffers()
 
     def close(self) -> None:
         self._session.close()

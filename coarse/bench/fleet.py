@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from coarse.bench import leftovers
 from coarse.bench.channel import Channel
 from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
@@ -27,6 +28,7 @@ from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
 _CLOSE_TIMEOUT_S = 15.0
+_INTERRUPTED_TIMEOUT_S = 3.0
 _TERMINATE_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.2
 _EXIT_CODE_TIMEOUT_S = 0.5
@@ -108,13 +110,13 @@ class Fleet:
                     found[each.pid] = each
         return list(found.values())
 
-    def close(self) -> None:
-        """Ends every process, politely if all is well, and removes the private directory."""
+    def close(self, leave_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Ends every process, politely unless a command was left unanswered, and removes what they left."""
         if self._directory is None:
             return
         try:
             if self._healthy:
-                self._leave()
+                self._leave(leave_timeout_s)
         finally:
             self._kill_all()
             for channel in self._channels:
@@ -128,9 +130,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._healthy = False
-        self.close()
+        self.close(_CLOSE_TIMEOUT_S if error is None else _INTERRUPTED_TIMEOUT_S)
 
     def _spawn(self, socket_path: str) -> None:
         assert self._directory is not None
@@ -245,18 +245,19 @@ class Fleet:
                 tails.append("\n".join((f"  {log.name.replace('stderr-', 'process ')}:", *lines)))
         return "\n" + "\n".join(tails) if tails else ""
 
-    def _leave(self) -> None:
+    def _leave(self, timeout_s: float) -> None:
         """Lets workers shut their system down; whoever does not manage in time is killed by the caller."""
-        with contextlib.suppress(CoarseError):
-            self.ask("close", timeout_s=_CLOSE_TIMEOUT_S)
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(CoarseError, subprocess.TimeoutExpired):
+            self.ask("close", timeout_s=timeout_s)
             for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_CLOSE_TIMEOUT_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
 
     def _kill_all(self) -> None:
         # Launchers put their children into groups of their own, and a dead launcher's children are nobody's
         # descendants: note them all before the first signal.
         everyone = self.descendants()
+        segments = leftovers.mpi_segments(each.pid for each in everyone)
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
@@ -266,6 +267,7 @@ class Fleet:
                 each.kill()
         for process in self._processes:
             process.wait()
+        leftovers.remove(segments)
 
 
 def _describe_exit(code: int) -> str:

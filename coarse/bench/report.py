@@ -43,7 +43,7 @@ def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
             blanks = ("",) * len(figures)
             rows.append(("  unregistered", *blanks, *_coarse_figures(speed, "coarse-unregistered")))
     return TextTable(
-        title="All-reduce, GB/s (1e9 bytes of one worker's tensor over the median time)",
+        title="All-reduce, GB/s (tensor / median time)",
         columns=("size", *peers, LIMIT, "coarse", "/ best peer", "of limit"),
         rows=tuple(rows),
     )

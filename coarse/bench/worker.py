@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import queue
+import shutil
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from coarse.bench import leftovers
 from coarse.bench.channel import Channel
 
 
@@ -79,10 +81,10 @@ def make_adapter(system: str, job: WorkerJob) -> Adapter:
     return factories[system](job)
 
 
-def serve(channel: Channel, adapter: Adapter) -> None:
+def serve(channel: Channel, adapter: Adapter, job: WorkerJob) -> None:
     """Executes commands until "close" has been answered. Errors are reported to the driver, which decides."""
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive_all, args=(channel, inbox), daemon=True).start()
+    threading.Thread(target=_receive_all, args=(channel, inbox, job), daemon=True).start()
     while True:
         message = inbox.get()
         try:
@@ -103,8 +105,8 @@ def _execute(adapter: Adapter, message: dict[str, Any]) -> Any:
     return getattr(adapter, command)(**message["with"])
 
 
-def _receive_all(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Moves messages to `inbox`; ends the process when the driver is gone.
+def _receive_all(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]], job: WorkerJob) -> None:
+    """Moves messages to `inbox`; ends the process when the driver is gone, after tidying up in its place.
 
     The main thread may be blocked in a collective that a dead driver's workers will never finish.
     """
@@ -112,6 +114,8 @@ def _receive_all(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]]) -> 
         while True:
             inbox.put(channel.receive())
     except (EOFError, OSError):
+        leftovers.remove(leftovers.mpi_segments([os.getpid()]))
+        shutil.rmtree(job.directory, ignore_errors=True)
         os._exit(1)
 
 
@@ -130,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         channel.send({"error": f"{type(error).__name__}: {error}"})
         return 1
-    serve(channel, adapter)
+    serve(channel, adapter, parsed.job)
     return 0
 
 

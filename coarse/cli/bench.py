@@ -20,6 +20,7 @@ _TRAIN_PEERS = ("ddp", "ddp-default", "none")
 _MODELS = ("bert-base", "bert-small", "resnet50", "digits")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
+_TABLE_WIDTH = 160
 
 Result = TypeVar("Result")
 
@@ -220,7 +221,8 @@ def _publish(
     from coarse.bench.report import heading
 
     provenance = Provenance.here()
-    console = Console()
+    # A table that is cut off is no record: lines longer than the terminal wrap there.
+    console = Console(width=_TABLE_WIDTH)
     print(heading(provenance.machine, what))
     print(f"commit {provenance.commit}")
     for table in tables:
@@ -238,9 +240,7 @@ def _print_table(console: Console, table: TextTable) -> None:
         drawn.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*row)
-    # Redirected output has no width of its own, and a table that is cut off is no record.
-    width = max(console.width, console.measure(drawn).maximum)
-    console.print(drawn, width=width, crop=False)
+    console.print(drawn)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -115,7 +114,3 @@ def test_workers_end_with_their_driver(how: signal.Signals, private_directory: P
     assert len(workers) == 2
     assert driver.returncode != 0
     assert_gone(workers)
-    if how == signal.SIGKILL:  # nobody was left to remove it
-        for leftover in private_directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                subprocess.run(["rm", "-r", leftover], check=True)

@@ -1,0 +1,36 @@
+"""What communication libraries leave behind when their processes are killed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+_SHARED_MEMORY_ROOT = "/dev/shm/"
+# MPICH names its segments until MPI_Finalize, Open MPI until its launcher has cleaned up.
+_MPI_PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.")
+
+
+def mpi_segments(pids: Iterable[int]) -> set[Path]:
+    """Shared memory files of an MPI that the live processes `pids` have mapped."""
+    found: set[Path] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found |= _mapped_segments(Path(f"/proc/{pid}/maps").read_text())
+    return found
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Removes files; some may be gone already."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _mapped_segments(maps: str) -> set[Path]:
+    paths = (line[line.index("/") :] for line in maps.splitlines() if _SHARED_MEMORY_ROOT in line)
+    return {
+        Path(path)
+        for path in paths
+        if path.removeprefix(_SHARED_MEMORY_ROOT).startswith(_MPI_PREFIXES) and " (deleted)" not in path
+    }
