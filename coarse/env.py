@@ -105,6 +105,7 @@ class Settings:
 
     Args:
         memory_devices: Memory devices on each node; 0 stands for as many as local workers.
+        partition_table: A TOML file that says which memory device serves which workers; "" for an even one.
         sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
         shard_bytes: Partition threshold: no shard is smaller unless its tensor is.
         gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
@@ -120,6 +121,7 @@ class Settings:
     """
 
     memory_devices: int = 0
+    partition_table: str = ""
     sync_cores: int = 0
     shard_bytes: int = 256 << 10
     gather_bytes: int = 64 << 10
@@ -150,6 +152,7 @@ class Settings:
         environ = os.environ if environ is None else environ
         readers: dict[str, Callable[[str, str], object]] = {
             "memory_devices": _read_int,
+            "partition_table": _read_text,
             "sync_cores": _read_int,
             "shard_bytes": _read_bytes,
             "gather_bytes": _read_bytes,

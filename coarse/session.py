@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -13,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from coarse.client.client import Client, TensorGroup
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.join import connect, provide_devices
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.env import Settings, WorkerIdentity
-from coarse.errors import MemoryDeviceLostError, RendezvousError, SessionClosedError
-from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_spin_us, socket_path
+from coarse.errors import SessionClosedError
+from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import PeerWatch, check_single_node, gather_workers
 from coarse.store import Store
 
@@ -70,16 +68,16 @@ class Session:
             return cls(identity, settings, SoloClient(), None)
         with PeerWatch(identity) as watch:
             check_single_node(gather_workers(identity, store, timeout_s=settings.timeout_s, watch=watch))
-            devices, directory, num_devices = _provide_devices(identity, store, settings, watch)
+            node = provide_devices(identity, store, settings, watch)
             try:
-                client = _connect(identity, settings, devices, directory, num_devices, watch)
+                client = connect(identity, settings, node, watch)
             except BaseException:
-                if devices is not None:
-                    devices.kill()
+                if node.processes is not None:
+                    node.processes.kill()
                 raise
-        if devices is not None:
-            devices.hide()
-        return cls(identity, settings, client, devices)
+        if node.processes is not None:
+            node.processes.hide()
+        return cls(identity, settings, client, node.processes)
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
@@ -168,89 +166,3 @@ def _check_array(array: npt.NDArray[Any], op: str) -> None:
         raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
     if array.size:
         TensorSpec(name="array", dtype=array.dtype.name, num_elements=array.size, op=op)
-
-
-def _provide_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings, watch: PeerWatch
-) -> tuple[DeviceProcesses | None, str, int]:
-    """The memory devices of the node: started by its first worker, found by the others."""
-    num_devices = settings.memory_devices or identity.world_size
-    if identity.rank != 0:
-        try:
-            announcement = json.loads(watch.get(store, "devices", settings.timeout_s))
-        except TimeoutError:
-            raise RendezvousError(
-                f"worker {identity.rank}: worker 0 has started no memory devices within {settings.timeout_s:.1f} s"
-            ) from None
-        if "error" in announcement:
-            raise MemoryDeviceLostError(f"worker 0 could not start memory devices: {announcement['error']}")
-        return None, announcement["directory"], announcement["num_devices"]
-    try:
-        devices = DeviceProcesses(num_devices=num_devices, num_clients=identity.world_size, settings=settings)
-    except OSError as error:
-        store.set("devices", json.dumps({"error": str(error)}).encode())
-        raise
-    announcement = {"directory": devices.directory, "num_devices": num_devices}
-    store.set("devices", json.dumps(announcement).encode())
-    return devices, devices.directory, num_devices
-
-
-def _connect(
-    identity: WorkerIdentity,
-    settings: Settings,
-    devices: DeviceProcesses | None,
-    directory: str,
-    num_devices: int,
-    watch: PeerWatch,
-) -> Client:
-    connections: list[DeviceConnection] = []
-    try:
-        token = _read_token(directory)
-        for device in range(num_devices):
-            connections.append(DeviceConnection(device, socket_path(directory, device)))
-        for connection in connections:
-            connection.send({"type": "hello", "token": token, "client": identity.rank})
-        replies = collect_replies(
-            connections,
-            kind="welcome",
-            group=None,
-            timeout_s=settings.timeout_s,
-            what=f"worker {identity.rank}: joining the memory devices",
-            on_silence=watch.check,
-        )
-        segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
-        for connection in connections:
-            connection.pid = int(replies[connection.device].message["pid"])
-        client = Client(
-            rank=identity.rank,
-            num_clients=identity.world_size,
-            connections=connections,
-            segment_fd=segment_fd,
-            doorbells_fd=doorbells_fd,
-            settings=settings,
-            spin_us=choose_spin_us(settings, num_devices, identity.world_size),
-            fate_of_device=_died if devices is None else devices.fate,
-        )
-        os.close(segment_fd)
-        os.close(doorbells_fd)
-    except BaseException as error:
-        for connection in connections:
-            connection.close()
-        if isinstance(error, MemoryDeviceLostError):
-            watch.check()  # devices end with the worker that started them: its death is the reason then
-        raise
-    return client
-
-
-def _read_token(directory: str) -> str:
-    try:
-        return (Path(directory) / TOKEN_FILE).read_text()
-    except FileNotFoundError:
-        raise MemoryDeviceLostError(
-            "the memory devices have ended before all workers had joined them"
-        ) from None
-
-
-def _died(device: int) -> str:
-    del device
-    return "died"

@@ -21,7 +21,7 @@ from coarse.errors import (
     WorkerLostError,
 )
 from coarse.kernels import _native
-from coarse.profiler.routing import RoutingTable, static_routing
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy.protocol import Message
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
@@ -40,6 +40,7 @@ class Client:
     Args:
         rank: This worker, also its client number on this node.
         num_clients: Workers of this node.
+        local_device: The memory device that takes this worker's contributions, until links are measured.
         connections: One to each memory device; they have all welcomed this client.
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
@@ -52,6 +53,7 @@ class Client:
         *,
         rank: int,
         num_clients: int,
+        local_device: int,
         connections: Sequence[DeviceConnection],
         segment_fd: int,
         doorbells_fd: int,
@@ -64,7 +66,9 @@ class Client:
         self._connections = connections
         self._settings = settings
         self._fate_of_device = fate_of_device
-        self._routing = self._routing_table()
+        self._routing = RoutingTable(
+            lat_proxy=local_device, bw_proxy=local_device, threshold_bytes=settings.routing_threshold_bytes
+        )
         self._next_group = 0
         self._groups: dict[int, TensorGroup] = {}
         self._staging: TensorGroup | None = None
@@ -226,14 +230,6 @@ class Client:
         for reply in replies.values():
             fds.update(zip(reply.message["fds"], reply.fds, strict=True))
         return fds
-
-    def _routing_table(self) -> RoutingTable:
-        static = static_routing(self.rank, self.num_clients, len(self._connections))
-        return RoutingTable(
-            lat_proxy=static.lat_proxy,
-            bw_proxy=static.bw_proxy,
-            threshold_bytes=self._settings.routing_threshold_bytes,
-        )
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:

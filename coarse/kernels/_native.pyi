@@ -73,7 +73,12 @@ class Proxy:
 
 class Client:
     def __init__(
-        self, num_devices: int, segment_fd: int, doorbells_fd: int, watch_fds: Sequence[int]
+        self,
+        num_devices: int,
+        segment_fd: int,
+        doorbells_fd: int,
+        watch_fds: Sequence[int],
+        spin_us: int,
     ) -> None: ...
     def add_group(
         self, plan: GroupPlan, client: int, control_fd: int, slots_fd: int, routes: Sequence[int]

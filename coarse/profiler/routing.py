@@ -29,18 +29,3 @@ class RoutingTable:
     def route(self, nbytes: int) -> int:
         """The memory device that takes a shard of `nbytes` bytes."""
         return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
-
-
-def local_device(client: int, num_clients: int, num_devices: int) -> int:
-    """The memory device that a client shares a switch with: clients are dealt out in even blocks (1:1, 2:1, n:1).
-
-    >>> [local_device(client, 4, 2) for client in range(4)]
-    [0, 0, 1, 1]
-    """
-    return client * num_devices // num_clients
-
-
-def static_routing(client: int, num_clients: int, num_devices: int) -> RoutingTable:
-    """The table of a node whose links have not been measured: everything goes to the local proxy."""
-    local = local_device(client, num_clients, num_devices)
-    return RoutingTable(lat_proxy=local, bw_proxy=local)

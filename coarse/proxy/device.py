@@ -23,7 +23,7 @@ from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, ProtocolError, SchemaMismatchError
 from coarse.kernels import _native
 from coarse.proxy.job import DeviceJob
-from coarse.proxy.memory import DeviceMemory, HostMemory, Segment
+from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.protocol import Channel, Message, Received, int_field
 from coarse.proxy.registration import GroupSchema, Registration, check_agreement
 
@@ -60,7 +60,7 @@ class MemoryDevice:
 
     def __init__(self, job: DeviceJob, memory: DeviceMemory | None = None) -> None:
         self._job = job
-        self._memory = memory or HostMemory()
+        self._memory = memory or open_memory(job.kind)
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=job.listen_fd)
         self._listener.setblocking(False)

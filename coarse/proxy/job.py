@@ -6,8 +6,6 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
-from coarse.profiler.routing import local_device
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJob:
@@ -17,6 +15,8 @@ class DeviceJob:
         device: This device, 0 <= device < num_devices.
         num_devices: Memory devices of the node.
         num_clients: Workers of the node.
+        local_clients: The workers whose slots lie in this device's memory.
+        kind: Of memory, as in the partition table.
         num_sync_cores: Threads that reduce.
         scheduling: "queues" or "fcfs".
         spin_us: How long an idle sync core looks for work before it sleeps.
@@ -31,6 +31,8 @@ class DeviceJob:
     device: int
     num_devices: int
     num_clients: int
+    local_clients: tuple[int, ...]
+    kind: str
     num_sync_cores: int
     scheduling: str
     spin_us: int
@@ -41,15 +43,6 @@ class DeviceJob:
     leader_pid: int
     join_timeout_s: float
 
-    @property
-    def local_clients(self) -> tuple[int, ...]:
-        """The workers whose slots lie in this device's memory."""
-        return tuple(
-            client
-            for client in range(self.num_clients)
-            if local_device(client, self.num_clients, self.num_devices) == self.device
-        )
-
     def to_json(self) -> bytes:
         """The form in which it is passed."""
         return json.dumps(asdict(self)).encode()
@@ -59,6 +52,6 @@ class DeviceJob:
         """Reads a job from `fd` to its end, and closes it."""
         with os.fdopen(fd, "rb") as stream:
             values = json.load(stream)
-        values["cpus"] = tuple(values["cpus"])
-        values["peer_fds"] = tuple(values["peer_fds"])
+        for name in ("local_clients", "cpus", "peer_fds"):
+            values[name] = tuple(values[name])
         return cls(**values)

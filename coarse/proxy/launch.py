@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from coarse.env import Settings
+from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.job import DeviceJob
 
 TOKEN_FILE = "token"
@@ -35,15 +36,15 @@ class DeviceProcesses:
     connected, hide() removes the directory with the sockets, so that even SIGKILL leaves nothing behind.
 
     Args:
-        num_devices: How many to start.
-        num_clients: Workers of this node.
+        table: Which to start, and whom each serves.
         settings: Of the session.
 
     Raises:
         OSError: If a process or socket cannot be made; what was made is undone.
     """
 
-    def __init__(self, *, num_devices: int, num_clients: int, settings: Settings) -> None:
+    def __init__(self, *, table: PartitionTable, settings: Settings) -> None:
+        num_devices, num_clients = table.num_devices, table.num_workers
         self.directory = tempfile.mkdtemp(prefix="coarse-")
         self._processes: list[subprocess.Popen[bytes]] = []
         token = secrets.token_hex(32)
@@ -57,6 +58,8 @@ class DeviceProcesses:
                         device=device,
                         num_devices=num_devices,
                         num_clients=num_clients,
+                        local_clients=table.devices[device].workers,
+                        kind=table.devices[device].kind,
                         num_sync_cores=num_sync_cores,
                         scheduling=settings.scheduling,
                         spin_us=choose_spin_us(settings, num_devices, num_clients),

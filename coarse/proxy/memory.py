@@ -70,6 +70,17 @@ class HostMemory:
         return max(0, min(host, _cgroup_available_bytes()))
 
 
+def open_memory(kind: str) -> DeviceMemory:
+    """The memory of a device of the given kind.
+
+    Raises:
+        ValueError: If there is no such kind.
+    """
+    if kind != HostMemory.kind:
+        raise ValueError(f"there is no device memory of kind {kind!r}")
+    return HostMemory()
+
+
 def _shortage(label: str, num_bytes: int, available: int) -> str:
     return (
         f"{label} needs {num_bytes / 2**20:.1f} MiB of host memory, {available / 2**20:.1f} MiB are available. "

@@ -146,7 +146,9 @@ class Channel:
             raise ProtocolError("a control frame announces what it does not carry")
         fragment = memoryview(frame)[_HEADER.size :]
         if not fragment or (num_fds and offset):
-            raise ProtocolError("a control frame without contents, or with descriptors after the first, arrived")
+            raise ProtocolError(
+                "a control frame without contents, or with descriptors after the first, arrived"
+            )
         if offset == 0 and not self._incoming:
             self._expected_bytes = total
         if offset != len(self._incoming) or total != self._expected_bytes or offset + len(fragment) > total:
