@@ -74,7 +74,7 @@ class PeerWatch:
         except OSError:
             is_gone = True
         if is_gone:
-            raise self._loss(rank)
+            raise self._loss([rank])
 
     def check(self) -> None:
         """Looks at all workers once.
@@ -83,11 +83,11 @@ class PeerWatch:
             WorkerLostError: If one has ended.
         """
         poll = select.poll()
-        rank_of = {pidfd: rank for rank, pidfd in self._pidfds.items()}
-        for pidfd in rank_of:
+        for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
-        for pidfd, _ in poll.poll(0):
-            raise self._loss(rank_of[pidfd])
+        ended = {pidfd for pidfd, _ in poll.poll(0)}
+        if ended:
+            raise self._loss([rank for rank, pidfd in self._pidfds.items() if pidfd in ended])
 
     def get(self, store: Store, key: str, timeout_s: float) -> bytes:
         """As store.get(), but ends when a worker does.
@@ -117,10 +117,12 @@ class PeerWatch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _loss(self, rank: int) -> WorkerLostError:
+    def _loss(self, ranks: Sequence[int]) -> WorkerLostError:
+        # More than one if others have noticed before us, and ended because of it.
+        dead = ", ".join(f"worker {rank} (pid {self._pids[rank]})" for rank in ranks)
         return WorkerLostError(
-            f"worker {self._identity.rank}: worker {rank} (pid {self._pids[rank]}) died while the session was "
-            "starting. Look at its output, and start the job again."
+            f"worker {self._identity.rank}: {dead} died while the session was starting. Look at its output, and "
+            "start the job again."
         )
 
 
@@ -197,8 +199,14 @@ class _RollCall:
             if not self._take(missing[0], min(wait_s, _LOOK_INTERVAL_S)):
                 for rank in missing[1:]:
                     self._take(rank, 0.0)
-                self._watch.check()
+                self._check_lives()
         return [self._found[rank] for rank in range(self._identity.world_size)]
+
+    def _check_lives(self) -> None:
+        try:
+            self._watch.check()
+        except WorkerLostError as error:
+            raise WorkerLostError(f"{error} At that moment {self}.") from None
 
     def __str__(self) -> str:
         here = ", ".join(map(str, sorted(self._found))) or "none"

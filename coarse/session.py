@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coarse.client.client import Client, TensorGroup
+from coarse.client.client import Client, StoredValue, TensorGroup
 from coarse.client.join import connect, provide_devices
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
@@ -124,6 +124,29 @@ class Session:
     def barrier(self) -> None:
         """Returns when every worker has called it."""
         self.all_reduce(np.zeros(1, dtype=np.int32))
+
+    def store(self, key: str, array: npt.NDArray[Any]) -> int:
+        """Keeps an array in the memory devices' parameter storage, for any worker to load; returns its version.
+
+        Args:
+            key: Up to 1,000 characters.
+            array: C-contiguous and not empty.
+
+        Raises:
+            OutOfDeviceMemoryError: If the memory device cannot hold it; the value before stays.
+            ValueError: If the array is empty or not contiguous.
+        """
+        if not array.flags.c_contiguous or array.nbytes == 0:
+            raise ValueError(f"stored tensor {key!r}: needs a C-contiguous array that is not empty")
+        return self._open().store(key, array.reshape(-1).view(np.uint8).data)
+
+    def load(self, key: str) -> StoredValue:
+        """The newest value that any worker has stored under `key`.
+
+        It never changes, also not when a newer one is stored. `np.frombuffer(stored.value, dtype)` makes an array
+        of it without a copy.
+        """
+        return self._open().load(key)
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""

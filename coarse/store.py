@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
 _POLL_INTERVAL_S = 0.005
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Store(Protocol):
@@ -43,22 +46,23 @@ class DirectoryStore:
         self._path = Path(path)
 
     def set(self, key: str, value: bytes) -> None:
-        temporary = self._file(key).with_suffix(f".{os.getpid()}.tmp")
+        path = self._file(key, "value")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         temporary.write_bytes(value)
-        temporary.replace(self._file(key))
+        temporary.replace(path)
 
     def get(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return self._file(key).read_bytes()
+                return self._file(key, "value").read_bytes()
             except FileNotFoundError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s") from None
                 time.sleep(_POLL_INTERVAL_S)
 
     def add(self, key: str, amount: int) -> int:
-        with self._file(key).with_suffix(".counter").open("a+b") as counter:
+        with self._file(key, "counter").open("a+b") as counter:
             fcntl.flock(counter, fcntl.LOCK_EX)
             counter.seek(0)
             value = int(counter.read() or b"0") + amount
@@ -66,5 +70,9 @@ class DirectoryStore:
             counter.write(str(value).encode())
         return value
 
-    def _file(self, key: str) -> Path:
-        return self._path / key.replace("/", "~")
+    def _file(self, key: str, kind: str) -> Path:
+        return self._path / f"{_UNSAFE.sub(_escape, key)}.{kind}"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"%{ord(match.group()):X}%"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import selectors
 import time
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from coarse.client.connection import DeviceConnection, collect_replies
@@ -22,7 +25,7 @@ from coarse.errors import (
 )
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.protocol import Message
+from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
 _STAGING_BUFFERS = 8
@@ -30,6 +33,19 @@ _STAGING_BYTES = 512 << 10
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 
 FateOfDevice = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredValue:
+    """What the parameter storage holds for a key.
+
+    Args:
+        version: 1 for the first value ever stored under the key; 0 if there is none.
+        value: Its bytes, read-only; they stay as they are when the key gets a new value.
+    """
+
+    version: int
+    value: memoryview[Any]
 
 
 class Client:
@@ -135,6 +151,42 @@ class Client:
             group.id, address, num_elements, DTYPE_NUMBERS[dtype], OP_NUMBERS[op], present, self.timeout_s
         )
         self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
+
+    def store(self, key: str, value: memoryview[Any]) -> int:
+        """Keeps a value in the parameter storage of the memory device that `key` belongs to; returns its version.
+
+        Who has loaded the key before keeps what he has; who loads it from now on gets this value, whole.
+        """
+        self._check_usable()
+        connection = self._keeper(key)
+        connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
+        reserved = self._ask(connection, "reserved", key)
+        with mmap.mmap(reserved.fds[0], value.nbytes) as target:
+            target[:] = value
+        reserved.close()
+        connection.send({"type": "commit"})
+        return int(self._ask(connection, "committed", key).message["version"])
+
+    def load(self, key: str) -> StoredValue:
+        """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
+        self._check_usable()
+        connection = self._keeper(key)
+        connection.send({"type": "lookup", "key": key})
+        found = self._ask(connection, "found", key)
+        version = int(found.message["version"])
+        if not found.fds:
+            return StoredValue(version=version, value=memoryview(b""))
+        mapping = mmap.mmap(found.fds[0], _native.sealed_bytes(found.fds[0]), prot=mmap.PROT_READ)
+        found.close()
+        return StoredValue(version=version, value=memoryview(mapping))
+
+    def _keeper(self, key: str) -> DeviceConnection:
+        return self._connections[zlib.crc32(key.encode()) % len(self._connections)]
+
+    def _ask(self, connection: DeviceConnection, kind: str, key: str) -> Received:
+        what = f"worker {self.rank}: storage of {key!r}"
+        replies = collect_replies([connection], kind=kind, group=None, timeout_s=self.timeout_s, what=what)
+        return replies[connection.device]
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.env import Settings, WorkerIdentity
-from coarse.errors import MemoryDeviceLostError, RendezvousError
+from coarse.errors import MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_spin_us, socket_path
 from coarse.rendezvous import PeerWatch
@@ -55,7 +55,9 @@ def provide_devices(
         processes = DeviceProcesses(table=table, settings=settings)
     except (OSError, ValueError) as error:
         store.set(_KEY, json.dumps({"error": str(error)}).encode())
-        raise
+        if isinstance(error, ValueError):
+            raise
+        raise MemoryDeviceLostError(f"worker 0 could not start memory devices: {error}") from error
     workers = [device.workers for device in table.devices]
     store.set(_KEY, json.dumps({"directory": processes.directory, "workers": workers}).encode())
     return NodeDevices(directory=processes.directory, table=table, processes=processes)
@@ -85,6 +87,7 @@ def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, wat
         MemoryDeviceLostError, WorkerLostError: If a process dies meanwhile.
     """
     connections: list[DeviceConnection] = []
+    watch.check()
     try:
         token = _read_token(node.directory)
         for device in range(node.table.num_devices):
@@ -118,8 +121,9 @@ def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, wat
     except BaseException as error:
         for connection in connections:
             connection.close()
-        if isinstance(error, MemoryDeviceLostError):
-            watch.check()  # devices end with the worker that started them: its death is the reason then
+        if isinstance(error, MemoryDeviceLostError | WorkerLostError):
+            # One loss brings another: devices end with the worker that started them, workers with any other's death.
+            watch.check()
         raise
     return client
 

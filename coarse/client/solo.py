@@ -6,12 +6,16 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from coarse.client.client import StoredValue
 from coarse.client.schema import TensorSpec
 from coarse.errors import SessionClosedError
 
 
 class SoloClient:
     """Offers what Client does; every result is the worker's own contribution."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, StoredValue] = {}
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> SoloTensorGroup:
         """Takes memory for the tensors."""
@@ -21,6 +25,15 @@ class SoloClient:
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
     ) -> None:
         """Leaves the buffer as it is: the sum, mean and maximum of one."""
+
+    def store(self, key: str, value: memoryview[Any]) -> int:
+        """Keeps a copy of the value; returns its version."""
+        self._stored[key] = StoredValue(version=self.load(key).version + 1, value=memoryview(bytes(value)))
+        return self._stored[key].version
+
+    def load(self, key: str) -> StoredValue:
+        """The newest value of `key`; version 0 and no bytes if there is none."""
+        return self._stored.get(key, StoredValue(version=0, value=memoryview(b"")))
 
     def release_buffers(self) -> None:
         """Has none."""

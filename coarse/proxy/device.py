@@ -26,11 +26,13 @@ from coarse.proxy.job import DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.protocol import Channel, Message, Received, int_field
 from coarse.proxy.registration import GroupSchema, Registration, check_agreement
+from coarse.proxy.storage import Storage, VersionedStorage
 
 logger = logging.getLogger(__name__)
 
 _HOME = 0  # the device that keeps what all devices share
 _TICK_S = 0.5
+_MOST_KEY_CHARACTERS = 1000
 
 
 class _Worker:
@@ -42,8 +44,15 @@ class _Worker:
         self.client = -1
         self.pidfd = -1
         self.has_left = False
+        self.reservation: tuple[str, Segment] | None = None  # of storage, being written by the worker
+
+    def drop_reservation(self) -> None:
+        if self.reservation is not None:
+            self.reservation[1].close()
+            self.reservation = None
 
     def close(self) -> None:
+        self.drop_reservation()
         self.channel.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -75,6 +84,7 @@ class MemoryDevice:
         self._proxy: _native.Proxy | None = None
         self._is_welcoming = False
         self._registrations: dict[int, Registration] = {}
+        self._storage: Storage = VersionedStorage()
         self._is_aborted = False
         self._deadline = time.monotonic() + job.join_timeout_s
 
@@ -105,6 +115,7 @@ class MemoryDevice:
             self._proxy.stop()
         if not self._is_welcoming:
             self._remove_directory()
+        self._storage.close()
         for worker in self._connections:
             worker.close()
         for channel in self._peers.values():
@@ -242,6 +253,12 @@ class MemoryDevice:
             self._register(worker, message)
         elif received.kind == "unregister":
             self._unregister(worker, int_field(message, "group"))
+        elif received.kind == "reserve":
+            self._reserve(worker, message)
+        elif received.kind == "commit":
+            self._commit(worker)
+        elif received.kind == "lookup":
+            self._look_up(worker, message)
         elif received.kind == "bye":
             self._leave(worker)
         else:
@@ -331,6 +348,39 @@ class MemoryDevice:
         # A worker that is gone is noticed by its pidfd; one that reads nothing gets what fits the socket.
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
+
+    # ---- parameter storage ----
+
+    def _reserve(self, worker: _Worker, message: Message) -> None:
+        """Gives a worker memory to write a new value into."""
+        worker.drop_reservation()
+        num_bytes = int_field(message, "num_bytes", low=1)
+        key = _text_field(message, "key")
+        try:
+            segment = self._memory.allocate(f"stored tensor {key[:100]!r}", num_bytes)
+        except OutOfDeviceMemoryError as error:
+            self._send(worker, {"type": "refused", "error": type(error).__name__, "text": str(error)})
+            return
+        worker.reservation = (key, segment)
+        self._send(worker, {"type": "reserved"}, [segment.fd])
+
+    def _commit(self, worker: _Worker) -> None:
+        """The value is written: it becomes the newest version."""
+        if worker.reservation is None:
+            raise ProtocolError("commit came without a reservation")
+        key, segment = worker.reservation
+        worker.reservation = None
+        self._send(worker, {"type": "committed", "version": self._storage.put(key, segment)})
+
+    def _look_up(self, worker: _Worker, message: Message) -> None:
+        found = self._storage.get(_text_field(message, "key"))
+        reply: Message = {"type": "found", "version": found.version}
+        if found.segment is None:
+            self._send(worker, reply)
+            return
+        fd = found.segment.read_only_fd()
+        self._send(worker, reply, [fd])
+        os.close(fd)
 
     # ---- what the data path reports ----
 
@@ -523,6 +573,15 @@ class MemoryDevice:
 def _bytes(token: str) -> bytes:
     # JSON can carry halves of surrogate pairs, which are no characters.
     return token.encode("utf-8", "surrogatepass")
+
+
+def _text_field(message: Message, name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= _MOST_KEY_CHARACTERS:
+        raise ProtocolError(
+            f"control message {message.get('type')!r}: {name} is no text of a sensible length"
+        )
+    return value
 
 
 def run_device(job_fd: int) -> None:

@@ -1,0 +1,59 @@
+"""Parameter storage: any worker loads the newest value, whole; who holds an older one keeps it."""
+
+import mmap
+
+import numpy as np
+import pytest
+
+from coarse.errors import OutOfDeviceMemoryError
+
+
+@pytest.mark.parametrize("memory_devices", [1, 3])
+def test_every_worker_loads_what_one_has_stored(job, memory_devices):
+    def worker(me):
+        with me.join(memory_devices=memory_devices) as session:
+            for key in ("a", "layer.0.weight", "ü"):
+                if me.rank == 1:
+                    assert session.store(key, np.arange(1000.0) + len(key)) == 1
+                session.barrier()
+                stored = session.load(key)
+                assert stored.version == 1
+                assert np.array_equal(np.frombuffer(stored.value), np.arange(1000.0) + len(key))
+            assert session.load("never stored").version == 0
+
+    job.run(2, worker)
+
+
+def test_a_new_version_leaves_those_that_hold_the_old_one_alone(job):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            if me.rank == 0:
+                session.store("w", np.full(5, 1.0))
+            session.barrier()
+            first = session.load("w")
+            session.barrier()
+            if me.rank == 1:
+                assert session.store("w", np.full(9, 2.0)) == 2
+            session.barrier()
+            second = session.load("w")
+            assert np.frombuffer(first.value).tolist() == [1.0] * 5
+            assert (second.version, np.frombuffer(second.value).tolist()) == (2, [2.0] * 9)
+
+    job.run(2, worker)
+
+
+def test_a_value_that_does_not_fit_leaves_the_one_before(job):
+    def worker(me):
+        with me.join(memory_devices=1) as session:
+            if me.rank == 0:
+                session.store("w", np.ones(3))
+                # Address space without memory: it is refused before a byte of it is read.
+                unbacked = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
+                huge = np.frombuffer(mmap.mmap(-1, 1 << 42, flags=unbacked), dtype=np.uint8)
+                with pytest.raises(
+                    OutOfDeviceMemoryError, match=r"needs .* MiB of host memory, .* are available"
+                ):
+                    session.store("w", huge)
+                assert session.load("w").version == 1
+
+    job.run(2, worker)
