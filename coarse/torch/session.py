@@ -51,7 +51,6 @@ class GroupSession:
 # Global because torch's process groups take no attributes, and two wrappers that were given the same group
 # have nothing else in common through which they could find the session. Entries vanish with their group.
 _SESSIONS: MutableMapping[Any, GroupSession] = weakref.WeakKeyDictionary()
-_SESSIONS_OPENED: MutableMapping[Any, int] = weakref.WeakKeyDictionary()
 
 
 def session_of_group(process_group: Any) -> GroupSession:
