@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT = {
@@ -67,6 +68,27 @@ def test_ddp_example_runs(name: str, launcher: str) -> None:
 def test_ddp_example_runs_under_torchrun(name: str) -> None:
     shown = run("torchrun", f"torch_{name}_ddp.py", *SHORT[name])
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
+
+
+def test_resnet_takes_shares_of_unequal_length(tmp_path: Path) -> None:
+    """Nine pictures, two workers, batches of two: worker 0 takes three steps, worker 1 two."""
+    for part in ("train", "val"):
+        for label, count in (("grey", 5), ("white", 4)):
+            (tmp_path / part / label).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (40, 40), label).save(tmp_path / part / label / f"{number}.png")
+    size = ("--small", "--image-size", "64", "--batch", "2", "--epochs", "2")
+    reports = ("--report", str(tmp_path / "report.json"))
+    run("coarse run", "torch_resnet_imagenet.py", "--data", str(tmp_path), *size, *reports)
+    steps, hashes = zip(
+        *(
+            (entry["steps"], entry["param_hash"])
+            for entry in (json.loads(path.read_text()) for path in sorted(tmp_path.glob("report-*.json")))
+        ),
+        strict=True,
+    )
+    assert steps == (6, 4)
+    assert len(set(hashes)) == 1
 
 
 def test_bert_trains_in_bfloat16() -> None:
