@@ -136,7 +136,7 @@ class MemoryDevice:
                 (socket_path.parent / TOKEN_FILE).unlink()
             socket_path.parent.rmdir()
 
-    def _watch(self, fd: int, callback: Callable[[], None]) -> None:
+    def _watch(self, fd: int, callback: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _watch_leader(self) -> None:
@@ -227,7 +227,8 @@ class MemoryDevice:
         self._connections.append(worker)
         self._watch(connection.fileno(), lambda: self._read_worker(worker))
 
-    def _read_worker(self, worker: _Worker) -> None:
+    def _read_worker(self, worker: _Worker) -> bool:
+        """Serves the next frame of a worker; False if there is none."""
         try:
             received = worker.channel.receive()
             if received is not None:
@@ -236,12 +237,25 @@ class MemoryDevice:
                 finally:
                     received.close()
         except BlockingIOError:
-            pass
+            return False
         except (EOFError, OSError):
             self._lose(worker)
+            return False
         except ProtocolError as error:
-            logger.warning("[md%s] dropped worker %s: %s", self._job.device, worker.client, error)
-            self._lose(worker)
+            if worker.client >= 0:
+                self._evict(worker, f"broke the control protocol: {error}")
+            else:
+                logger.warning(
+                    "[md%s] dropped a connection of process %s: %s", self._job.device, worker.pid, error
+                )
+                self._lose(worker)
+        return True
+
+    def _bury(self, worker: _Worker) -> None:
+        """Hears out what a process said before it ended: it may have been goodbye."""
+        while not worker.has_left and self._read_worker(worker):
+            pass
+        self._lose(worker)
 
     def _handle_worker(self, worker: _Worker, received: Received) -> None:
         message = received.message
@@ -284,7 +298,7 @@ class MemoryDevice:
         # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
         with contextlib.suppress(OSError):
             worker.pidfd = os.pidfd_open(worker.pid)
-            self._watch(worker.pidfd, lambda: self._lose(worker))
+            self._watch(worker.pidfd, lambda: self._bury(worker))
 
     def _unwatch(self, worker: _Worker) -> None:
         for fd in (worker.channel.fileno(), worker.pidfd):
