@@ -27,7 +27,7 @@ from coarse.env import Settings, WorkerIdentity
 from coarse.session import Session
 from coarse.store import DirectoryStore
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """How long anything may take that is not itself under test."""
 
 PROMPT_S = 1.0

@@ -120,7 +120,7 @@ def test_a_step_that_everyone_pushed_completes_without_one_of_them(job):
     for survivor in workers[:2]:
         outcome = survivor.finish()
         assert outcome.error == "WorkerLostError"
-        assert f"worker 2 (pid {workers[2].pid}) died; its last contribution was step 1" in outcome.message
+        assert f"worker 2 (pid {workers[2].pid}) died; its last contribution was step" in outcome.message
 
 
 @pytest.mark.parametrize("use", ["all_reduce", "register", "pull_all"])

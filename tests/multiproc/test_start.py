@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -235,7 +236,8 @@ def test_a_device_that_ends_at_once_is_told_to_all_workers(job, monkeypatch):
     monkeypatch.setattr(launch.sys, "executable", "/bin/false")
     for outcome in job.outcomes(2, join_and_stay):
         assert outcome.error == "MemoryDeviceLostError", outcome
-        assert "md0" in outcome.message or "memory devices have ended" in outcome.message
+        # Worker 0 may notice while it still tells the device its job.
+        assert re.search("md0|memory devices have ended|could not start memory devices", outcome.message)
 
 
 def test_devices_get_their_job_by_descriptor_and_no_secret_by_argv(job):

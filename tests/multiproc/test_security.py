@@ -1,0 +1,373 @@
+"""No byte from outside crashes or overruns a memory device: whoever sends it is dropped, others are served."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import json
+import os
+import random
+import socket
+import struct
+
+import numpy as np
+import pytest
+from harness import LIMIT_S, open_descriptors
+from test_start import joining
+
+from coarse.client.schema import TensorSpec
+
+HEADER = struct.Struct(
+    "<4sHHII"
+)  # docs/design/control-protocol.md: magic, version, descriptors, length, offset
+
+
+def frame(payload, *, magic=b"COAR", version=1, num_fds=0, total=None, offset=0):
+    return HEADER.pack(magic, version, num_fds, len(payload) if total is None else total, offset) + payload
+
+
+def hello(token, client):
+    return frame(json.dumps({"type": "hello", "token": token, "client": client}).encode())
+
+
+@pytest.fixture
+def device_socket(job):
+    """The path of a memory device's socket while workers still join, and the token; then they go on."""
+    workers = [job.start_worker(rank, 2, joining({0: "set devices"}, memory_devices=1)) for rank in (0, 1)]
+    assert workers[0].hear() == "set devices"
+    (directory,) = job.temporary.iterdir()
+    yield directory / "md0.sock", (directory / "token").read_text()
+    workers[0].tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
+def connect(path):
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(LIMIT_S)
+    connection.connect(str(path))
+    return connection
+
+
+def is_dropped(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+STRANGERS = {
+    "noise": random.Random(1).randbytes(1000),
+    "less than a header": b"COAR",
+    "another protocol": frame(b"{}", magic=b"HTTP"),
+    "another version": frame(b"{}", version=2),
+    "no message": frame(b""),
+    "a length beyond all": frame(b"{}", total=(1 << 32) - 1),
+    "a length that lies": frame(b"{}", total=1),
+    "a fragment from the middle": frame(b"{}", total=100, offset=50),
+    "descriptors that are not there": frame(b"{}", num_fds=3),
+    "more than a frame holds": frame(b" " * 100_000),
+    "no JSON": frame(b"{]"),
+    "no text": frame(b"\xff\xfe"),
+    "no object": frame(b"[1]"),
+    "too deep": frame(b"[" * 40_000),
+    "no type": frame(b"{}"),
+    "a type that is no text": frame(b'{"type": 1}'),
+    "something before hello": frame(b'{"type": "register"}'),
+    "a wrong token": hello("0" * 64, 0),
+    "an empty token": hello("", 0),
+    "a token that is no text": hello(None, 0),
+    "a token that is no character": hello("\ud800", 0),
+}
+
+
+@pytest.mark.parametrize("sent", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_stranger_is_dropped_and_workers_are_served(device_socket, sent):
+    path, _ = device_socket
+    with connect(path) as stranger:
+        stranger.send(sent)
+        assert is_dropped(stranger)
+
+
+@pytest.mark.parametrize("client", [-1, 2, 1 << 70, 0.5, True, "0", None])
+def test_a_worker_that_cannot_be_is_dropped(device_socket, client):
+    path, token = device_socket
+    with connect(path) as stranger:
+        stranger.send(hello(token, client))
+        assert is_dropped(stranger)
+
+
+def test_half_a_message_and_silence_hold_nobody_up(device_socket):
+    path, token = device_socket
+    with contextlib.ExitStack() as stack:
+        for sent in (b"", hello(token, 0)[:-10], frame(b"{", total=1000)):
+            stranger = stack.enter_context(connect(path))
+            if sent:
+                stranger.send(sent)
+        with connect(path) as last:
+            last.send(b"noise")
+            assert is_dropped(last), "the device is still at work"
+
+
+def test_descriptors_of_strangers_are_closed(job, device_socket):
+    path, _ = device_socket
+    (pid,) = job.device_pids()
+    with connect(path) as first:
+        first.send(b"noise")
+        assert is_dropped(first)
+    before = open_descriptors(pid)
+    for payload in (b'{"type": "hello"}', b"{]", b"{"):
+        with connect(path) as stranger, open("/dev/null") as null:
+            attached = array.array("i", [null.fileno()] * 200)
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, attached)]
+            total = 100 if payload == b"{" else None
+            stranger.sendmsg([frame(payload, num_fds=200, total=total)], ancillary)
+            if total:
+                # Again, although descriptors come with the first fragment only.
+                stranger.sendmsg([frame(payload, num_fds=200, total=total, offset=1)], ancillary)
+            assert is_dropped(stranger)
+    assert open_descriptors(pid) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused(device_socket):
+    path, token = device_socket
+    path.parent.parent.parent.chmod(0o755)
+    path.parent.parent.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            os.setuid(65534)
+            try:
+                connect(path)
+            except PermissionError:
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0) == (child, 0), "the directory keeps others out"
+    path.parent.chmod(0o755)
+    path.chmod(0o777)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            os.setuid(65534)
+            with connect(path) as stranger:
+                # It may be refused before it has said anything.
+                with contextlib.suppress(BrokenPipeError):
+                    stranger.send(hello(token, 0))
+                code = 0 if is_dropped(stranger) else 1
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0) == (child, 0), "and if it does not, the device does"
+
+
+# ---- a worker that has been let in ----
+
+MISBEHAVIOURS = {
+    "an unknown message": {"type": "format"},
+    "another hello": {"type": "hello", "token": "", "client": 0},
+    "no group": {"type": "register"},
+    "a negative group": {"type": "register", "group": -1},
+    "a group beyond all": {"type": "unregister", "group": 1 << 64},
+    "no tensors": {"type": "register", "group": 7, "name": "x", "specs": []},
+}
+
+
+def registration(**changes):
+    specs = [["a", "float32", 1, "sum"]]
+    usual = {"name": "x", "specs": specs, "shard_bytes": 1, "gather_bytes": 1, "algorithm": "auto"}
+    return {"type": "register", "group": 7, **usual, **changes}
+
+
+MISBEHAVIOURS |= {
+    f"{field}={value!r:.20}": registration(**{field: value})
+    for field, value in (
+        ("specs", [1]),
+        ("specs", [["a", "float32", 1]]),
+        ("specs", [["a", "float32", float("inf"), "sum"]]),
+        ("specs", [["a", "float32", 0, "sum"]]),
+        ("specs", [["a", "float8", 1, "sum"]]),
+        ("specs", [["a", "float32", 1, "xor"]]),
+        ("specs", {"a": 1}),
+        ("shard_bytes", 0),
+        ("shard_bytes", "1"),
+        ("gather_bytes", -1),
+    )
+}
+
+
+@pytest.mark.parametrize("message", MISBEHAVIOURS.values(), ids=MISBEHAVIOURS.keys())
+def test_a_worker_that_breaks_the_protocol_is_evicted_and_named(job, message):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            session.barrier()
+            if me.rank == 1:
+                session._client._connections[0].send(message)
+            # Data may be faster than control messages.
+            while True:
+                session.barrier()
+
+    workers = job.start(3, worker)
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert (
+            f"worker 1 (pid {workers[1].pid}) was evicted because it broke the control protocol"
+            in outcome.message
+        )
+
+
+PLAN_ERRORS = {
+    "algorithm": registration(algorithm="magic"),
+    "staging": registration(is_staging=True, shard_bytes=64),
+}
+
+
+@pytest.mark.parametrize("message", PLAN_ERRORS.values(), ids=PLAN_ERRORS.keys())
+def test_a_registration_that_all_agree_on_but_nobody_can_do_harms_nobody(job, message):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            for connection in session._client._connections:
+                connection.send({**message, "group": 1000})
+            session.barrier()
+
+    job.run(2, worker)
+
+
+# ---- shared memory ----
+
+DESCRIPTOR = struct.Struct(
+    "<IIIIBBBBIQ"
+)  # docs/design/queue-protocol.md: group, shard, step, length, flags, ..., commit
+PRESENT = 1
+NUM_CELLS = 4096
+QUEUE_OFFSET = 64  # after the inbox
+CELLS_OFFSET = QUEUE_OFFSET + 64
+
+
+def client_segment():
+    """The shared memory through which this worker talks to the memory devices, found as an attacker would."""
+    with open("/proc/self/maps") as maps:
+        line = next(line for line in maps if "memfd:coarse-client" in line)
+    start, end = (int(address, 16) for address in line.split()[0].split("-"))
+    return (ctypes.c_ubyte * (end - start)).from_address(start)
+
+
+def write_descriptor(position, *, group=0, shard=0, step=1, num_elements=0, dtype=0, op=0):
+    """Publishes a descriptor to memory device 0."""
+    cell = DESCRIPTOR.pack(group, shard, step, num_elements, PRESENT, dtype, op, 0, 0, position + 1)
+    offset = CELLS_OFFSET + position * DESCRIPTOR.size
+    client_segment()[offset : offset + len(cell)] = list(cell)
+
+
+DESCRIPTORS = {
+    "an unknown group": ({"group": 99}, "tensor group 99 is not registered"),
+    "a shard beyond the last": ({"shard": 1}, "shard 1 of 1"),
+    "the largest shard": ({"shard": (1 << 32) - 1}, "shard 4294967295 of 1"),
+    "a step that was": ({"step": 0}, "step 0 of shard 0"),
+    "a step that is not yet": ({"step": 2}, "step 2 of shard 0"),
+    "the last step": ({"step": (1 << 32) - 1}, "step 4294967295 of shard 0"),
+    "a buffer beyond its slot": ({"group": 1, "shard": 1, "num_elements": 1 << 30}, "bytes in a slot of fewer"),
+    "a buffer of overflowing length": (
+        {"group": 1, "shard": 1, "num_elements": (1 << 32) - 1, "dtype": 1},
+        "bytes in a slot",
+    ),
+    "an unknown dtype": ({"group": 1, "shard": 1, "num_elements": 1, "dtype": 7}, "unknown dtype or op"),
+    "an unknown op": ({"group": 1, "shard": 1, "num_elements": 1, "op": 255}, "unknown dtype or op"),
+}
+
+
+@pytest.mark.parametrize(("descriptor", "reason"), DESCRIPTORS.values(), ids=DESCRIPTORS.keys())
+def test_a_corrupt_descriptor_evicts_who_wrote_it(job, descriptor, reason):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register(
+                "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
+            )
+            staging = session._client._staging_group()
+            assert (group.id, staging.id) == (0, 1)
+            if me.rank == 0:
+                write_descriptor(1, **descriptor)
+                session.barrier()  # whose descriptor is at position 0: the device reads on
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(3, worker)
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert f"worker 0 (pid {workers[0].pid}) was evicted because it sent a descriptor that cannot be" in (
+            outcome.message
+        )
+        assert reason in outcome.message
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_worker_that_scribbles_over_its_queues_harms_only_the_session(job, seed):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register(
+                "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
+            )
+            session.barrier()
+            if me.rank == 0:
+                me.tell()
+                noise = random.Random(seed)
+                segment = client_segment()
+                # The inbox stays: it is this worker's own sleep. Every cell says that it is committed.
+                scribbles = bytearray(noise.randbytes(len(segment) - QUEUE_OFFSET))
+                for position in range(NUM_CELLS):
+                    end = CELLS_OFFSET - QUEUE_OFFSET + (position + 1) * DESCRIPTOR.size
+                    scribbles[end - 8 : end] = (position + 1).to_bytes(8, "little")
+                ctypes.memmove(ctypes.addressof(segment) + QUEUE_OFFSET, bytes(scribbles), len(scribbles))
+                session.barrier()
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(3, worker)
+    workers[0].hear()
+    for running in workers[1:]:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert f"worker 0 (pid {workers[0].pid}) was evicted" in outcome.message
+
+
+def test_workers_cannot_write_what_memory_devices_share_with_them(job):
+    """A worker's memory of a group: its own slots, and the devices' notes read-only."""
+
+    def worker(me):
+        with me.join() as session:
+            group = session.register(
+                "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
+            )
+            with open("/proc/self/maps") as maps:
+                lines = [line.split() for line in maps if "memfd:coarse-" in line]
+            permissions = {line[5].removeprefix("/memfd:coarse-"): line[1] for line in lines}
+            slots = [line for line in lines if "gradients" in line[5]]
+            group.close()
+        return permissions, len(slots)
+
+    for permissions, num_slots in job.run(3, worker):
+        assert num_slots == 1
+        assert permissions["control"] == "r--s"
+        assert permissions["gradients"] == "rw-s"
+        assert set(permissions) == {"control", "gradients", "client", "doorbells"}
+
+
+def test_values_are_never_interpreted(job):
+    """Bit patterns in a tensor are data."""
+
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            specs = [TensorSpec(name="a", dtype="uint8", num_elements=100_000, op="max")]
+            group = session.register("bytes", specs)
+            values = np.frombuffer(group.buffer(0), dtype=np.uint8)
+            values[:] = np.frombuffer(random.Random(0).randbytes(100_000), dtype=np.uint8)
+            expected = values.copy()
+            group.push(0)
+            group.pull(0)
+            assert np.array_equal(values, expected)
+
+    job.run(2, worker)
