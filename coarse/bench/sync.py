@@ -18,9 +18,9 @@ COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
 LIMIT = "limit"
 DTYPES = ("float32", "float64", "int32", "int64")
 
-_MIN_ITERATIONS = 2
 _MAX_ITERATIONS = 3000
-_PROBE_ITERATIONS = 2
+_FIRST_BURST = 2
+_BURST_GROWTH = 8
 # The tensor, its result, and what a library may hold on the way.
 _COPIES_PER_WORKER = 3
 
@@ -138,13 +138,25 @@ def _take_turn(plan: SyncPlan, fleet: Fleet, nbytes: int) -> list[float]:
     """One system's turn. It holds its tensors only that long, so that memory is needed for one only."""
     fleet.ask("prepare", nbytes=nbytes, dtype=plan.dtype)
     fleet.ask("verify")
-    probe = slowest_worker(fleet.ask("run", iterations=_PROBE_ITERATIONS))
-    iterations = iterations_within(
-        plan.budget_s / plan.rounds, float(probe.min()), at_least=_MIN_ITERATIONS, at_most=_MAX_ITERATIONS
-    )
-    seconds = slowest_worker(fleet.ask("run", iterations=iterations))
+    seconds = _run_within(plan.budget_s / plan.rounds, fleet)
     fleet.ask("release")
-    return [float(each) for each in seconds]
+    return seconds
+
+
+def _run_within(budget_s: float, fleet: Fleet) -> list[float]:
+    """Runs iterations until the budget or _MAX_ITERATIONS is used up, in bursts that grow step by step.
+
+    One burst would not do: where workers outnumber cores and poll, most iterations may take a thousand times
+    longer than the first.
+    """
+    seconds: list[float] = []
+    burst = _FIRST_BURST
+    while burst > 0:
+        latest = slowest_worker(fleet.ask("run", iterations=burst))
+        seconds += (float(each) for each in latest)
+        allowed = min(_BURST_GROWTH * burst, _MAX_ITERATIONS - len(seconds))
+        burst = iterations_within(budget_s - sum(seconds), float(latest.mean()), at_least=0, at_most=allowed)
+    return seconds
 
 
 def format_bytes(nbytes: int) -> str:

@@ -78,8 +78,13 @@ def test_bare_workers_need_not_agree() -> None:
     train._verify(PLAN, {"none": first_step(hashes=("a", "b")), "ddp": first_step()})
 
 
-@pytest.mark.parametrize("flags", [("--workers", "2"), ("--single",)])
-def test_command_prints_a_table_and_appends_records(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "systems"),
+    [(("--against", "ddp"), ["coarse", "ddp"]), (("--against", "", "--single"), ["coarse", "none"])],
+)
+def test_command_prints_a_table_and_appends_records(
+    flags: tuple[str, ...], systems: list[str], tmp_path: Path
+) -> None:
     if (reason := missing("coarse")) is not None:
         pytest.skip(reason)
     path = tmp_path / "records.jsonl"
@@ -88,7 +93,7 @@ def test_command_prints_a_table_and_appends_records(flags: tuple[str, ...], tmp_
     result = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [record["system"] for record in records] == ["coarse", "ddp", "none"]
+    assert [record["system"] for record in records] == systems
     assert {record["bench"] for record in records} == {"train-step"}
     assert "measured on" in result.stdout
     assert "digits, batch 1" in result.stdout
