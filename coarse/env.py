@@ -95,6 +95,9 @@ def _required_int(environ: Mapping[str, str], name: str, *, default: int | None 
         raise RendezvousError(f"{name}={text!r} is no whole number") from None
 
 
+_PREFIX = "COARSE_"
+_OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read by setup.py and the Makefile
+
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 
@@ -164,9 +167,15 @@ class Settings:
         }
         values: dict[str, Any] = {}
         for field, read in readers.items():
-            name = f"COARSE_{field.upper()}"
+            name = f"{_PREFIX}{field.upper()}"
             if name in environ:
                 values[field] = read(name, environ[name])
+        known = {f"{_PREFIX}{field.upper()}" for field in readers} | _OTHER_VARIABLES
+        for name in sorted(environ):
+            if name.startswith(_PREFIX) and name not in known:
+                raise ValueError(
+                    f"{name} is set, but there is no such setting; there are {', '.join(sorted(known))}"
+                )
         return cls(**values)
 
 

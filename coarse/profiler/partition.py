@@ -14,7 +14,7 @@ SLOT_ALIGNMENT_BYTES = 64
 ALGORITHMS = ("gather", "direct", "ring")
 """Names of the synchronisation algorithms; their positions are the native numbers."""
 
-_MAX_SHARD_ELEMENTS = (1 << 32) - 1
+_MAX_SHARD_ELEMENTS = (1 << 32) - SLOT_ALIGNMENT_BYTES  # fits 32 bits, in whole cache lines of any dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def plan_partition(
         chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
         num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
         shards += _cut(index, spec, end, num_shards, chosen)
-        end += -(-spec.nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+        end += _round_up(spec.nbytes)
     return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=end, shards=tuple(shards))
 
 
@@ -83,7 +83,12 @@ def choose_algorithm(nbytes: int, gather_bytes: int) -> str:
 
 def count_shards(nbytes: int, shard_bytes: int) -> int:
     """Into how many equal shards of at least `shard_bytes` a tensor of `nbytes` is cut."""
-    return max(1, nbytes // shard_bytes)
+    # Shards are cut at cache lines, which must not take any of them below the threshold.
+    return max(1, nbytes // _round_up(shard_bytes))
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 def _cut(tensor: int, spec: TensorSpec, start: int, num_shards: int, algorithm: str) -> list[ShardRange]:
