@@ -1,0 +1,152 @@
+"""Settings and identity: read from the environment, checked, and refused by the name of the variable."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coarse.env import Settings, WorkerIdentity, parse_bytes
+from coarse.errors import RendezvousError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("65536", 65536),
+        ("1B", 1),
+        ("4MB", 4_000_000),
+        ("4MiB", 4 << 20),
+        ("4 kib", 4 << 10),
+        (" 2GB ", 2_000_000_000),
+        ("2GiB", 2 << 30),
+        ("3KB", 3_000),
+    ],
+)
+def test_sizes_mean_what_they_say(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "4.5MB", "-1", "4M", "4 M B", "1e6", "0x10", "4MB/s"])
+def test_anything_else_is_no_size(text):
+    with pytest.raises(ValueError, match="no size; write a number with B, KB, MB, GB, KiB, MiB or GiB"):
+        parse_bytes(text)
+
+
+@given(st.text())
+def test_a_text_is_a_size_or_refused(text):
+    with contextlib.suppress(ValueError):
+        assert parse_bytes(text) >= 0
+
+
+def test_the_environment_gives_every_setting():
+    settings = Settings.from_environment(
+        {
+            "COARSE_MEMORY_DEVICES": "3",
+            "COARSE_PARTITION_TABLE": "table.toml",
+            "COARSE_SYNC_CORES": "2",
+            "COARSE_SHARD_BYTES": "4MB",
+            "COARSE_GATHER_BYTES": "1KiB",
+            "COARSE_ROUTING_THRESHOLD_BYTES": "64KiB",
+            "COARSE_ALGORITHM": "ring",
+            "COARSE_SCHEDULING": "fcfs",
+            "COARSE_TIMEOUT_S": "2.5",
+            "COARSE_SPIN_US": "7",
+            "HOME": "/",
+        }
+    )
+    assert settings == Settings(
+        memory_devices=3,
+        partition_table="table.toml",
+        sync_cores=2,
+        shard_bytes=4_000_000,
+        gather_bytes=1024,
+        routing_threshold_bytes=65536,
+        algorithm="ring",
+        scheduling="fcfs",
+        timeout_s=2.5,
+        spin_us=7,
+    )
+
+
+def test_without_variables_the_defaults_hold():
+    assert Settings.from_environment({"PATH": "/bin"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("COARSE_MEMORY_DEVICES", "many"),
+        ("COARSE_MEMORY_DEVICES", "-1"),
+        ("COARSE_MEMORY_DEVICES", "65"),
+        ("COARSE_SYNC_CORES", "1.5"),
+        ("COARSE_SHARD_BYTES", "4M"),
+        ("COARSE_SHARD_BYTES", "63"),
+        ("COARSE_SHARD_BYTES", "5GiB"),
+        ("COARSE_GATHER_BYTES", "-4"),
+        ("COARSE_ROUTING_THRESHOLD_BYTES", ""),
+        ("COARSE_ALGORITHM", "fastest"),
+        ("COARSE_SCHEDULING", "QUEUES"),
+        ("COARSE_TIMEOUT_S", "soon"),
+        ("COARSE_TIMEOUT_S", "0"),
+        ("COARSE_TIMEOUT_S", "nan"),
+        ("COARSE_TIMEOUT_S", "inf"),
+        ("COARSE_SPIN_US", "10s"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, text):
+    with pytest.raises(ValueError, match=name):
+        Settings.from_environment({name: text})
+
+
+def test_a_misspelt_variable_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match=r"COARSE_SHARD_SIZE is set, but .* COARSE_SHARD_BYTES"):
+        Settings.from_environment({"COARSE_SHARD_SIZE": "4MB"})
+
+
+def test_what_only_the_build_reads_is_no_misspelling():
+    assert Settings.from_environment({"COARSE_BUILD_JOBS": "2"}) == Settings()
+
+
+# ---- identity ----
+
+
+def identity(rank, world_size, local_rank, local_world_size):
+    return WorkerIdentity(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, identity(0, 1, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, identity(1, 2, 1, 2)),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            identity(5, 8, 1, 4),
+        ),
+        ({"LOCAL_RANK": "3"}, identity(0, 1, 0, 1)),
+    ],
+)
+def test_identity_is_what_the_launcher_says(environ, expected):
+    assert WorkerIdentity.from_environment(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "match"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set although other launcher variables are.*coarse run"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is no whole number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE='' is no whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 does not fit WORLD_SIZE=2: ranks run from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit"),
+    ],
+)
+def test_a_launcher_that_contradicts_itself_is_told_how(environ, match):
+    with pytest.raises(RendezvousError, match=match):
+        WorkerIdentity.from_environment(environ)

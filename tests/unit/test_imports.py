@@ -1,0 +1,45 @@
+"""What a process imports, it pays for: the core needs no framework, a memory device not even numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = {"torch", "tensorflow", "transformers", "sklearn"}
+
+
+def modules_after(statement):
+    script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        ("import coarse", FRAMEWORKS | {"numpy"}),
+        ("import coarse.session", FRAMEWORKS),
+        ("import coarse.client.client", FRAMEWORKS | {"numpy"}),
+        ("import coarse.proxy.device", FRAMEWORKS | {"numpy", "rich"}),
+        ("import coarse.cli.device, coarse.cli.main", FRAMEWORKS | {"numpy", "rich"}),
+        ("import coarse.profiler.partition, coarse.profiler.routing", FRAMEWORKS | {"numpy"}),
+    ],
+)
+def test_imports_what_it_needs_only(statement, forbidden):
+    assert modules_after(statement) & forbidden == set()
+
+
+def test_nothing_happens_at_import():
+    script = (
+        "import os, threading\n"
+        "before = len(os.listdir('/proc/self/fd')), threading.active_count()\n"
+        "import coarse, coarse.session, coarse.proxy.device\n"
+        "assert before == (len(os.listdir('/proc/self/fd')), threading.active_count())\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], timeout=60, check=True, env={"COARSE_TIMEOUT_S": "nonsense"}
+    )

@@ -1,0 +1,151 @@
+"""Partition plans: every byte in exactly one shard, none below the threshold, none across a cache line."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.profiler.partition import (
+    ALGORITHMS,
+    SLOT_ALIGNMENT_BYTES,
+    choose_algorithm,
+    count_shards,
+    plan_partition,
+)
+
+MOST_ELEMENTS_OF_A_SHARD = (1 << 32) - 1  # of the wire format
+
+
+def specs_of(dtypes_and_lengths):
+    return [
+        TensorSpec(name=str(i), dtype=dtype, num_elements=length, op="sum")
+        for i, (dtype, length) in enumerate(dtypes_and_lengths)
+    ]
+
+
+tensors = st.lists(
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 20_000)), min_size=1, max_size=8
+).map(specs_of)
+partitions = st.fixed_dictionaries(
+    {
+        "shard_bytes": st.integers(64, 1 << 18),
+        "gather_bytes": st.integers(0, 1 << 18),
+        "algorithm": st.sampled_from(["auto", *ALGORITHMS]),
+    }
+)
+
+
+def shards_by_tensor(plan, num_tensors):
+    return [[shard for shard in plan.shards if shard.tensor == tensor] for tensor in range(num_tensors)]
+
+
+def nbytes(shard, specs):
+    return shard.num_elements * ITEM_BYTES[specs[shard.tensor].dtype]
+
+
+@given(tensors, partitions)
+def test_each_byte_is_in_exactly_one_shard(specs, partition):
+    plan = plan_partition(specs, **partition)
+    for spec, start, shards in zip(
+        specs, plan.tensor_offsets, shards_by_tensor(plan, len(specs)), strict=True
+    ):
+        end = start
+        for shard in shards:
+            assert shard.offset == end
+            end += nbytes(shard, specs)
+        assert end == start + spec.nbytes
+
+
+@given(tensors, partitions)
+def test_tensors_lie_behind_each_other_in_whole_cache_lines(specs, partition):
+    plan = plan_partition(specs, **partition)
+    ends = [*plan.tensor_offsets[1:], plan.slot_bytes]
+    for spec, start, end in zip(specs, plan.tensor_offsets, ends, strict=True):
+        assert start % SLOT_ALIGNMENT_BYTES == 0
+        assert spec.nbytes <= end - start < spec.nbytes + SLOT_ALIGNMENT_BYTES
+    assert [shard.tensor for shard in plan.shards] == sorted(shard.tensor for shard in plan.shards)
+
+
+@given(tensors, partitions)
+def test_no_shard_is_below_the_threshold_unless_its_tensor_is(specs, partition):
+    plan = plan_partition(specs, **partition)
+    for shard in plan.shards:
+        assert nbytes(shard, specs) >= min(partition["shard_bytes"], specs[shard.tensor].nbytes)
+        assert shard.offset % SLOT_ALIGNMENT_BYTES == 0
+
+
+@given(tensors, partitions)
+def test_shards_of_a_tensor_differ_by_a_cache_line_at_most_and_the_rest_of_one(specs, partition):
+    for shards in shards_by_tensor(plan_partition(specs, **partition), len(specs)):
+        sizes = [nbytes(shard, specs) for shard in shards]
+        assert max(sizes) - min(sizes) < 2 * SLOT_ALIGNMENT_BYTES
+
+
+@given(tensors, partitions)
+def test_the_algorithm_is_the_one_asked_for_or_follows_from_the_size(specs, partition):
+    plan = plan_partition(specs, **partition)
+    for shard in plan.shards:
+        asked = partition["algorithm"]
+        size = specs[shard.tensor].nbytes
+        assert shard.algorithm == (
+            choose_algorithm(size, partition["gather_bytes"]) if asked == "auto" else asked
+        )
+    for shards in shards_by_tensor(plan, len(specs)):
+        assert shards[0].algorithm != "gather" or len(shards) == 1
+
+
+@given(tensors, partitions)
+def test_the_plan_depends_on_nothing_else(specs, partition):
+    renamed = [
+        TensorSpec(name=f"other {spec.name}", dtype=spec.dtype, num_elements=spec.num_elements, op="max")
+        for spec in specs
+    ]
+    assert plan_partition(specs, **partition) == plan_partition(renamed, **partition)
+
+
+@pytest.mark.parametrize(
+    ("tensor_bytes", "threshold", "num_shards"),
+    [
+        (1, 64, 1),
+        (127, 64, 1),
+        (128, 64, 2),
+        (1 << 20, 1 << 18, 4),
+        ((2 << 18) - 1, 1 << 18, 1),
+        (1000, 100, 7),
+    ],
+)
+def test_as_many_shards_as_fit_the_threshold(tensor_bytes, threshold, num_shards):
+    assert count_shards(tensor_bytes, threshold) == num_shards
+
+
+@pytest.mark.parametrize(("size", "algorithm"), [(1, "gather"), (4096, "gather"), (4097, "direct")])
+def test_small_tensors_are_gathered(size, algorithm):
+    assert choose_algorithm(size, gather_bytes=4096) == algorithm
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@pytest.mark.parametrize("length", [(1 << 32) - 1, 1 << 32, (1 << 33) - 2, 3 << 34])
+def test_shards_of_huge_tensors_fit_the_wire_format(dtype, length):
+    specs = specs_of([(dtype, length)])
+    plan = plan_partition(specs, shard_bytes=1 << 32, gather_bytes=0, algorithm="gather")
+    assert sum(shard.num_elements for shard in plan.shards) == length
+    assert all(shard.num_elements <= MOST_ELEMENTS_OF_A_SHARD for shard in plan.shards)
+    assert all(shard.offset % SLOT_ALIGNMENT_BYTES == 0 for shard in plan.shards)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_op_does_not_matter(op):
+    spec = TensorSpec(name="a", dtype="float32", num_elements=1000, op=op)
+    assert plan_partition([spec], shard_bytes=1024, gather_bytes=0).slot_bytes == 4032
+
+
+def test_a_threshold_below_one_byte_is_refused():
+    with pytest.raises(ValueError, match="shard_bytes=0 must be at least 1"):
+        plan_partition(specs_of([("float32", 1)]), shard_bytes=0, gather_bytes=0)
+
+
+def test_an_unknown_algorithm_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="'magic' is none of auto, gather, direct, ring"):
+        plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, algorithm="magic")
