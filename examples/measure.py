@@ -27,7 +27,7 @@ import torch.distributed as dist
 from job import Job
 
 STEPS_LEFT_OUT = 10  # the first steps allocate and warm caches, and no later step does
-CALIBRATION_ROUNDS = (5, 100)  # fewest and most
+CALIBRATION_ROUNDS = (3, 100)  # fewest and most
 CALIBRATION_S = 4.0
 
 
