@@ -16,23 +16,21 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coarse.env import SCHEDULING_CHOICES
-from coarse.errors import CoarseError, OutOfDeviceMemoryError, ProtocolError, SchemaMismatchError
+from coarse.errors import ProtocolError
 from coarse.kernels import _native
-from coarse.proxy.job import DeviceJob
+from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.protocol import Channel, Message, Received, int_field
-from coarse.proxy.registration import GroupSchema, Registration, check_agreement
-from coarse.proxy.storage import Storage, VersionedStorage
+from coarse.proxy.registrar import Registrar
+from coarse.proxy.storage_service import StorageService
 
 logger = logging.getLogger(__name__)
 
-_HOME = 0  # the device that keeps what all devices share
 _TICK_S = 0.5
-_MOST_KEY_CHARACTERS = 1000
 
 
 class _Worker:
@@ -44,15 +42,8 @@ class _Worker:
         self.client = -1
         self.pidfd = -1
         self.has_left = False
-        self.reservation: tuple[str, Segment] | None = None  # of storage, being written by the worker
-
-    def drop_reservation(self) -> None:
-        if self.reservation is not None:
-            self.reservation[1].close()
-            self.reservation = None
 
     def close(self) -> None:
-        self.drop_reservation()
         self.channel.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -83,8 +74,8 @@ class MemoryDevice:
         self._ring_logs: Segment | None = None
         self._proxy: _native.Proxy | None = None
         self._is_welcoming = False
-        self._registrations: dict[int, Registration] = {}
-        self._storage: Storage = VersionedStorage()
+        self._registrar = Registrar(job, self._memory, self._send_to_client, self._send_to_peers)
+        self._storage = StorageService(self._memory, self._send_to_client)
         self._is_aborted = False
         self._deadline = time.monotonic() + job.join_timeout_s
 
@@ -95,8 +86,8 @@ class MemoryDevice:
         self._watch(self._listener.fileno(), self._accept)
         self._watch(self._event_fd, self._take_proxy_events)
         self._watch_leader()
-        self._open_peers()
         try:
+            self._open_peers()
             while not self._is_over():
                 for key, _ in self._selector.select(_TICK_S):
                     key.data()
@@ -160,7 +151,7 @@ class MemoryDevice:
         own = self._memory.allocate("ring", _native.RING_SEGMENT_BYTES)
         self._ring_segments[self._job.device] = own
         shared = [own.fd]
-        if self._job.device == _HOME:
+        if self._job.is_home:
             self._doorbells = self._memory.allocate(
                 "doorbells", _native.doorbells_bytes(self._job.num_devices)
             )
@@ -173,7 +164,7 @@ class MemoryDevice:
             channel.socket.setblocking(False)
             self._peers[device] = channel
             self._watch(fd, lambda device=device: self._read_peer(device))  # type: ignore[misc]
-            channel.send({"type": "memory"}, shared)
+        self._send_to_peers({"type": "memory"}, shared)
 
     def _read_peer(self, device: int) -> None:
         channel = self._peers[device]
@@ -197,17 +188,14 @@ class MemoryDevice:
         message = received.message
         if received.kind == "memory":
             self._ring_segments[device] = segments[0]
-            if device == _HOME:
+            if device == HOME_DEVICE:
                 self._doorbells, self._ring_logs = segments[1:]
         elif received.kind == "client":
             self._client_segments[int_field(message, "client")] = segments[0]
         elif received.kind == "abort":
             self._abort(str(message["error"]), str(message["text"]))
         elif received.kind == "segments":
-            registration = self._registration(int_field(message, "group"))
-            if device == _HOME:
-                registration.control = segments.pop()
-            registration.slots.update(zip(message["clients"], segments, strict=True))
+            self._registrar.take_peer_memory(message, segments, has_control=device == HOME_DEVICE)
 
     # ---- workers ----
 
@@ -264,15 +252,17 @@ class MemoryDevice:
                 raise ProtocolError(f"{received.kind!r} came before hello")
             self._admit(worker, message)
         elif received.kind == "register":
-            self._register(worker, message)
+            self._registrar.register(worker.client, message)
+            if any(other.has_left for other in self._workers.values()):
+                self._abort("WorkerLostError", self._departure())
         elif received.kind == "unregister":
-            self._unregister(worker, int_field(message, "group"))
+            self._registrar.unregister(worker.client, message, self._proxy)
         elif received.kind == "reserve":
-            self._reserve(worker, message)
+            self._storage.reserve(worker.client, message)
         elif received.kind == "commit":
-            self._commit(worker)
+            self._storage.commit(worker.client, message)
         elif received.kind == "lookup":
-            self._look_up(worker, message)
+            self._storage.look_up(worker.client, message)
         elif received.kind == "bye":
             self._leave(worker)
         else:
@@ -291,8 +281,7 @@ class MemoryDevice:
         if client in self._job.local_clients:
             segment = self._memory.allocate("client", _native.client_segment_bytes(self._job.num_devices))
             self._client_segments[client] = segment
-            for peer in self._peers.values():
-                peer.send({"type": "client", "client": client}, [segment.fd])
+            self._send_to_peers({"type": "client", "client": client}, [segment.fd])
 
     def _watch_worker(self, worker: _Worker) -> None:
         # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
@@ -311,12 +300,12 @@ class MemoryDevice:
         self._unwatch(worker)
         if self._proxy is not None:
             self._proxy.client_left(worker.client)
-        if any(worker.client not in registration.schemas for registration in self._registrations.values()):
+        if self._registrar.is_waiting_for(worker.client):
             self._abort("WorkerLostError", self._departure())
         if not self._is_over():
             # At the end of everything memory goes with the process, and sync cores may still be at work.
-            for registration in list(self._registrations.values()):
-                self._release(registration, worker.client)
+            self._registrar.release_all(worker.client, self._proxy)
+        self._storage.forget(worker.client)
         worker.close()
 
     def _lose(self, worker: _Worker) -> None:
@@ -347,9 +336,7 @@ class MemoryDevice:
         if self._is_aborted:
             return
         self._is_aborted = True
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                peer.send({"type": "abort", "error": error, "text": text})
+        self._send_to_peers({"type": "abort", "error": error, "text": text}, ())
         for client in self._job.local_clients:
             worker = self._workers.get(client)
             if worker is None or worker.has_left:
@@ -358,43 +345,19 @@ class MemoryDevice:
             if self._is_welcoming and self._proxy is not None:
                 self._proxy.abort_client(client)
 
-    def _send(self, worker: _Worker, message: Message, fds: list[int] | tuple[int, ...] = ()) -> None:
+    def _send(self, worker: _Worker, message: Message, fds: Sequence[int] = ()) -> None:
         # A worker that is gone is noticed by its pidfd; one that reads nothing gets what fits the socket.
         with contextlib.suppress(OSError):
             worker.channel.send(message, fds)
 
-    # ---- parameter storage ----
+    def _send_to_client(self, client: int, message: Message, fds: Sequence[int]) -> None:
+        self._send(self._workers[client], message, fds)
 
-    def _reserve(self, worker: _Worker, message: Message) -> None:
-        """Gives a worker memory to write a new value into."""
-        worker.drop_reservation()
-        num_bytes = int_field(message, "num_bytes", low=1)
-        key = _text_field(message, "key")
-        try:
-            segment = self._memory.allocate(f"stored tensor {key[:100]!r}", num_bytes)
-        except OutOfDeviceMemoryError as error:
-            self._send(worker, {"type": "refused", "error": type(error).__name__, "text": str(error)})
-            return
-        worker.reservation = (key, segment)
-        self._send(worker, {"type": "reserved"}, [segment.fd])
-
-    def _commit(self, worker: _Worker) -> None:
-        """The value is written: it becomes the newest version."""
-        if worker.reservation is None:
-            raise ProtocolError("commit came without a reservation")
-        key, segment = worker.reservation
-        worker.reservation = None
-        self._send(worker, {"type": "committed", "version": self._storage.put(key, segment)})
-
-    def _look_up(self, worker: _Worker, message: Message) -> None:
-        found = self._storage.get(_text_field(message, "key"))
-        reply: Message = {"type": "found", "version": found.version}
-        if found.segment is None:
-            self._send(worker, reply)
-            return
-        fd = found.segment.read_only_fd()
-        self._send(worker, reply, [fd])
-        os.close(fd)
+    def _send_to_peers(self, message: Message, fds: Sequence[int]) -> None:
+        # A peer that is gone is noticed by its socket.
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(message, fds)
 
     # ---- what the data path reports ----
 
@@ -418,7 +381,7 @@ class MemoryDevice:
             "Give every worker the same number of steps, or train inside model.join()."
         )
 
-    # ---- registration ----
+    # ---- coming together ----
 
     def _progress(self) -> None:
         """Takes every step that has become possible."""
@@ -427,8 +390,8 @@ class MemoryDevice:
         is_everyone_here = len(self._client_segments) == self._job.num_clients == len(self._workers)
         if self._proxy is not None and is_everyone_here and not self._is_welcoming:
             self._welcome(self._proxy)
-        for registration in list(self._registrations.values()):
-            self._advance(registration)
+        if self._proxy is not None and self._is_welcoming:
+            self._registrar.advance(self._proxy)
 
     def _has_all_shared_memory(self) -> bool:
         return self._doorbells is not None and len(self._ring_segments) == self._job.num_devices
@@ -465,137 +428,10 @@ class MemoryDevice:
         for segment in self._client_segments.values():
             segment.close()
 
-    def _registration(self, group: int) -> Registration:
-        return self._registrations.setdefault(group, Registration(group))
-
-    def _register(self, worker: _Worker, message: Message) -> None:
-        registration = self._registration(int_field(message, "group", high=(1 << 32) - 1))
-        registration.schemas[worker.client] = GroupSchema.from_message(message)
-        if registration.refusal is not None:
-            self._send(worker, registration.refusal)
-        elif any(other.has_left for other in self._workers.values()):
-            self._abort("WorkerLostError", self._departure())
-
-    def _unregister(self, worker: _Worker, group: int) -> None:
-        registration = self._registrations.get(group)
-        if registration is not None:
-            self._release(registration, worker.client)
-
-    def _release(self, registration: Registration, client: int) -> None:
-        registration.released.add(client)
-        if len(registration.released) < self._job.num_clients:
-            return
-        if registration.is_active and self._proxy is not None:
-            self._proxy.remove_group(registration.group)
-        registration.close()
-        del self._registrations[registration.group]
-
-    def _advance(self, registration: Registration) -> None:
-        if registration.refusal is not None or registration.is_active or not self._is_welcoming:
-            return
-        if len(registration.schemas) < self._job.num_clients:
-            return
-        try:
-            if not registration.is_allocated:
-                self._check_agreement(registration)
-                # The home device checks that everything fits before any device takes its share.
-                if self._job.device != _HOME and registration.control is None:
-                    return
-                self._allocate(registration)
-            if registration.control is not None and len(registration.slots) == self._job.num_clients:
-                self._activate(registration)
-        except (SchemaMismatchError, OutOfDeviceMemoryError, ValueError) as error:
-            self._refuse(registration, error)
-
-    def _check_agreement(self, registration: Registration) -> None:
-        first = min(registration.schemas)
-        for client in sorted(registration.schemas):
-            check_agreement(first, registration.schemas[first], client, registration.schemas[client])
-
-    def _allocate(self, registration: Registration) -> None:
-        schema = registration.schema
-        if self._job.device == _HOME:
-            # Before the plan is made: that of a tensor beyond all memory would not fit either.
-            self._check_fits(schema)
-        plan = schema.partition()
-        if self._job.device == _HOME:
-            num_ring_shards = sum(shard.algorithm == "ring" for shard in plan.shards)
-            if num_ring_shards > _native.RING_LOG_CAPACITY:
-                raise ValueError(
-                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "
-                    "keeps under way; raise COARSE_SHARD_BYTES"
-                )
-            control_bytes = _native.group_control_bytes(len(plan.shards), self._job.num_clients)
-            registration.control = self._memory.allocate(f"control of {schema.name}", control_bytes)
-        own = {}
-        for client in self._job.local_clients:
-            own[client] = self._memory.allocate(f"gradients of {schema.name}", plan.slot_bytes)
-        registration.slots.update(own)
-        registration.is_allocated = True
-        fds = [segment.fd for segment in own.values()]
-        if self._job.device == _HOME and registration.control is not None:
-            fds.append(registration.control.fd)
-        for peer in self._peers.values():
-            peer.send({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
-
-    def _check_fits(self, schema: GroupSchema) -> None:
-        needed = sum(spec.nbytes for spec in schema.specs) * self._job.num_clients
-        available = self._memory.available_bytes()
-        if needed > available:
-            raise OutOfDeviceMemoryError(
-                f"{schema.name}: {self._job.num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
-                f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on this "
-                "node, a smaller model or a smaller dtype."
-            )
-
-    def _activate(self, registration: Registration) -> None:
-        assert self._proxy is not None
-        assert registration.control is not None
-        clients = range(self._job.num_clients)
-        self._proxy.add_group(
-            registration.schema.native_plan(registration.group, self._job.num_clients),
-            registration.control.fd,
-            [registration.slots[client].fd for client in clients],
-            self._job.device == _HOME,
-        )
-        registration.is_active = True
-        control_fd = registration.control.read_only_fd()
-        for client in clients:
-            message: Message = {"type": "registered", "group": registration.group, "fds": []}
-            fds = []
-            if self._job.device == _HOME:
-                message["fds"].append("control")
-                fds.append(control_fd)
-            if client in self._job.local_clients:
-                message["fds"].append("slots")
-                fds.append(registration.slots[client].fd)
-            self._send(self._workers[client], message, fds)
-        os.close(control_fd)
-        registration.close()
-
-    def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
-        registration.refusal = {
-            "type": "refused",
-            "group": registration.group,
-            "error": type(error).__name__,
-            "text": str(error),
-        }
-        for client in registration.schemas:
-            self._send(self._workers[client], registration.refusal)
-
 
 def _bytes(token: str) -> bytes:
     # JSON can carry halves of surrogate pairs, which are no characters.
     return token.encode("utf-8", "surrogatepass")
-
-
-def _text_field(message: Message, name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= _MOST_KEY_CHARACTERS:
-        raise ProtocolError(
-            f"control message {message.get('type')!r}: {name} is no text of a sensible length"
-        )
-    return value
 
 
 def run_device(job_fd: int) -> None:

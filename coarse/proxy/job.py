@@ -6,6 +6,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+HOME_DEVICE = 0
+"""The device that keeps what all devices share."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJob:
@@ -42,6 +45,11 @@ class DeviceJob:
     token: str
     leader_pid: int
     join_timeout_s: float
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this device keeps what all devices share."""
+        return self.device == HOME_DEVICE
 
     def to_json(self) -> bytes:
         """The form in which it is passed."""

@@ -15,6 +15,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,8 @@ from coarse.errors import ProtocolError
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DESCRIPTORS = 250  # the kernel's own limit per message is 253
+
+_MOST_KEY_CHARACTERS = 1000
 
 _MAGIC = b"COAR"
 _HEADER = struct.Struct("<4sHHII")
@@ -70,7 +73,7 @@ class Channel:
         """The socket's descriptor, for selectors."""
         return self.socket.fileno()
 
-    def send(self, message: Message, fds: tuple[int, ...] | list[int] = ()) -> None:
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues `message` and sends what the socket takes; descriptors are duplicated, so the caller keeps its own.
 
         Raises:
@@ -192,5 +195,19 @@ def int_field(message: Message, name: str, *, low: int = 0, high: int = 1 << 62)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ProtocolError(
             f"control message {message.get('type')!r}: {name}={value!r} is not in [{low}, {high}]"
+        )
+    return value
+
+
+def text_field(message: Message, name: str) -> str:
+    """The text under `name`, checked to be neither empty nor longer than a key may be.
+
+    Raises:
+        ProtocolError: If it is missing or no such text.
+    """
+    value = message.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= _MOST_KEY_CHARACTERS:
+        raise ProtocolError(
+            f"control message {message.get('type')!r}: {name} is no text of a sensible length"
         )
     return value

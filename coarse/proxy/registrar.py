@@ -1,0 +1,174 @@
+"""Registers tensor groups at one memory device: from the first worker's request to the last one's goodbye."""
+
+from __future__ import annotations
+
+import os
+
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
+from coarse.kernels import _native
+from coarse.proxy.job import DeviceJob
+from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.outbox import SendToPeers, SendToWorker
+from coarse.proxy.protocol import Message, int_field
+from coarse.proxy.registration import GroupSchema, Registration, check_agreement
+
+_MOST_GROUP_ID = (1 << 32) - 1
+
+
+class Registrar:
+    """Serves the registration messages of docs/design/control-protocol.md. Used from the control thread alone.
+
+    A group comes to life when all workers have asked for it alike, every device has allocated its share and heard
+    of the others'. The home device checks that everything fits before any device takes its share.
+
+    Args:
+        job: The device's place in the session.
+        memory: Where slots lie.
+        send: Answers a worker.
+        send_to_peers: Tells the other devices.
+    """
+
+    def __init__(
+        self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, send_to_peers: SendToPeers
+    ) -> None:
+        self._job = job
+        self._memory = memory
+        self._send = send
+        self._send_to_peers = send_to_peers
+        self._registrations: dict[int, Registration] = {}
+
+    def register(self, client: int, message: Message) -> None:
+        """A worker asks for a group."""
+        registration = self._registration(int_field(message, "group", high=_MOST_GROUP_ID))
+        registration.schemas[client] = GroupSchema.from_message(message)
+        if registration.refusal is not None:
+            self._send(client, registration.refusal, ())
+
+    def unregister(self, client: int, message: Message, proxy: _native.Proxy | None) -> None:
+        """A worker gives a group up."""
+        registration = self._registrations.get(int_field(message, "group", high=_MOST_GROUP_ID))
+        if registration is not None:
+            self._release(registration, client, proxy)
+
+    def release_all(self, client: int, proxy: _native.Proxy | None) -> None:
+        """A worker has gone, with all its groups."""
+        for registration in list(self._registrations.values()):
+            self._release(registration, client, proxy)
+
+    def is_waiting_for(self, client: int) -> bool:
+        """Whether others have asked for a group and this worker has not."""
+        return any(client not in registration.schemas for registration in self._registrations.values())
+
+    def take_peer_memory(self, message: Message, segments: list[Segment], *, has_control: bool) -> None:
+        """Another device has allocated its share of a group."""
+        registration = self._registration(int_field(message, "group"))
+        if has_control:
+            registration.control = segments.pop()
+        registration.slots.update(zip(message["clients"], segments, strict=True))
+
+    def advance(self, proxy: _native.Proxy) -> None:
+        """Takes every step that has become possible."""
+        for registration in list(self._registrations.values()):
+            self._advance(registration, proxy)
+
+    def _registration(self, group: int) -> Registration:
+        return self._registrations.setdefault(group, Registration(group))
+
+    def _release(self, registration: Registration, client: int, proxy: _native.Proxy | None) -> None:
+        registration.released.add(client)
+        if len(registration.released) < self._job.num_clients:
+            return
+        if registration.is_active and proxy is not None:
+            proxy.remove_group(registration.group)
+        registration.close()
+        del self._registrations[registration.group]
+
+    def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
+        if registration.refusal is not None or registration.is_active:
+            return
+        if len(registration.schemas) < self._job.num_clients:
+            return
+        try:
+            if not registration.is_allocated:
+                self._check_agreement(registration)
+                if not self._job.is_home and registration.control is None:
+                    return
+                self._allocate(registration)
+            if registration.control is not None and len(registration.slots) == self._job.num_clients:
+                self._activate(registration, proxy)
+        except (SchemaMismatchError, OutOfDeviceMemoryError, ValueError) as error:
+            self._refuse(registration, error)
+
+    def _check_agreement(self, registration: Registration) -> None:
+        first = min(registration.schemas)
+        for client in sorted(registration.schemas):
+            check_agreement(first, registration.schemas[first], client, registration.schemas[client])
+
+    def _allocate(self, registration: Registration) -> None:
+        schema = registration.schema
+        if self._job.is_home:
+            # Before the plan is made: that of a tensor beyond all memory would not fit either.
+            self._check_fits(schema)
+        plan = schema.partition()
+        if self._job.is_home:
+            num_ring_shards = sum(shard.algorithm == "ring" for shard in plan.shards)
+            if num_ring_shards > _native.RING_LOG_CAPACITY:
+                raise ValueError(
+                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "
+                    "keeps under way; raise COARSE_SHARD_BYTES"
+                )
+            control_bytes = _native.group_control_bytes(len(plan.shards), self._job.num_clients)
+            registration.control = self._memory.allocate(f"control of {schema.name}", control_bytes)
+        own = {}
+        for client in self._job.local_clients:
+            own[client] = self._memory.allocate(f"gradients of {schema.name}", plan.slot_bytes)
+        registration.slots.update(own)
+        registration.is_allocated = True
+        fds = [segment.fd for segment in own.values()]
+        if self._job.is_home and registration.control is not None:
+            fds.append(registration.control.fd)
+        self._send_to_peers({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
+
+    def _check_fits(self, schema: GroupSchema) -> None:
+        needed = sum(spec.nbytes for spec in schema.specs) * self._job.num_clients
+        available = self._memory.available_bytes()
+        if needed > available:
+            raise OutOfDeviceMemoryError(
+                f"{schema.name}: {self._job.num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
+                f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on this "
+                "node, a smaller model or a smaller dtype."
+            )
+
+    def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
+        assert registration.control is not None
+        clients = range(self._job.num_clients)
+        proxy.add_group(
+            registration.schema.native_plan(registration.group, self._job.num_clients),
+            registration.control.fd,
+            [registration.slots[client].fd for client in clients],
+            self._job.is_home,
+        )
+        registration.is_active = True
+        control_fd = registration.control.read_only_fd()
+        for client in clients:
+            message: Message = {"type": "registered", "group": registration.group, "fds": []}
+            fds = []
+            if self._job.is_home:
+                message["fds"].append("control")
+                fds.append(control_fd)
+            if client in self._job.local_clients:
+                message["fds"].append("slots")
+                fds.append(registration.slots[client].fd)
+            self._send(client, message, fds)
+        os.close(control_fd)
+        registration.close()
+
+    def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
+        registration.refusal = {
+            "type": "refused",
+            "group": registration.group,
+            "error": type(error).__name__,
+            "text": str(error),
+        }
+        for client in registration.schemas:
+            self._send(client, registration.refusal, ())
