@@ -128,6 +128,12 @@ class RunningWorker:
         signal.pidfd_send_signal(self._pidfd, number)
         return sent_s
 
+    def stop(self) -> float:
+        """Stops the worker; returns when that was asked for, all its threads standing still."""
+        sent_s = self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PIDFD, self._pidfd, os.WSTOPPED)
+        return sent_s
+
     def kill(self) -> float:
         """Kills the worker; returns when, by time.monotonic()."""
         return self.signal(signal.SIGKILL)
@@ -216,6 +222,14 @@ class Job:
     def kill_device(self, pid: int) -> float:
         """Kills a memory device of this job; returns when, by time.monotonic()."""
         return self.signal_device(pid, signal.SIGKILL)
+
+    def stop_device(self, pid: int) -> float:
+        """Stops a memory device of this job; returns when that was asked for, all its threads standing still."""
+        sent_s = self.signal_device(pid, signal.SIGSTOP)
+        while not _is_stopped(pid):
+            assert time.monotonic() < sent_s + LIMIT_S
+            os.sched_yield()
+        return sent_s
 
     def await_end(self, pid: int) -> None:
         """Waits until a process has ended."""
@@ -322,6 +336,13 @@ def _proc_file(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
+
+
+def _is_stopped(pid: int) -> bool:
+    return all(
+        _proc_file(pid, f"task/{thread}/stat").rpartition(b")")[2].split()[0] == b"T"
+        for thread in os.listdir(f"/proc/{pid}/task")
+    )
 
 
 def _is_device(pid: int) -> bool:

@@ -231,7 +231,7 @@ def test_workers_may_leave_one_after_the_other(job):
 
 def test_a_worker_that_goes_on_in_time_is_not_missed(job):
     workers, _ = started(job, 2, training(before_push=True))
-    workers[1].signal(signal.SIGSTOP)
+    workers[1].stop()
     workers[1].tell()
     workers[1].signal(signal.SIGCONT)
     assert [worker.finish().details for worker in workers] == ["", ""]
@@ -256,7 +256,7 @@ def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
     workers = job.start(3, worker)
     for running in workers:
         running.hear()
-    stopped_s = workers[2].signal(signal.SIGSTOP)
+    stopped_s = workers[2].stop()
     for running in workers[:2]:
         running.hear()
     for running in workers[:2]:
@@ -329,7 +329,7 @@ def test_a_memory_device_that_stands_still_is_named_after_the_time_out(job):
                 me.hear()
 
     workers, device_pids = started(job, 2, worker)
-    job.signal_device(device_pids[1], signal.SIGSTOP)
+    job.stop_device(device_pids[1])
     for running in workers:
         running.tell()
     for running in workers:

@@ -294,8 +294,8 @@ def test_a_handler_that_raises_ends_a_wait(job):
             session.barrier()
             if me.rank == 0:
                 group.push(0)
-                me.tell("waiting")
                 try:
+                    me.tell("waiting")
                     group.pull(0)
                 except KeyboardInterrupt:
                     me.tell("interrupted")
