@@ -104,7 +104,13 @@ class PeerWatch:
             except TimeoutError:
                 if left_s <= _LOOK_INTERVAL_S:
                     raise
-            self.check()
+            try:
+                self.check()
+            except WorkerLostError as loss:
+                try:
+                    return store.get(key, 0.0)  # its last words
+                except TimeoutError:
+                    raise loss from None
 
     def close(self) -> None:
         """Stops watching. Idempotent."""
