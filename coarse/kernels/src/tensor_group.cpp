@@ -11,7 +11,7 @@ void GroupPlan::validate() const {
     const Shard& shard = shards[i];
     const std::size_t itemSize = shard.isDynamic ? 1 : itemBytes(shard.dtype);
     const std::size_t end = shard.offset + shard.numElements * itemSize;
-    if (end > slotBytes || shard.offset % itemSize != 0) {
+    if (end > slotBytes || shard.offset > slotBytes || shard.offset % itemSize != 0) {
       throw std::invalid_argument("shard " + std::to_string(i) + " ends at byte " + std::to_string(end) +
                                   " of slots of " + std::to_string(slotBytes) + " bytes");
     }
