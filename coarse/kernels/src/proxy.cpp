@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -22,6 +23,8 @@ constexpr std::chrono::milliseconds kLongestSleep{100};
 // Descriptors taken from one client before the next client's turn.
 constexpr int kDescriptorsPerTurn = 64;
 
+constexpr std::size_t kMostClients = 256;
+
 std::string describe(const ShardShape& shape) {
   return std::to_string(shape.numElements) + " elements of dtype " +
          std::to_string(static_cast<int>(shape.dtype)) + " with op " +
@@ -33,6 +36,8 @@ std::string describe(const ShardShape& shape) {
 void ProxyConfig::validate() const {
   if (numDevices < 1 || device >= numDevices) throw std::invalid_argument("device must be below numDevices");
   if (numClients < 1) throw std::invalid_argument("a proxy needs at least one client");
+  if (numClients > kMostClients)
+    throw std::invalid_argument("a proxy serves at most " + std::to_string(kMostClients) + " clients");
   if (numSyncCores < 1) throw std::invalid_argument("a memory device needs at least one sync core");
   for (const std::size_t client : localClients) {
     if (client >= numClients) throw std::invalid_argument("localClients names a client that does not exist");
@@ -69,9 +74,9 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
     links.numDevices = p;
     ringCores_.push_back(std::make_unique<RingCore>(
         links, config_.localClients, [this](std::uint32_t group) { return findGroup(group); },
-        [this](TensorGroup& group, const RingEntry& entry) {
+        [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+          count(shape);
           for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
-          count(group, entry.shard);
         }));
   }
 }
@@ -126,6 +131,8 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
+  if (findGroup(id) != nullptr)
+    throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
   auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
   if (initialise) group->control().initialise();
   whilePaused([&] {
@@ -135,13 +142,22 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
 }
 
 void Proxy::removeGroup(std::uint32_t id) {
-  std::unique_ptr<TensorGroup> removed;  // unmapped after the sync cores run again
+  std::vector<std::unique_ptr<TensorGroup>> unused;  // unmapped after the sync cores run again
   whilePaused([&] {
     const auto found = groups_.find(id);
     if (found == groups_.end()) return;
-    removed = std::move(found->second);
+    groupList_.erase(std::find(groupList_.begin(), groupList_.end(), found->second.get()));
+    retiredGroups_.push_back(std::move(found->second));
     groups_.erase(found);
-    groupList_.erase(std::find(groupList_.begin(), groupList_.end(), removed.get()));
+    // Clients have their results when their own devices are done with a shard; another device may still have
+    // its last step around the ring before it.
+    const auto isInUse = [this](const std::unique_ptr<TensorGroup>& group) {
+      return std::any_of(ringCores_.begin(), ringCores_.end(),
+                         [&](const auto& ringCore) { return ringCore->isWorkingOn(*group); });
+    };
+    const auto firstUnused = std::partition(retiredGroups_.begin(), retiredGroups_.end(), isInUse);
+    std::move(firstUnused, retiredGroups_.end(), std::back_inserter(unused));
+    retiredGroups_.erase(firstUnused, retiredGroups_.end());
   });
 }
 
@@ -155,7 +171,8 @@ void Proxy::clientLeft(std::size_t client) {
 bool Proxy::hasUnfinishedShard() const noexcept {
   for (const TensorGroup* group : groupList_) {
     for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
-      if (group->control().arrivals(shard).load(std::memory_order_relaxed) != 0) return true;
+      // seq_cst pairs with accept(), as there.
+      if (group->control().arrivals(shard).load(std::memory_order_seq_cst) != 0) return true;
     }
   }
   return false;
@@ -245,35 +262,45 @@ bool Proxy::drainQueues() {
 }
 
 bool Proxy::drainFirstComeFirstServe() {
-  if (blocker_) {
-    const std::size_t client = config_.localClients.empty() ? 0 : config_.localClients.front();
-    const auto& done = blocker_->group->control().done(client, blocker_->entry.shard);
-    if (done.load(std::memory_order_acquire) != blocker_->entry.step) return false;
+  bool progressed = false;
+  if (blocker_ && isBlockerDone()) {
     blocker_.reset();
-    return true;
+    progressed = true;
   }
-  Descriptor descriptor;
   for (std::size_t client = 0; client < clients_.size(); ++client) {
-    if (!clients_[client]->queue.pop(descriptor)) continue;
-    accept(client, descriptor);
-    TensorGroup* group = findGroup(descriptor.group);
-    if (group != nullptr) blocker_ = Blocker{group, {descriptor.group, descriptor.shard, descriptor.step}};
-    return true;
+    std::optional<Descriptor>& head = clients_[client]->head;
+    Descriptor descriptor;
+    if (!head && clients_[client]->queue.pop(descriptor)) head = descriptor;
+    if (!head) continue;
+    if (blocker_ && (head->group != blocker_->group || head->shard != blocker_->shard)) continue;
+    descriptor = *std::exchange(head, std::nullopt);
+    if (accept(client, descriptor)) blocker_ = RingEntry{descriptor.group, descriptor.shard, descriptor.step};
+    progressed = true;
   }
-  return false;
+  return progressed;
 }
 
-void Proxy::accept(std::size_t client, const Descriptor& descriptor) {
-  if (clients_[client]->isEvicted) return;
+bool Proxy::isBlockerDone() const noexcept {
+  const TensorGroup* group = findGroup(blocker_->group);
+  if (group == nullptr) return true;  // removed meanwhile
+  const std::size_t client = config_.localClients.empty() ? 0 : config_.localClients.front();
+  const auto& done = group->control().done(client, blocker_->shard);
+  return done.load(std::memory_order_acquire) == blocker_->step;
+}
+
+/// @returns false if the descriptor was refused.
+bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
+  if (clients_[client]->isEvicted) return false;
   TensorGroup* group = findGroup(descriptor.group);
   if (std::string reason = rejection(client, descriptor, group); !reason.empty()) {
     clients_[client]->isEvicted = true;
     report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
-    return;
+    return false;
   }
   record(*group, client, descriptor);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
   if (numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
+  return true;
 }
 
 std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
@@ -364,7 +391,6 @@ bool Proxy::reduceReadyShard() {
 }
 
 void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
-  constexpr std::size_t kMostClients = 256;
   const Shard& shard = group.plan().shards[entry.shard];
   std::array<const void*, kMostClients> inputs;
   std::array<void*, kMostClients> outputs;
@@ -373,12 +399,12 @@ void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
     outputs[client] = group.slot(client, shard);
     if (group.isPresent(entry.shard, client)) inputs[numInputs++] = outputs[client];
   }
+  const ShardShape shape = group.shape(entry.shard);
   if (numInputs > 0) {
-    const ShardShape shape = group.shape(entry.shard);
     reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), config_.numClients,
            shape.numElements, group.divisor(entry.shard));
   }
-  count(group, entry.shard);
+  count(shape);
   for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
 }
 
@@ -388,8 +414,7 @@ void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t 
   clients_[client]->segment.inbox().completeOne();
 }
 
-void Proxy::count(const TensorGroup& group, std::uint32_t shard) noexcept {
-  const ShardShape shape = group.shape(shard);
+void Proxy::count(const ShardShape& shape) noexcept {
   numShards_.fetch_add(1, std::memory_order_relaxed);
   numBytes_.fetch_add(shape.numElements * itemBytes(shape.dtype), std::memory_order_relaxed);
 }

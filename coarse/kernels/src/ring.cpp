@@ -67,7 +67,7 @@ bool RingCore::start() {
 
 void RingCore::finish() {
   TensorGroup& group = *std::exchange(group_, nullptr);
-  shardDone_(group, entry_);
+  shardDone_(group, entry_, shape_);
 }
 
 void RingCore::iterate() {

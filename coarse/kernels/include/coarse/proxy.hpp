@@ -78,8 +78,10 @@ class Proxy {
   void stop() noexcept;
 
   /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory.
+  /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already.
   void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise);
-  /// Unmaps a tensor group. @pre no client will push to it any more.
+  /// Unmaps a tensor group, unless a ring is still at it: then the next call unmaps it. @pre every shard that
+  /// was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
 
   /// Wakes `client` for good: nothing will complete any more.
@@ -98,6 +100,7 @@ class Proxy {
     ClientSegment segment;
     DescriptorConsumer queue;
     bool isEvicted = false;
+    std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
     std::atomic<std::uint32_t> lastStep{0};
   };
 
@@ -108,7 +111,8 @@ class Proxy {
 
   bool drainQueues();
   bool drainFirstComeFirstServe();
-  void accept(std::size_t client, const Descriptor& descriptor);
+  bool isBlockerDone() const noexcept;
+  bool accept(std::size_t client, const Descriptor& descriptor);
   std::string rejection(std::size_t client, const Descriptor& descriptor, const TensorGroup* group) const;
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
@@ -117,7 +121,7 @@ class Proxy {
   bool reduceReadyShard();
   void reduceShard(TensorGroup& group, const RingEntry& entry);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
-  void count(const TensorGroup& group, std::uint32_t shard) noexcept;
+  void count(const ShardShape& shape) noexcept;
   bool advanceRings(std::size_t core);
   TensorGroup* findGroup(std::uint32_t group) const noexcept;
   void wakeOthers() noexcept;
@@ -139,13 +143,9 @@ class Proxy {
   // Read by sync cores; changed only while they are parked.
   std::unordered_map<std::uint32_t, std::unique_ptr<TensorGroup>> groups_;
   std::vector<TensorGroup*> groupList_;
+  std::vector<std::unique_ptr<TensorGroup>> retiredGroups_;  // removed while a ring was still at them
 
-  // First-come-first-serve: the shard that blocks the proxy.
-  struct Blocker {
-    TensorGroup* group;
-    RingEntry entry;
-  };
-  std::optional<Blocker> blocker_;
+  std::optional<RingEntry> blocker_;  // first-come-first-serve: the shard that blocks the proxy
 
   std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
   bool hasPushedRing_ = false;

@@ -14,8 +14,10 @@ namespace coarse {
 
 /// Looks a registered tensor group up by its id; nullptr if there is none.
 using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
-/// Called when a shard's result is in the slots of the device's own clients.
-using ShardDone = std::function<void(TensorGroup& group, const RingEntry& entry)>;
+/// Called when a shard's result is in the slots of the device's own clients. Clients of other devices may
+/// have pushed its next step by then, so what the shard was in this step is handed over, not to be looked up
+/// again.
+using ShardDone = std::function<void(TensorGroup& group, const RingEntry& entry, const ShardShape& shape)>;
 
 /// Where one sync core stands in one ring.
 struct RingLinks {
@@ -44,6 +46,8 @@ class RingCore {
 
   /// Does at most one iteration. @returns whether there was anything to do.
   bool advance();
+  /// Whether a shard of `group` is being worked on: the group must stay until it is done.
+  bool isWorkingOn(const TensorGroup& group) const noexcept { return group_ == &group; }
 
  private:
   bool start();
