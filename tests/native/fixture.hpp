@@ -1,0 +1,294 @@
+// Memory devices and workers of one job within a process, for the tests of the data path. No test sleeps, and
+// none waits without a bound.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "coarse/client.hpp"
+#include "coarse/proxy.hpp"
+
+namespace coarse::test {
+
+/// What should happen at once has happened long before this, on the slowest machine under any sanitizer.
+inline constexpr double kPatienceSeconds = 30;
+/// What must not happen would have happened within this.
+inline constexpr double kMomentSeconds = 0.2;
+
+class Deadline {
+ public:
+  bool isOver() const { return std::chrono::steady_clock::now() >= end_; }
+
+ private:
+  std::chrono::steady_clock::time_point end_ =
+      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                             std::chrono::duration<double>(kPatienceSeconds));
+};
+
+/// Gives the processor away until `condition` holds. @returns false if it never does.
+template <typename Condition>
+bool eventually(Condition condition) {
+  const Deadline deadline;
+  while (!condition()) {
+    if (deadline.isOver()) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+/// Runs function(0), ..., function(count - 1) at once, each on a thread of its own, and joins them.
+template <typename Function>
+void together(std::size_t count, Function function) {
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < count; ++i) threads.emplace_back([&function, i] { function(i); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+/// A file descriptor that closes itself.
+class Fd {
+ public:
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd(const Fd&) = delete;
+  Fd& operator=(const Fd&) = delete;
+  ~Fd() { close(); }
+  void close() {
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  }
+  operator int() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+/// Sealed memory, mapped.
+struct Memory {
+  explicit Memory(std::size_t numBytes)
+      : fd(createSealedMemory("test", numBytes)), mapping(fd, numBytes, Mapping::Access::kReadWrite) {}
+  std::byte* data() const { return mapping.data(); }
+  Fd fd;
+  Mapping mapping;
+};
+
+inline std::vector<int> fdsOf(const std::vector<Memory>& memories) {
+  std::vector<int> fds;
+  for (const Memory& memory : memories) fds.push_back(memory.fd);
+  return fds;
+}
+
+struct TensorSpec {
+  std::uint32_t numElements = 0;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  Algorithm algorithm = Algorithm::kDirect;
+};
+
+/// Cuts tensors into shards of at most `shardElements`.
+inline GroupPlan makePlan(std::uint32_t id, std::size_t numClients, const std::vector<TensorSpec>& tensors,
+                          std::uint32_t shardElements = 1 << 30) {
+  GroupPlan plan;
+  plan.id = id;
+  plan.numClients = numClients;
+  for (std::uint32_t tensor = 0; tensor < tensors.size(); ++tensor) {
+    const TensorSpec& spec = tensors[tensor];
+    plan.slotBytes = roundUp(plan.slotBytes, kCacheLineBytes);
+    for (std::uint32_t start = 0; start < spec.numElements; start += shardElements) {
+      const std::uint32_t numElements = std::min(shardElements, spec.numElements - start);
+      plan.shards.push_back(
+          {tensor, numElements, plan.slotBytes, spec.dtype, spec.op, spec.algorithm, false});
+      plan.slotBytes += numElements * itemBytes(spec.dtype);
+    }
+  }
+  return plan;
+}
+
+/// A window of dynamic shards, through which allReduce() passes buffers.
+inline GroupPlan makeDynamicPlan(std::uint32_t id, std::size_t numClients, std::uint32_t window,
+                                 std::uint32_t shardBytes, Algorithm algorithm) {
+  GroupPlan plan;
+  plan.id = id;
+  plan.numClients = numClients;
+  plan.slotBytes = std::size_t{window} * shardBytes;
+  for (std::uint32_t i = 0; i < window; ++i)
+    plan.shards.push_back(
+        {i, shardBytes, std::uint64_t{i} * shardBytes, DType::kUInt8, ReduceOp::kSum, algorithm, true});
+  return plan;
+}
+
+struct ClusterShape {
+  std::size_t numClients = 2;
+  std::size_t numDevices = 1;
+  std::size_t numSyncCores = 1;
+  Scheduling scheduling = Scheduling::kQueues;
+};
+
+inline void PrintTo(const ClusterShape& shape, std::ostream* out) {
+  *out << shape.numClients << " clients, " << shape.numDevices << " devices, " << shape.numSyncCores
+       << " sync cores";
+}
+
+inline std::string nameOf(const testing::TestParamInfo<ClusterShape>& info) {
+  return std::to_string(info.param.numClients) + "clients_" + std::to_string(info.param.numDevices) +
+         "devices_" + std::to_string(info.param.numSyncCores) + "cores";
+}
+
+/// The memory that devices and workers of one job share.
+struct SharedState {
+  explicit SharedState(const ClusterShape& shape)
+      : doorbells(shape.numDevices * sizeof(Doorbell)), ringLogs(sizeof(RingLogs)) {
+    for (std::size_t i = 0; i < shape.numDevices; ++i) rings.emplace_back(sizeof(RingSegment));
+    for (std::size_t i = 0; i < shape.numClients; ++i)
+      segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
+  }
+  Memory doorbells, ringLogs;
+  std::vector<Memory> rings, segments;
+};
+
+/// All proxies and clients of a job. Client c is local to device c % numDevices.
+///
+/// Threads: a Client belongs to the thread that uses it, the proxies' control functions to the test's own.
+class Cluster {
+ public:
+  explicit Cluster(ClusterShape shape) : shape_(shape), shared_(shape) {
+    std::vector<int> watched;
+    for (std::size_t device = 0; device < shape.numDevices; ++device) {
+      int ends[2];
+      if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) std::abort();
+      clientSockets_.emplace_back(ends[0]);
+      deviceSockets_.emplace_back(ends[1]);
+      watched.push_back(ends[0]);
+      eventFds_.emplace_back(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+      proxies_.push_back(makeProxy(device));
+    }
+    for (std::size_t client = 0; client < shape.numClients; ++client) {
+      clients_.push_back(std::make_unique<Client>(shape.numDevices, shared_.segments[client].fd,
+                                                  shared_.doorbells.fd, watched,
+                                                  std::chrono::microseconds(50), nullptr));
+    }
+  }
+
+  Cluster& start() {
+    for (auto& proxy : proxies_) proxy->start();
+    return *this;
+  }
+
+  const ClusterShape& shape() const { return shape_; }
+  Proxy& proxy(std::size_t device) { return *proxies_[device]; }
+  Client& client(std::size_t client) { return *clients_[client]; }
+  Inbox& inbox(std::size_t client) { return ClientSegment(shared_.segments[client].data()).inbox(); }
+  DescriptorQueue& queue(std::size_t client, std::size_t device) {
+    return ClientSegment(shared_.segments[client].data()).queue(device);
+  }
+  /// Stands in for a client: what a worker with a mind of its own can do. Not beside pushes of Client.
+  void tell(std::size_t client, std::size_t device, const Descriptor& descriptor) {
+    const auto producer =
+        producers_.try_emplace(client * shape_.numDevices + device, queue(client, device)).first;
+    ASSERT_TRUE(producer->second.push(descriptor));
+    reinterpret_cast<Doorbell*>(shared_.doorbells.data())[device].ring();
+  }
+  void loseDevice(std::size_t device) { deviceSockets_[device].close(); }
+
+  /// Registers with all proxies, then with all clients; shard s of client c goes to device (s + c) %
+  /// numDevices.
+  void addGroup(const GroupPlan& plan) {
+    addToProxies(plan);
+    for (std::size_t client = 0; client < shape_.numClients; ++client) addToClient(plan, client);
+  }
+  void addToProxies(const GroupPlan& plan) {
+    auto memory = std::make_unique<GroupMemory>(plan);
+    for (std::size_t device = 0; device < shape_.numDevices; ++device)
+      proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0);
+    const std::lock_guard<std::mutex> lock(memoryMutex_);
+    memory_[plan.id] = std::move(memory);
+  }
+  /// @pre addToProxies(plan) happened before.
+  std::shared_ptr<Mapping> addToClient(const GroupPlan& plan, std::size_t client) {
+    std::vector<std::uint16_t> routes(plan.shards.size());
+    for (std::size_t shard = 0; shard < routes.size(); ++shard)
+      routes[shard] = static_cast<std::uint16_t>((shard + client) % shape_.numDevices);
+    return addToClient(plan, client, std::move(routes));
+  }
+  std::shared_ptr<Mapping> addToClient(const GroupPlan& plan, std::size_t client,
+                                       std::vector<std::uint16_t> routes) {
+    const GroupMemory& memory = memoryOf(plan);
+    const Fd readOnly(reopenReadOnly(memory.control.fd));
+    return clients_[client]->addGroup(plan, client, readOnly, memory.slots[client].fd, std::move(routes));
+  }
+  void removeFromProxies(std::uint32_t group) {
+    for (auto& proxy : proxies_) proxy->removeGroup(group);
+  }
+  GroupControl control(const GroupPlan& plan) const {
+    return {memoryOf(plan).control.data(), plan.shards.size(), plan.numClients};
+  }
+
+  /// What `device` reports next, all that it has by then. Empty if it reports nothing.
+  std::vector<ProxyEvent> events(std::size_t device, double seconds = kPatienceSeconds) {
+    pollfd watched{eventFds_[device], POLLIN, 0};
+    std::uint64_t count = 0;
+    if (::poll(&watched, 1, static_cast<int>(seconds * 1000)) > 0 &&
+        ::read(eventFds_[device], &count, sizeof(count)) < 0)
+      ADD_FAILURE() << "the eventfd can't be read";
+    return proxies_[device]->takeEvents();
+  }
+
+ private:
+  struct GroupMemory {
+    explicit GroupMemory(const GroupPlan& plan)
+        : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)) {
+      for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.slotBytes);
+    }
+    Memory control;
+    std::vector<Memory> slots;
+  };
+
+  const GroupMemory& memoryOf(const GroupPlan& plan) const {
+    const std::lock_guard<std::mutex> lock(memoryMutex_);
+    return *memory_.at(plan.id);
+  }
+
+  std::unique_ptr<Proxy> makeProxy(std::size_t device) {
+    ProxyConfig config;
+    config.device = device;
+    config.numDevices = shape_.numDevices;
+    config.numClients = shape_.numClients;
+    config.numSyncCores = shape_.numSyncCores;
+    config.scheduling = shape_.scheduling;
+    for (std::size_t client = device; client < shape_.numClients; client += shape_.numDevices)
+      config.localClients.push_back(client);
+    auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, shared_.ringLogs.fd,
+                                         fdsOf(shared_.rings), eventFds_[device]);
+    for (std::size_t client = 0; client < shape_.numClients; ++client)
+      proxy->addClient(client, shared_.segments[client].fd);
+    return proxy;
+  }
+
+  ClusterShape shape_;
+  SharedState shared_;
+  std::vector<Fd> clientSockets_, deviceSockets_, eventFds_;
+  mutable std::mutex memoryMutex_;  // guards memory_
+  std::unordered_map<std::uint32_t, std::unique_ptr<GroupMemory>> memory_;
+  std::unordered_map<std::size_t, DescriptorProducer> producers_;
+  std::vector<std::unique_ptr<Client>> clients_;
+  std::vector<std::unique_ptr<Proxy>> proxies_;  // last: their sync cores stop before memory goes
+};
+
+}  // namespace coarse::test

@@ -1,0 +1,273 @@
+/// RingCore: whatever the devices, clients and lengths, all slots get the one exact result.
+#include "coarse/ring.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "contributions.hpp"
+#include "fixture.hpp"
+
+namespace coarse::test {
+namespace {
+
+/// Every device's part in one ring, over one group. `clientsOf[d]` are local to device d.
+class Ring {
+ public:
+  Ring(GroupPlan plan, std::vector<std::vector<std::size_t>> clientsOf, bool isForward = true)
+      : plan_(std::move(plan)),
+        control_(GroupControl::numBytes(plan_.shards.size(), plan_.numClients)),
+        buffers_(new RecvBuf[clientsOf.size()]()),
+        doorbells_(new Doorbell[clientsOf.size()]()),
+        numDone_(clientsOf.size()) {
+    for (std::size_t i = 0; i < plan_.numClients; ++i) slots_.emplace_back(plan_.slotBytes);
+    group_ = std::make_unique<TensorGroup>(plan_, control_.fd, fdsOf(slots_));
+    group_->control().initialise();
+    const std::size_t p = clientsOf.size();
+    for (std::size_t device = 0; device < p; ++device) {
+      const std::size_t after = (device + 1) % p, before = (device + p - 1) % p;
+      RingLinks links;
+      links.log = log_.get();
+      links.own = &buffers_[device];
+      links.next = &buffers_[isForward ? after : before];
+      links.nextDoorbell = &doorbells_[isForward ? after : before];
+      links.previousDoorbell = &doorbells_[isForward ? before : after];
+      links.position = isForward ? device : (p - device) % p;
+      links.numDevices = p;
+      cores_.push_back(std::make_unique<RingCore>(
+          links, clientsOf[device],
+          [this](std::uint32_t group) { return isKnown_ && group == plan_.id ? group_.get() : nullptr; },
+          [this, device](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+            EXPECT_EQ(&group, group_.get());
+            EXPECT_EQ(shape.numElements, plan_.shards[entry.shard].numElements);
+            EXPECT_EQ(entry.shard, numDone_[device] % plan_.shards.size()) << "not in the order of the log";
+            ++numDone_[device];
+          }));
+    }
+  }
+
+  std::size_t numDevices() const { return cores_.size(); }
+  RingCore& core(std::size_t device) { return *cores_[device]; }
+  std::size_t numDone(std::size_t device) const { return numDone_[device]; }
+  TensorGroup& group() { return *group_; }
+  void forgetGroup(bool isForgotten) { isKnown_ = !isForgotten; }
+
+  /// All clients contribute to all shards, with the flags that `flagsOf` gives for a client; then the shards
+  /// enter the ring.
+  void contribute(std::uint32_t step, const std::function<std::uint8_t(std::size_t)>& flagsOf) {
+    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
+      const Shard& planned = plan_.shards[shard];
+      for (std::size_t client = 0; client < plan_.numClients; ++client) {
+        Contribution& entry = group_->control().contribution(shard, client);
+        entry.flags = flagsOf(client);
+        entry.step.store(step, std::memory_order_release);
+        const Bytes data = test::contribution(planned.dtype, planned.numElements, client, step);
+        std::memcpy(group_->slot(client, planned), data.data(), data.size());
+      }
+      appendToRing(*log_, {plan_.id, shard, step});
+    }
+  }
+
+  /// One thread turns to all devices in order. @returns false if they wait for each other.
+  bool driveByOneThread(std::size_t numShards) {
+    while (true) {
+      bool hasProgressed = false, isFinished = true;
+      for (std::size_t device = 0; device < numDevices(); ++device) {
+        hasProgressed |= cores_[device]->advance();
+        isFinished &= numDone_[device] == numShards;
+      }
+      if (isFinished) return true;
+      if (!hasProgressed) return false;
+    }
+  }
+
+  /// A thread per device: nothing but the ring orders what they do. @returns false if they do not get
+  /// through.
+  bool driveByThreads(std::size_t numShards) {
+    std::atomic<std::size_t> numFinished{0};
+    together(numDevices(), [&](std::size_t device) {
+      numFinished += eventually([&] {
+        while (cores_[device]->advance()) {
+        }
+        return numDone_[device] == numShards;
+      });
+    });
+    return numFinished == numDevices();
+  }
+
+  /// Whether the slots of all clients hold the result of `present` at `step`.
+  void expectResults(std::uint32_t step, const std::vector<std::size_t>& present, std::uint32_t divisor) {
+    for (std::size_t i = 0; i < plan_.shards.size(); ++i) {
+      const Shard& shard = plan_.shards[i];
+      const Bytes expected = result(shard.dtype, shard.op, shard.numElements, present, step, divisor);
+      for (std::size_t client = 0; client < plan_.numClients; ++client) {
+        ASSERT_EQ(std::memcmp(group_->slot(client, shard), expected.data(), expected.size()), 0)
+            << "shard " << i << ": " << shard.numElements << " of dtype " << static_cast<int>(shard.dtype)
+            << ", op " << static_cast<int>(shard.op) << ", client " << client << " of " << plan_.numClients;
+      }
+    }
+  }
+
+ private:
+  GroupPlan plan_;
+  Memory control_;
+  std::vector<Memory> slots_;
+  std::unique_ptr<TensorGroup> group_;
+  std::unique_ptr<RingLog> log_ = std::make_unique<RingLog>();
+  std::unique_ptr<RecvBuf[]> buffers_;
+  std::unique_ptr<Doorbell[]> doorbells_;
+  std::vector<std::unique_ptr<RingCore>> cores_;
+  std::vector<std::size_t> numDone_;  // each by its device's thread
+  bool isKnown_ = true;
+};
+
+std::vector<std::size_t> upTo(std::size_t count) {
+  std::vector<std::size_t> numbers(count);
+  std::iota(numbers.begin(), numbers.end(), std::size_t{0});
+  return numbers;
+}
+
+/// `perDevice` clients for each device, numbered across the devices.
+std::vector<std::vector<std::size_t>> evenly(std::size_t numDevices, std::size_t perDevice) {
+  std::vector<std::vector<std::size_t>> clientsOf(numDevices);
+  for (std::size_t client = 0; client < numDevices * perDevice; ++client)
+    clientsOf[client % numDevices].push_back(client);
+  return clientsOf;
+}
+
+std::vector<TensorSpec> everyKindOf(const std::vector<std::uint32_t>& lengths) {
+  std::vector<TensorSpec> tensors;
+  for (const DType dtype : kEveryDType) {
+    for (const ReduceOp op : kEveryOp) {
+      for (const std::uint32_t numElements : lengths)
+        tensors.push_back({numElements, dtype, op, Algorithm::kRing});
+    }
+  }
+  return tensors;
+}
+
+std::uint8_t allPresent(std::size_t) { return kPresent; }
+
+struct Drive {
+  std::size_t numDevices;
+  bool hasThreads;
+};
+
+class RingOf : public testing::TestWithParam<Drive> {
+ protected:
+  std::size_t numDevices() const { return GetParam().numDevices; }
+  void drive(Ring& ring, std::size_t numShards) {
+    ASSERT_TRUE(GetParam().hasThreads ? ring.driveByThreads(numShards) : ring.driveByOneThread(numShards));
+  }
+  void check(const std::vector<TensorSpec>& tensors, std::vector<std::vector<std::size_t>> clientsOf,
+             std::size_t numClients, bool isForward = true) {
+    Ring ring(makePlan(1, numClients, tensors), std::move(clientsOf), isForward);
+    for (std::uint32_t step = 1; step <= 2; ++step) {
+      ring.contribute(step, allPresent);
+      ASSERT_NO_FATAL_FAILURE(drive(ring, step * tensors.size()));
+      ASSERT_NO_FATAL_FAILURE(
+          ring.expectResults(step, upTo(numClients), static_cast<std::uint32_t>(numClients)));
+    }
+  }
+};
+
+TEST_P(RingOf, EveryTypeOperationAndOddLength) {
+  check(everyKindOf({1, 2, 3, 4, 37, 1001}), evenly(numDevices(), 1), numDevices());
+}
+
+TEST_P(RingOf, BothDirections) {
+  check(everyKindOf({5, 1001}), evenly(numDevices(), 1), numDevices(), false);
+}
+
+TEST_P(RingOf, SeveralClientsPerDevice) {
+  check(everyKindOf({3, 517}), evenly(numDevices(), 2), 2 * numDevices());
+}
+
+TEST_P(RingOf, ShardsOfMoreThanOneChunk) {
+  std::vector<TensorSpec> tensors;
+  for (const DType dtype : kEveryDType) {
+    const std::size_t perEntry = kRingEntryBytes / std::max<std::size_t>(itemBytes(dtype), 2);
+    tensors.push_back(
+        {static_cast<std::uint32_t>(numDevices() * perEntry + 13), dtype, ReduceOp::kMean, Algorithm::kRing});
+  }
+  check(tensors, evenly(numDevices(), 1), numDevices());
+}
+
+TEST_P(RingOf, DevicesWithoutClientsPassThingsOn) {
+  for (std::size_t home = 0; home < numDevices(); ++home) {
+    std::vector<std::vector<std::size_t>> clientsOf(numDevices());
+    clientsOf[home] = {0, 1};
+    ASSERT_NO_FATAL_FAILURE(check(everyKindOf({2, 129}), clientsOf, 2));
+  }
+}
+
+TEST_P(RingOf, AbsentContributionsAreNotReadButGetTheResult) {
+  const std::size_t numClients = 2 * numDevices();
+  const std::vector<TensorSpec> tensors = everyKindOf({3, 129});
+  for (std::size_t only = 0; only < numClients; only += 3) {
+    Ring ring(makePlan(1, numClients, tensors), evenly(numDevices(), 2));
+    ring.contribute(1, [&](std::size_t client) -> std::uint8_t { return client == only ? kPresent : 0; });
+    ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
+    ASSERT_NO_FATAL_FAILURE(ring.expectResults(1, {only}, static_cast<std::uint32_t>(numClients)));
+  }
+}
+
+TEST_P(RingOf, WhoHasRunOutOfInputsDoesNotCountInAMean) {
+  const std::vector<TensorSpec> tensors = everyKindOf({129});
+  Ring ring(makePlan(1, numDevices(), tensors), evenly(numDevices(), 1));
+  ring.contribute(1, [](std::size_t client) -> std::uint8_t { return client == 0 ? kJoined : kPresent; });
+  ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
+  std::vector<std::size_t> present = upTo(numDevices());
+  present.erase(present.begin());
+  ring.expectResults(1, present, static_cast<std::uint32_t>(present.size()));
+}
+
+TEST_P(RingOf, NobodyPresentCompletesAndWritesNothing) {
+  const std::vector<TensorSpec> tensors = everyKindOf({129});
+  const GroupPlan plan = makePlan(1, numDevices(), tensors);
+  Ring ring(plan, evenly(numDevices(), 1));
+  ring.contribute(1, [](std::size_t) -> std::uint8_t { return 0; });
+  ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
+  for (const Shard& shard : plan.shards) {
+    for (std::size_t client = 0; client < numDevices(); ++client) {
+      const Bytes before = contribution(shard.dtype, shard.numElements, client, 1);
+      ASSERT_EQ(std::memcmp(ring.group().slot(client, shard), before.data(), before.size()), 0);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RingOf,
+                         testing::Values(Drive{2, false}, Drive{3, false}, Drive{4, false}, Drive{5, false},
+                                         Drive{2, true}, Drive{3, true}, Drive{4, true}, Drive{5, true}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.numDevices) + "devices_" +
+                                  (info.param.hasThreads ? "aThreadEach" : "oneThread");
+                         });
+
+TEST(RingCoreAlone, SendsAheadAndThenReturnsWithoutWaiting) {
+  Ring ring(makePlan(1, 2, {{1000}}), evenly(2, 1));
+  EXPECT_FALSE(ring.core(0).advance()) << "nothing in the log";
+  ring.contribute(1, allPresent);
+  EXPECT_TRUE(ring.core(0).advance()) << "sends its own entry";
+  EXPECT_FALSE(ring.core(0).advance()) << "waits for its neighbour's entry, and returns";
+  EXPECT_TRUE(ring.core(0).isWorkingOn(ring.group()));
+  EXPECT_TRUE(ring.driveByOneThread(1));
+  EXPECT_FALSE(ring.core(0).isWorkingOn(ring.group()));
+}
+
+TEST(RingCoreAlone, WaitsForAGroupThatItDoesNotKnowYet) {
+  Ring ring(makePlan(1, 2, {{1000}}), evenly(2, 1));
+  ring.contribute(1, allPresent);
+  ring.forgetGroup(true);
+  EXPECT_FALSE(ring.core(0).advance());
+  EXPECT_FALSE(ring.core(0).isWorkingOn(ring.group()));
+  ring.forgetGroup(false);
+  EXPECT_TRUE(ring.driveByOneThread(1));
+  ring.expectResults(1, {0, 1}, 1);
+}
+
+}  // namespace
+}  // namespace coarse::test

@@ -1,0 +1,65 @@
+// For the thread sanitizer only. Processes see shared memory at addresses of their own, and so do the devices
+// and workers of a test; the sanitizer tells memory by its address and would see neither their accesses meet
+// nor the orders between them. Here every mapping of the same memory gets the same address (linked with
+// --wrap), so that it judges the whole protocol across devices.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <utility>
+
+extern "C" {
+void* __real_mmap(void* address, std::size_t numBytes, int protection, int flags, int fd, off_t offset);
+int __real_munmap(void* address, std::size_t numBytes);
+void* __wrap_mmap(void* address, std::size_t numBytes, int protection, int flags, int fd, off_t offset);
+int __wrap_munmap(void* address, std::size_t numBytes);
+}
+
+namespace {
+
+struct View {
+  void* address = nullptr;
+  std::size_t numBytes = 0;
+  int numUsers = 0;
+};
+
+struct Views {
+  std::mutex mutex;
+  std::map<std::pair<dev_t, ino_t>, View> byFile;
+};
+
+Views& views() {
+  static auto* all = new Views;  // outlives whatever unmaps at exit
+  return *all;
+}
+
+}  // namespace
+
+void* __wrap_mmap(void* address, std::size_t numBytes, int protection, int flags, int fd, off_t offset) {
+  struct stat file{};
+  const bool isShared = fd >= 0 && (flags & MAP_SHARED) != 0 && ::fstat(fd, &file) == 0;
+  const bool isRefused = (protection & PROT_WRITE) != 0 && (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY;
+  if (!isShared || isRefused) return __real_mmap(address, numBytes, protection, flags, fd, offset);
+  const std::lock_guard<std::mutex> lock(views().mutex);
+  View& view = views().byFile[{file.st_dev, file.st_ino}];
+  if (view.numUsers > 0 && numBytes <= view.numBytes) {
+    ++view.numUsers;
+    return view.address;
+  }
+  void* mapped = __real_mmap(address, numBytes, protection, flags, fd, offset);
+  if (view.numUsers == 0 && mapped != MAP_FAILED && (protection & PROT_WRITE) != 0)
+    view = {mapped, numBytes, 1};
+  return mapped;
+}
+
+int __wrap_munmap(void* address, std::size_t numBytes) {
+  const std::lock_guard<std::mutex> lock(views().mutex);
+  for (auto& [file, view] : views().byFile) {
+    if (view.numUsers == 0 || view.address != address) continue;
+    return --view.numUsers > 0 ? 0 : __real_munmap(address, view.numBytes);
+  }
+  return __real_munmap(address, numBytes);
+}
