@@ -276,11 +276,7 @@ class Mpi:
 
 
 class Horovod:
-    """Horovod's in-place allreduce of a torch tensor, over gloo.
-
-    Its background threads talk to each other every millisecond, which took up to half a core of an idle
-    worker: it runs only while it holds a tensor, that is in its own turn.
-    """
+    """Horovod's in-place allreduce of a torch tensor, over gloo."""
 
     mean = False
 
@@ -291,12 +287,9 @@ class Horovod:
     def setup(self) -> int:
         self._hvd = importlib.import_module("horovod.torch")
         self._hvd.init()
-        rank = int(self._hvd.rank())
-        self._hvd.shutdown()
-        return rank
+        return int(self._hvd.rank())
 
     def allocate(self, num_elements: int, dtype: str) -> Array:
-        self._hvd.init()
         array = np.empty(num_elements, dtype)
         self._tensor = importlib.import_module("torch").from_numpy(array)
         return array
@@ -306,7 +299,6 @@ class Horovod:
 
     def release(self) -> None:
         self._tensor = None
-        self._hvd.shutdown()
 
     def close(self) -> None:
         self._hvd.shutdown()
