@@ -446,3 +446,12 @@ def test_nan_and_infinity_pass_through(job, algorithm, dtype):
             assert (values[1:4998] == 1.5).all()
 
     job.run(2, worker)
+
+
+def test_a_broadcast_of_different_lengths_is_refused(job):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            with pytest.raises(SchemaMismatchError, match="workers disagree on a buffer"):
+                session.broadcast(np.ones(5 * (1 + me.rank)))
+
+    job.run(2, worker)
