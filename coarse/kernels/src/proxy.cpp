@@ -179,7 +179,15 @@ bool Proxy::hasUnfinishedShard() const noexcept {
 }
 
 std::uint32_t Proxy::lastStep(std::size_t client) const noexcept {
-  return clients_[client]->lastStep.load(std::memory_order_relaxed);
+  std::uint32_t last = 0;
+  for (const TensorGroup* group : groupList_) {
+    for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+      if (group->plan().shards[shard].isDynamic) continue;  // buffers have steps of their own
+      last =
+          std::max(last, group->control().contribution(shard, client).step.load(std::memory_order_acquire));
+    }
+  }
+  return last;
 }
 
 std::vector<ProxyEvent> Proxy::takeEvents() {
@@ -317,7 +325,7 @@ std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
-  if (!shard.isDynamic || (descriptor.flags & kPresent) == 0) return {};
+  if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
   const std::size_t numBytes = descriptor.numElements * itemBytes(static_cast<DType>(descriptor.dtype));
   if (numBytes > shard.numElements) return std::to_string(numBytes) + " bytes in a slot of fewer";
@@ -331,9 +339,6 @@ void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& des
   contribution.dtype = descriptor.dtype;
   contribution.op = descriptor.op;
   contribution.step.store(descriptor.step, std::memory_order_release);
-  auto& lastStep = clients_[client]->lastStep;
-  lastStep.store(std::max(descriptor.step, lastStep.load(std::memory_order_relaxed)),
-                 std::memory_order_relaxed);
   // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own
   // arrival.
   const std::uint32_t arrived =
@@ -367,7 +372,6 @@ std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) c
   const ShardShape expected = group.shape(shard);
   for (std::size_t client = 0; client < config_.numClients; ++client) {
     const Contribution& other = group.control().contribution(shard, client);
-    if ((other.flags & kPresent) == 0) continue;
     const ShardShape shape{other.numElements, static_cast<DType>(other.dtype),
                            static_cast<ReduceOp>(other.op)};
     if (shape.numElements == expected.numElements && shape.dtype == expected.dtype && shape.op == expected.op)

@@ -43,13 +43,10 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
   const Shard& plan = plan_.shards[shard];
   if (!plan.isDynamic) return {plan.numElements, plan.dtype, plan.op};
-  for (std::size_t client = 0; client < plan_.numClients; ++client) {
-    const Contribution& contribution = control_.contribution(shard, client);
-    if ((contribution.flags & kPresent) == 0) continue;
-    return {contribution.numElements, static_cast<DType>(contribution.dtype),
-            static_cast<ReduceOp>(contribution.op)};
-  }
-  return {};
+  // All contributions agree, also those of clients that only receive.
+  const Contribution& contribution = control_.contribution(shard, 0);
+  return {contribution.numElements, static_cast<DType>(contribution.dtype),
+          static_cast<ReduceOp>(contribution.op)};
 }
 
 bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexcept {

@@ -88,7 +88,7 @@ class Proxy {
   void abortClient(std::size_t client) noexcept;
   /// `client` will push no more. What others have pushed or will push can never complete, and is an event.
   void clientLeft(std::size_t client);
-  /// The highest step of any shard that `client` has contributed to.
+  /// The highest step of any shard that `client` has contributed to, at whichever device.
   std::uint32_t lastStep(std::size_t client) const noexcept;
   /// What has gone wrong since the last call.
   std::vector<ProxyEvent> takeEvents();
@@ -101,7 +101,6 @@ class Proxy {
     DescriptorConsumer queue;
     bool isEvicted = false;
     std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
-    std::atomic<std::uint32_t> lastStep{0};
   };
 
   void runSyncCore(std::size_t core);
