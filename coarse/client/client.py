@@ -28,8 +28,8 @@ from coarse.profiler.routing import RoutingTable
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
-_STAGING_BUFFERS = 8
-_STAGING_BYTES = 512 << 10
+_STAGING_BUFFERS = 2
+_STAGING_BYTES = 2 << 20
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 
 FateOfDevice = Callable[[int], str]

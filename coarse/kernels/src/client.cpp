@@ -21,6 +21,9 @@ constexpr std::chrono::milliseconds kHealthInterval{100};
 // a model of many small tensors would pay for each of them.
 constexpr std::size_t kBytesPerRing = 1 << 20;
 
+// Shards that are waited for together before they are copied out.
+constexpr std::uint32_t kShardsPerCopy = 4;
+
 }  // namespace
 
 Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
@@ -133,36 +136,35 @@ WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* 
   flush();
   Group& group = find(groupId);
   ClientTensor& tensor = tensorOf(group, tensorIndex);
-  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
-  for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
-    if (const WaitStatus status = waitForShard(group, i, tensor.step, timeoutSeconds);
-        status != WaitStatus::kDone) {
-      return status;
-    }
-    if (destination == nullptr) continue;
-    const Shard& shard = group.plan.shards[i];
-    copyBytes(static_cast<std::byte*>(destination) + (shard.offset - tensorOffset),
-              group.slots->data() + shard.offset, shard.numElements * itemBytes(shard.dtype));
+  const std::uint32_t end = tensor.firstShard + tensor.numShards;
+  // A copy starts as soon as a few shards are there; without one there is nothing to do before all are.
+  const std::uint32_t batch = destination == nullptr ? tensor.numShards : kShardsPerCopy;
+  for (std::uint32_t first = tensor.firstShard; first < end; first += batch) {
+    const std::uint32_t last = std::min(first + batch, end);
+    const WaitStatus status = waitForShards(group, first, last, timeoutSeconds);
+    if (status != WaitStatus::kDone) return status;
+    if (destination != nullptr) copyOut(group, first, last, tensor, static_cast<std::byte*>(destination));
   }
   tensor.isPending = false;
   return WaitStatus::kDone;
+}
+
+void Client::copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
+                     std::byte* destination) noexcept {
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t i = first; i < last; ++i) {
+    const Shard& shard = group.plan.shards[i];
+    copyBytes(destination + (shard.offset - tensorOffset), group.slots->data() + shard.offset,
+              shard.numElements * itemBytes(shard.dtype));
+  }
 }
 
 WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   flush();
   Group& group = find(groupId);
-  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
-  std::uint32_t shard = 0;
-  const auto skipDone = [&] {
-    const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
-    while (shard < numShards && isShardDone(group, shard)) ++shard;
-    return shard == numShards;
-  };
-  // Every unfinished shard needs a completion of its own, so that waking before so many would be in vain.
-  std::uint32_t numUnfinished = 0;
-  for (std::uint32_t i = 0; i < group.plan.shards.size(); ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
-  const WaitStatus status = wait(skipDone, completed + numUnfinished, timeoutSeconds);
+  const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
+  const WaitStatus status = waitForShards(group, 0, numShards, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
   for (ClientTensor& tensor : group.tensors) tensor.isPending = false;
   return WaitStatus::kDone;
@@ -214,49 +216,70 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
                              ReduceOp op, bool isPresent, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   Group& group = find(groupId);
-  const std::size_t window = group.tensors.size();
+  // Half of the shards are reduced while the other half is copied out and in again.
+  const auto half = static_cast<std::uint32_t>(group.tensors.size() / 2);
   const std::size_t itemSize = itemBytes(dtype);
-  const std::size_t perShard = group.plan.shards[0].numElements / itemSize;
-  const std::size_t numPieces = (numElements + perShard - 1) / perShard;
-  const auto piece = [&](std::size_t index) {
-    const std::size_t start = index * perShard;
-    return std::pair(static_cast<std::byte*>(buffer) + start * itemSize,
-                     std::min(perShard, numElements - start));
+  const std::size_t perShard = group.plan.shards.at(0).numElements / itemSize;
+  const std::size_t perHalf = half * perShard;
+  if (perHalf == 0)
+    throw std::invalid_argument("allReduce needs a group of at least two shards of one element");
+  auto* bytes = static_cast<std::byte*>(buffer);
+  const auto shardOf = [&](std::size_t element) {
+    return static_cast<std::uint32_t>(element / perShard % (2 * half));
   };
-  for (std::size_t index = 0; index < numPieces + window; ++index) {
-    const auto shardIndex = static_cast<std::uint32_t>(index % window);
-    ClientTensor& tensor = group.tensors[shardIndex];
-    std::byte* slot = group.slots->data() + group.plan.shards[shardIndex].offset;
-    if (index >= window && index - window < numPieces) {
-      flush();
-      const WaitStatus status = waitForShard(group, shardIndex, tensor.step, timeoutSeconds);
-      if (status != WaitStatus::kDone) return status;
-      const auto [address, count] = piece(index - window);
-      copyBytes(address, slot, count * itemSize);
+  const auto collect = [&](std::size_t begin) {
+    const std::size_t end = std::min(begin + perHalf, numElements);
+    const std::uint32_t first = shardOf(begin);
+    const WaitStatus status = waitForShards(group, first, shardOf(end - 1) + 1, timeoutSeconds);
+    if (status != WaitStatus::kDone) return status;
+    for (std::size_t at = begin; at < end; at += perShard) {
+      const std::byte* slot = group.slots->data() + group.plan.shards[shardOf(at)].offset;
+      copyBytes(bytes + at * itemSize, slot, std::min(perShard, end - at) * itemSize);
     }
-    if (index >= numPieces) continue;
-    const auto [address, count] = piece(index);
-    if (isPresent) copyBytes(slot, address, count * itemSize);
-    Descriptor descriptor;
-    descriptor.group = groupId;
-    descriptor.shard = shardIndex;
-    descriptor.step = ++tensor.step;
-    descriptor.numElements = static_cast<std::uint32_t>(count);
-    descriptor.flags = isPresent ? kPresent : 0;
-    descriptor.dtype = static_cast<std::uint8_t>(dtype);
-    descriptor.op = static_cast<std::uint8_t>(op);
-    const WaitStatus status = post(group.routes[shardIndex], descriptor, count * itemSize);
+    return WaitStatus::kDone;
+  };
+  const auto contribute = [&](std::size_t begin) {
+    const std::size_t end = std::min(begin + perHalf, numElements);
+    for (std::size_t at = begin; at < end; at += perShard) {
+      const std::uint32_t shard = shardOf(at);
+      const std::size_t count = std::min(perShard, end - at);
+      std::byte* slot = group.slots->data() + group.plan.shards[shard].offset;
+      if (isPresent) copyBytes(slot, bytes + at * itemSize, count * itemSize);
+      Descriptor descriptor;
+      descriptor.group = groupId;
+      descriptor.shard = shard;
+      descriptor.step = ++group.tensors[shard].step;
+      descriptor.numElements = static_cast<std::uint32_t>(count);
+      descriptor.flags = isPresent ? kPresent : 0;
+      descriptor.dtype = static_cast<std::uint8_t>(dtype);
+      descriptor.op = static_cast<std::uint8_t>(op);
+      const WaitStatus status = post(group.routes[shard], descriptor, count * itemSize);
+      if (status != WaitStatus::kDone) return status;
+    }
+    flush();
+    return WaitStatus::kDone;
+  };
+  for (std::size_t begin = 0; begin < numElements + 2 * perHalf; begin += perHalf) {
+    WaitStatus status = WaitStatus::kDone;
+    if (begin >= 2 * perHalf && begin - 2 * perHalf < numElements) status = collect(begin - 2 * perHalf);
+    if (status == WaitStatus::kDone && begin < numElements) status = contribute(begin);
     if (status != WaitStatus::kDone) return status;
   }
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step,
-                                double timeoutSeconds) {
-  const auto& done = group.control.done(group.client, shard);
-  const auto isDone = [&] { return done.load(std::memory_order_acquire) == step; };
-  const std::uint32_t next = segment_.inbox().completed.load(std::memory_order_relaxed) + 1;
-  return wait(isDone, next, timeoutSeconds);
+WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
+                                 double timeoutSeconds) {
+  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+  std::uint32_t shard = first;
+  const auto areDone = [&] {
+    while (shard < last && isShardDone(group, shard)) ++shard;
+    return shard == last;
+  };
+  // Every unfinished shard needs a completion of its own, so that waking before so many would be in vain.
+  std::uint32_t numUnfinished = 0;
+  for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
+  return wait(areDone, completed + numUnfinished, timeoutSeconds);
 }
 
 template <typename IsDone>

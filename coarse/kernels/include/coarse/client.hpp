@@ -95,7 +95,10 @@ class Client {
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
   static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
   WaitStatus post(std::uint16_t device, const Descriptor& descriptor, std::size_t numBytes);
-  WaitStatus waitForShard(const Group& group, std::uint32_t shard, std::uint32_t step, double timeoutSeconds);
+  WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
+                           double timeoutSeconds);
+  static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
+                      std::byte* destination) noexcept;
   template <typename IsDone>
   WaitStatus wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds);
   WaitStatus health();
