@@ -51,7 +51,6 @@ class Proxy:
         num_sync_cores: int,
         scheduling: int,
         local_clients: Sequence[int],
-        cpus: Sequence[int],
         spin_us: int,
         doorbells_fd: int,
         ring_logs_fd: int,

@@ -22,7 +22,7 @@ from pathlib import Path
 from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
-from coarse.proxy.job import HOME_DEVICE, DeviceJob
+from coarse.proxy.job import DOORBELLS, HOME_DEVICE, RING_LOGS, DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.protocol import Channel, Message, Received, int_field
 from coarse.proxy.registrar import Registrar
@@ -69,9 +69,7 @@ class MemoryDevice:
         self._connections: list[_Worker] = []
         self._workers: dict[int, _Worker] = {}
         self._client_segments: dict[int, Segment] = {}
-        self._ring_segments: dict[int, Segment] = {}
-        self._doorbells: Segment | None = None
-        self._ring_logs: Segment | None = None
+        self._shared: dict[str, Segment] = {}  # what all devices map, by name
         self._proxy: _native.Proxy | None = None
         self._is_welcoming = False
         self._registrar = Registrar(job, self._memory, self._send_to_client, self._send_to_peers)
@@ -148,15 +146,10 @@ class MemoryDevice:
     # ---- the other devices ----
 
     def _open_peers(self) -> None:
-        own = self._memory.allocate("ring", _native.RING_SEGMENT_BYTES)
-        self._ring_segments[self._job.device] = own
-        shared = [own.fd]
-        if self._job.is_home:
-            self._doorbells = self._memory.allocate(
-                "doorbells", _native.doorbells_bytes(self._job.num_devices)
-            )
-            self._ring_logs = self._memory.allocate("ring-logs", _native.RING_LOGS_BYTES)
-            shared += [self._doorbells.fd, self._ring_logs.fd]
+        self._shared = {
+            name: self._memory.allocate(name, num_bytes) for name, num_bytes in self._job.own_memory().items()
+        }
+        own = list(self._shared)
         for device, fd in enumerate(self._job.peer_fds):
             if device == self._job.device:
                 continue
@@ -164,7 +157,7 @@ class MemoryDevice:
             channel.socket.setblocking(False)
             self._peers[device] = channel
             self._watch(fd, lambda device=device: self._read_peer(device))  # type: ignore[misc]
-        self._send_to_peers({"type": "memory"}, shared)
+        self._send_to_peers({"type": "memory", "names": own}, [self._shared[name].fd for name in own])
 
     def _read_peer(self, device: int) -> None:
         channel = self._peers[device]
@@ -187,9 +180,7 @@ class MemoryDevice:
         segments = [Segment(fd, _native.sealed_bytes(fd)) for fd in fds]
         message = received.message
         if received.kind == "memory":
-            self._ring_segments[device] = segments[0]
-            if device == HOME_DEVICE:
-                self._doorbells, self._ring_logs = segments[1:]
+            self._shared.update(zip(message["names"], segments, strict=True))
         elif received.kind == "client":
             self._client_segments[int_field(message, "client")] = segments[0]
         elif received.kind == "abort":
@@ -394,11 +385,10 @@ class MemoryDevice:
             self._registrar.advance(self._proxy)
 
     def _has_all_shared_memory(self) -> bool:
-        return self._doorbells is not None and len(self._ring_segments) == self._job.num_devices
+        return self._shared.keys() >= self._job.shared_memory()
 
     def _make_proxy(self) -> _native.Proxy:
-        assert self._doorbells is not None
-        assert self._ring_logs is not None
+        rings = self._job.ring_names()
         return _native.Proxy(
             device=self._job.device,
             num_devices=self._job.num_devices,
@@ -406,24 +396,22 @@ class MemoryDevice:
             num_sync_cores=self._job.num_sync_cores,
             scheduling=SCHEDULING_CHOICES.index(self._job.scheduling),
             local_clients=list(self._job.local_clients),
-            cpus=list(self._job.cpus),
             spin_us=self._job.spin_us,
-            doorbells_fd=self._doorbells.fd,
-            ring_logs_fd=self._ring_logs.fd,
-            ring_fds=[self._ring_segments[device].fd for device in range(self._job.num_devices)],
+            doorbells_fd=self._shared[DOORBELLS].fd,
+            ring_logs_fd=self._shared[RING_LOGS].fd if rings else -1,
+            ring_fds=[self._shared[name].fd for name in rings],
             event_fd=self._event_fd,
         )
 
     def _welcome(self, proxy: _native.Proxy) -> None:
         """All workers are here: the data path starts, and they are told."""
-        assert self._doorbells is not None
         for client, segment in self._client_segments.items():
             proxy.add_client(client, segment.fd)
         proxy.start()
         self._is_welcoming = True
         for client, worker in self._workers.items():
             is_local = client in self._job.local_clients
-            fds = [self._client_segments[client].fd, self._doorbells.fd] if is_local else []
+            fds = [self._client_segments[client].fd, self._shared[DOORBELLS].fd] if is_local else []
             self._send(worker, {"type": "welcome", "device": self._job.device, "pid": os.getpid()}, fds)
         for segment in self._client_segments.values():
             segment.close()

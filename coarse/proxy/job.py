@@ -6,8 +6,15 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from coarse.kernels import _native
+
 HOME_DEVICE = 0
 """The device that keeps what all devices share."""
+
+
+DOORBELLS = "doorbells"
+RING_LOGS = "ring logs"
+"""Names of memory that all devices share (docs/design/arena.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +30,7 @@ class DeviceJob:
         num_sync_cores: Threads that reduce.
         scheduling: "queues" or "fcfs".
         spin_us: How long an idle sync core looks for work before it sleeps.
-        cpus: Where sync cores run; empty: anywhere.
+        has_rings: Whether the ring algorithm may be used; its buffers take some memory.
         listen_fd: A listening SEQPACKET socket for workers.
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
         token: What a worker must show to be let in, hexadecimal.
@@ -39,7 +46,7 @@ class DeviceJob:
     num_sync_cores: int
     scheduling: str
     spin_us: int
-    cpus: tuple[int, ...]
+    has_rings: bool
     listen_fd: int
     peer_fds: tuple[int, ...]
     token: str
@@ -51,6 +58,25 @@ class DeviceJob:
         """Whether this device keeps what all devices share."""
         return self.device == HOME_DEVICE
 
+    def own_memory(self) -> dict[str, int]:
+        """What this device allocates for all devices to share: bytes by name."""
+        own = {}
+        if self.is_home:
+            own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
+        if self.is_home and self.has_rings:
+            own[RING_LOGS] = _native.RING_LOGS_BYTES
+        if self.has_rings:
+            own[self.ring_names()[self.device]] = _native.RING_SEGMENT_BYTES
+        return own
+
+    def shared_memory(self) -> set[str]:
+        """Names of all that the devices share together."""
+        return {DOORBELLS, *self.ring_names(), *([RING_LOGS] if self.has_rings else [])}
+
+    def ring_names(self) -> list[str]:
+        """Names of the ring buffers, one of each device; empty without rings."""
+        return [f"ring buffers of md{device}" for device in range(self.num_devices) if self.has_rings]
+
     def to_json(self) -> bytes:
         """The form in which it is passed."""
         return json.dumps(asdict(self)).encode()
@@ -60,6 +86,6 @@ class DeviceJob:
         """Reads a job from `fd` to its end, and closes it."""
         with os.fdopen(fd, "rb") as stream:
             values = json.load(stream)
-        for name in ("local_clients", "cpus", "peer_fds"):
+        for name in ("local_clients", "peer_fds"):
             values[name] = tuple(values[name])
         return cls(**values)

@@ -63,7 +63,7 @@ class DeviceProcesses:
                         num_sync_cores=num_sync_cores,
                         scheduling=settings.scheduling,
                         spin_us=choose_spin_us(settings, num_devices, num_clients),
-                        cpus=sync_core_cpus(device, num_devices, num_sync_cores),
+                        has_rings=settings.algorithm == "ring" and num_devices > 1,
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         token=token,
@@ -128,15 +128,6 @@ def choose_spin_us(settings: Settings, num_devices: int, num_workers: int) -> in
         return settings.spin_us
     num_threads = num_workers + num_devices * count_sync_cores(settings, num_devices, num_workers)
     return _SPIN_US_SHARED if num_threads > len(os.sched_getaffinity(0)) else _SPIN_US_ALONE
-
-
-def sync_core_cpus(device: int, num_devices: int, num_sync_cores: int) -> tuple[int, ...]:
-    """A processor of its own for each sync core where there are enough, so that two never wait for one processor."""
-    cpus = sorted(os.sched_getaffinity(0))
-    if num_devices * num_sync_cores > len(cpus):
-        return ()
-    first = device * num_sync_cores
-    return tuple(cpus[first : first + num_sync_cores])
 
 
 def _start(job: DeviceJob) -> subprocess.Popen[bytes]:

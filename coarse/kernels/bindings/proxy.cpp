@@ -13,7 +13,7 @@ void registerProxy(py::module_& module) {
   py::class_<Proxy>(module, "Proxy")
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
-                       std::vector<int> cpus, std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd,
+                       std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd,
                        const std::vector<int>& ringFds, int eventFd) {
              ProxyConfig config;
              config.device = device;
@@ -22,14 +22,12 @@ void registerProxy(py::module_& module) {
              config.numSyncCores = numSyncCores;
              config.scheduling = static_cast<Scheduling>(scheduling);
              config.localClients = std::move(localClients);
-             config.cpus = std::move(cpus);
              config.spinMicroseconds = spinMicroseconds;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, ringLogsFd, ringFds, eventFd);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
-           py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("cpus"),
-           py::arg("spin_us"), py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"),
-           py::arg("event_fd"))
+           py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
+           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())

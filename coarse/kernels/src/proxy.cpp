@@ -1,7 +1,5 @@
 #include "coarse/proxy.hpp"
 
-#include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -31,6 +29,11 @@ std::string describe(const ShardShape& shape) {
          std::to_string(static_cast<int>(shape.op));
 }
 
+bool hasRingShard(const GroupPlan& plan) {
+  return std::any_of(plan.shards.begin(), plan.shards.end(),
+                     [](const Shard& shard) { return shard.algorithm == Algorithm::kRing; });
+}
+
 }  // namespace
 
 void ProxyConfig::validate() const {
@@ -48,11 +51,16 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
              int eventFd)
     : config_(std::move(config)), clients_(config_.numClients), eventFd_(eventFd) {
   config_.validate();
-  if (ringFds.size() != config_.numDevices)
-    throw std::invalid_argument("a proxy needs the ring memory of every device");
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
+  if (!ringFds.empty()) openRings(ringLogsFd, ringFds);
+}
+
+void Proxy::openRings(int ringLogsFd, const std::vector<int>& ringFds) {
+  if (ringFds.size() != config_.numDevices)
+    throw std::invalid_argument("a proxy needs the ring memory of every device");
+  constexpr auto kWritable = Mapping::Access::kReadWrite;
   ringLogMapping_ = mapSealed(ringLogsFd, sizeof(RingLogs), kWritable, "ring logs");
   ringLogs_ = reinterpret_cast<RingLogs*>(ringLogMapping_.data());
   for (const int fd : ringFds) {
@@ -131,6 +139,8 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
+  if (ringCores_.empty() && config_.numDevices > 1 && hasRingShard(plan))
+    throw std::invalid_argument("this session has no rings; choose the ring algorithm when it starts");
   if (findGroup(id) != nullptr)
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
   auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
@@ -202,7 +212,6 @@ ProxyStatistics Proxy::statistics() const noexcept {
 // ---- sync cores ----
 
 void Proxy::runSyncCore(std::size_t core) {
-  pinToCpu(core);
   const bool servesQueues = core == 0;
   YieldingSpin spin(std::chrono::microseconds(config_.spinMicroseconds));
   while (!isStopping_.load(std::memory_order_acquire)) {
@@ -220,14 +229,6 @@ void Proxy::runSyncCore(std::size_t core) {
       spin.reset();
     }
   }
-}
-
-void Proxy::pinToCpu(std::size_t core) const noexcept {
-  if (core >= config_.cpus.size()) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(static_cast<std::size_t>(config_.cpus[core]), &set);
-  ::pthread_setaffinity_np(::pthread_self(), sizeof(set), &set);
 }
 
 void Proxy::sleep(std::uint32_t seenRings) noexcept {

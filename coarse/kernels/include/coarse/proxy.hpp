@@ -34,7 +34,6 @@ struct ProxyConfig {
   std::size_t numSyncCores = 1;
   Scheduling scheduling = Scheduling::kQueues;
   std::vector<std::size_t> localClients;  // whose contributions this device brings into a ring
-  std::vector<int> cpus;                  // sync core i runs on cpus[i]; empty: wherever the system puts it
   std::uint32_t spinMicroseconds = 50;    // how long an idle sync core looks for work before it sleeps
 
   /// @throws std::invalid_argument if a number is out of range.
@@ -62,8 +61,8 @@ struct ProxyStatistics {
 class Proxy {
  public:
   /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one
-  /// from each; all stay the caller's. `eventFd` is an eventfd that is written when takeEvents() has
-  /// something.
+  /// from each or none at all, if no group will use rings; all stay the caller's. `eventFd` is an eventfd
+  /// that is written when takeEvents() has something.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small.
   Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd);
   /// Stops the sync cores and joins them.
@@ -103,8 +102,8 @@ class Proxy {
     std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
   };
 
+  void openRings(int ringLogsFd, const std::vector<int>& ringFds);
   void runSyncCore(std::size_t core);
-  void pinToCpu(std::size_t core) const noexcept;
   void sleep(std::uint32_t seenRings) noexcept;
   void parkWhilePaused();
 
