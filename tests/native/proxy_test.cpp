@@ -65,9 +65,23 @@ TEST(ProxySetUp, RefusesMemoryThatIsUnsealedOrTooSmall) {
   EXPECT_THROW(make(events, ringLogs.fd, {rings.fd}), std::invalid_argument);
   EXPECT_THROW(make(doorbells.fd, small.fd, {rings.fd}), std::invalid_argument);
   EXPECT_THROW(make(doorbells.fd, ringLogs.fd, {small.fd}), std::invalid_argument);
-  EXPECT_THROW(make(doorbells.fd, ringLogs.fd, {}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, ringLogs.fd, {rings.fd, rings.fd}), std::invalid_argument);
   EXPECT_THROW(proxy->addClient(0, small.fd), std::invalid_argument);
   EXPECT_THROW(proxy->start(), std::logic_error) << "its client is not known yet";
+}
+
+TEST(ProxySetUp, WithoutRingsRefusesAGroupThatNeedsThem) {
+  const Memory doorbells(2 * sizeof(Doorbell)), slots(4096);
+  const Fd events(::eventfd(0, EFD_CLOEXEC));
+  ProxyConfig config;
+  config.numDevices = 2;
+  Proxy proxy(config, doorbells.fd, -1, {}, events);
+  GroupPlan plan = makePlan(1, 1, {{100}});
+  const Memory control(GroupControl::numBytes(plan.shards.size(), 1));
+  plan.shards[0].algorithm = Algorithm::kRing;
+  EXPECT_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true), std::invalid_argument);
+  plan.shards[0].algorithm = Algorithm::kDirect;
+  EXPECT_NO_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true));
 }
 
 TEST(ProxyGroups, RefuseWhatDoesNotFit) {

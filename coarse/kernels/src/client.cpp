@@ -216,54 +216,64 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
                              ReduceOp op, bool isPresent, double timeoutSeconds) {
   if (isForked()) return WaitStatus::kForked;
   Group& group = find(groupId);
+  BufferPieces pieces(group.plan, static_cast<std::byte*>(buffer), numElements, dtype, op);
+  pieces.flags = isPresent ? kPresent : 0;
   // Half of the shards are reduced while the other half is copied out and in again.
-  const auto half = static_cast<std::uint32_t>(group.tensors.size() / 2);
-  const std::size_t itemSize = itemBytes(dtype);
-  const std::size_t perShard = group.plan.shards.at(0).numElements / itemSize;
-  const std::size_t perHalf = half * perShard;
-  if (perHalf == 0)
-    throw std::invalid_argument("allReduce needs a group of at least two shards of one element");
-  auto* bytes = static_cast<std::byte*>(buffer);
-  const auto shardOf = [&](std::size_t element) {
-    return static_cast<std::uint32_t>(element / perShard % (2 * half));
-  };
-  const auto collect = [&](std::size_t begin) {
-    const std::size_t end = std::min(begin + perHalf, numElements);
-    const std::uint32_t first = shardOf(begin);
-    const WaitStatus status = waitForShards(group, first, shardOf(end - 1) + 1, timeoutSeconds);
-    if (status != WaitStatus::kDone) return status;
-    for (std::size_t at = begin; at < end; at += perShard) {
-      const std::byte* slot = group.slots->data() + group.plan.shards[shardOf(at)].offset;
-      copyBytes(bytes + at * itemSize, slot, std::min(perShard, end - at) * itemSize);
-    }
-    return WaitStatus::kDone;
-  };
-  const auto contribute = [&](std::size_t begin) {
-    const std::size_t end = std::min(begin + perHalf, numElements);
-    for (std::size_t at = begin; at < end; at += perShard) {
-      const std::uint32_t shard = shardOf(at);
-      const std::size_t count = std::min(perShard, end - at);
-      std::byte* slot = group.slots->data() + group.plan.shards[shard].offset;
-      if (isPresent) copyBytes(slot, bytes + at * itemSize, count * itemSize);
-      Descriptor descriptor;
-      descriptor.group = groupId;
-      descriptor.shard = shard;
-      descriptor.step = ++group.tensors[shard].step;
-      descriptor.numElements = static_cast<std::uint32_t>(count);
-      descriptor.flags = isPresent ? kPresent : 0;
-      descriptor.dtype = static_cast<std::uint8_t>(dtype);
-      descriptor.op = static_cast<std::uint8_t>(op);
-      const WaitStatus status = post(group.routes[shard], descriptor, count * itemSize);
-      if (status != WaitStatus::kDone) return status;
-    }
-    flush();
-    return WaitStatus::kDone;
-  };
-  for (std::size_t begin = 0; begin < numElements + 2 * perHalf; begin += perHalf) {
+  for (std::size_t begin = 0; begin < numElements + 2 * pieces.perHalf; begin += pieces.perHalf) {
     WaitStatus status = WaitStatus::kDone;
-    if (begin >= 2 * perHalf && begin - 2 * perHalf < numElements) status = collect(begin - 2 * perHalf);
-    if (status == WaitStatus::kDone && begin < numElements) status = contribute(begin);
+    if (begin >= 2 * pieces.perHalf)
+      status = collect(group, pieces, begin - 2 * pieces.perHalf, timeoutSeconds);
+    if (status == WaitStatus::kDone) status = contribute(group, pieces, begin);
     if (status != WaitStatus::kDone) return status;
+  }
+  return WaitStatus::kDone;
+}
+
+Client::BufferPieces::BufferPieces(const GroupPlan& plan, std::byte* buffer, std::size_t count, DType dtype,
+                                   ReduceOp op)
+    : bytes(buffer), numElements(count), itemSize(itemBytes(dtype)), dtype(dtype), op(op) {
+  numShards = plan.shards.size() / 2 * 2;
+  perShard = plan.shards.at(0).numElements / itemSize;
+  perHalf = numShards / 2 * perShard;
+  if (perHalf == 0 || !plan.shards[0].isDynamic) {
+    throw std::invalid_argument("a buffer needs a group of at least two dynamic shards");
+  }
+}
+
+WaitStatus Client::contribute(Group& group, const BufferPieces& pieces, std::size_t begin) {
+  const std::size_t end = pieces.endOfHalf(begin);
+  for (std::size_t at = begin; at < end; at += pieces.perShard) {
+    const std::uint32_t shard = pieces.shardOf(at);
+    const std::size_t count = std::min(pieces.perShard, end - at);
+    const std::size_t numBytes = count * pieces.itemSize;
+    std::byte* slot = group.slots->data() + group.plan.shards[shard].offset;
+    if (pieces.flags == kPresent) copyBytes(slot, pieces.bytes + at * pieces.itemSize, numBytes);
+    Descriptor descriptor;
+    descriptor.group = group.plan.id;
+    descriptor.shard = shard;
+    descriptor.step = ++group.tensors[shard].step;
+    descriptor.numElements = static_cast<std::uint32_t>(count);
+    descriptor.flags = pieces.flags;
+    descriptor.dtype = static_cast<std::uint8_t>(pieces.dtype);
+    descriptor.op = static_cast<std::uint8_t>(pieces.op);
+    const WaitStatus status = post(group.routes[shard], descriptor, numBytes);
+    if (status != WaitStatus::kDone) return status;
+  }
+  flush();
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::size_t begin,
+                           double timeoutSeconds) {
+  const std::size_t end = pieces.endOfHalf(begin);
+  if (begin >= end) return WaitStatus::kDone;
+  const std::uint32_t last = pieces.shardOf(end - 1) + 1;
+  const WaitStatus status = waitForShards(group, pieces.shardOf(begin), last, timeoutSeconds);
+  if (status != WaitStatus::kDone) return status;
+  for (std::size_t at = begin; at < end; at += pieces.perShard) {
+    const std::byte* slot = group.slots->data() + group.plan.shards[pieces.shardOf(at)].offset;
+    copyBytes(pieces.bytes + at * pieces.itemSize, slot,
+              std::min(pieces.perShard, end - at) * pieces.itemSize);
   }
   return WaitStatus::kDone;
 }

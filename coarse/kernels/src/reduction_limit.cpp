@@ -15,10 +15,11 @@
 namespace coarse {
 namespace {
 
-/// A barrier that yields: threads may outnumber cores.
+/// A barrier that spins while every thread has a processor, and yields where they share.
 class Barrier {
  public:
-  explicit Barrier(std::size_t numThreads) : numThreads_(numThreads) {}
+  explicit Barrier(std::size_t numThreads)
+      : numThreads_(numThreads), mustYield_(numThreads > std::thread::hardware_concurrency()) {}
   void wait() noexcept {
     const std::size_t generation = generation_.load(std::memory_order_acquire);
     if (numArrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == numThreads_) {
@@ -27,11 +28,14 @@ class Barrier {
       return;
     }
     YieldingSpin spin(std::chrono::hours(1));
-    while (generation_.load(std::memory_order_acquire) == generation) spin.yield();
+    while (generation_.load(std::memory_order_acquire) == generation) {
+      if (mustYield_) spin.yield();
+    }
   }
 
  private:
   std::size_t numThreads_;
+  bool mustYield_;
   std::atomic<std::size_t> numArrived_{0};
   std::atomic<std::size_t> generation_{0};
 };
@@ -49,15 +53,26 @@ struct Buffers {
   std::vector<Mapping> mappings;
 };
 
-void reduceSlice(const Buffers& buffers, std::size_t worker, std::size_t numElements) {
+constexpr std::size_t kMostPieceElements = (256 << 10) / sizeof(float);
+
+void reducePiece(const Buffers& buffers, std::size_t begin, std::size_t end) {
   const std::size_t numWorkers = buffers.mappings.size();
-  const std::size_t begin = numElements * worker / numWorkers;
-  const std::size_t end = numElements * (worker + 1) / numWorkers;
-  std::vector<void*> slices;
-  for (const Mapping& mapping : buffers.mappings) slices.push_back(mapping.data() + begin * sizeof(float));
-  const std::vector<const void*> inputs(slices.begin(), slices.end());
-  reduce(DType::kFloat32, ReduceOp::kMean, inputs.data(), numWorkers, slices.data(), numWorkers, end - begin,
+  std::vector<void*> pieces;
+  for (const Mapping& mapping : buffers.mappings) pieces.push_back(mapping.data() + begin * sizeof(float));
+  const std::vector<const void*> inputs(pieces.begin(), pieces.end());
+  reduce(DType::kFloat32, ReduceOp::kMean, inputs.data(), numWorkers, pieces.data(), numWorkers, end - begin,
          static_cast<std::uint32_t>(numWorkers));
+}
+
+/// Takes pieces until none is left, as sync cores take shards.
+void reduceShare(const Buffers& buffers, std::atomic<std::size_t>& next, std::size_t numElements) {
+  const std::size_t evenShare = numElements / buffers.mappings.size() + 1;
+  const std::size_t piece = std::min(kMostPieceElements, evenShare);
+  while (true) {
+    const std::size_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+    if (begin >= numElements) return;
+    reducePiece(buffers, begin, std::min(begin + piece, numElements));
+  }
 }
 
 void verify(const Buffers& buffers) {
@@ -77,17 +92,20 @@ std::vector<double> measureReductionLimit(std::size_t numWorkers, std::size_t nu
   const std::size_t numElements = numBytes / sizeof(float);
   const Buffers buffers(numWorkers, numElements * sizeof(float));
   Barrier barrier(numWorkers);
+  std::atomic<std::size_t> next{0};
   std::vector<double> seconds(numIterations);
   const auto work = [&](std::size_t worker) {
-    // The first round is for verification: means of means stay what they are.
+    auto previous = Clock::now();
+    // The first round warms up; means of means stay what they are.
     for (std::size_t iteration = 0; iteration <= numIterations; ++iteration) {
+      if (worker == 0) next.store(0, std::memory_order_relaxed);
       barrier.wait();
-      const auto start = Clock::now();
-      reduceSlice(buffers, worker, numElements);
+      reduceShare(buffers, next, numElements);
       barrier.wait();
-      if (worker == 0 && iteration > 0) {
-        seconds[iteration - 1] = std::chrono::duration<double>(Clock::now() - start).count();
-      }
+      if (worker != 0) continue;
+      const auto now = Clock::now();
+      if (iteration > 0) seconds[iteration - 1] = std::chrono::duration<double>(now - previous).count();
+      previous = now;
     }
   };
   std::vector<std::thread> threads;

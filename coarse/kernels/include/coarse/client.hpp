@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -90,6 +91,28 @@ class Client {
     std::vector<ClientTensor> tensors;
   };
 
+  /// A buffer that is not registered, cut into pieces that take turns in the dynamic shards of a group.
+  struct BufferPieces {
+    BufferPieces(const GroupPlan& plan, std::byte* buffer, std::size_t count, DType dtype, ReduceOp op);
+    std::uint32_t shardOf(std::size_t element) const noexcept {
+      return static_cast<std::uint32_t>(element / perShard % numShards);
+    }
+    std::size_t endOfHalf(std::size_t begin) const noexcept { return std::min(begin + perHalf, numElements); }
+
+    std::byte* bytes;
+    std::size_t numElements;
+    std::size_t itemSize;
+    DType dtype;
+    ReduceOp op;
+    std::uint8_t flags = 0;
+    std::size_t numShards = 0;  // an even number
+    std::size_t perShard = 0;   // elements
+    std::size_t perHalf = 0;
+  };
+
+  WaitStatus contribute(Group& group, const BufferPieces& pieces, std::size_t begin);
+  WaitStatus collect(const Group& group, const BufferPieces& pieces, std::size_t begin,
+                     double timeoutSeconds);
   Group& find(std::uint32_t group);
   const Group& find(std::uint32_t group) const;
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
