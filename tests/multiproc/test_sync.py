@@ -451,7 +451,8 @@ def test_nan_and_infinity_pass_through(job, algorithm, dtype):
 def test_a_broadcast_of_different_lengths_is_refused(job):
     def worker(me):
         with me.join(memory_devices=2) as session:
+            array = np.ones(5 * (1 + me.rank))
             with pytest.raises(SchemaMismatchError, match="workers disagree on a buffer"):
-                session.broadcast(np.ones(5 * (1 + me.rank)))
+                session.broadcast(array)
 
     job.run(2, worker)
