@@ -269,7 +269,10 @@ DESCRIPTORS = {
     "a step that was": ({"step": 0}, "step 0 of shard 0"),
     "a step that is not yet": ({"step": 2}, "step 2 of shard 0"),
     "the last step": ({"step": (1 << 32) - 1}, "step 4294967295 of shard 0"),
-    "a buffer beyond its slot": ({"group": 1, "shard": 1, "num_elements": 1 << 30}, "bytes in a slot of fewer"),
+    "a buffer beyond its slot": (
+        {"group": 1, "shard": 1, "num_elements": 1 << 30},
+        "bytes in a slot of fewer",
+    ),
     "a buffer of overflowing length": (
         {"group": 1, "shard": 1, "num_elements": (1 << 32) - 1, "dtype": 1},
         "bytes in a slot",
