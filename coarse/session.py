@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from coarse.client.client import Client, StoredValue, TensorGroup
+from coarse.client.client import Client
 from coarse.client.join import connect, provide_devices
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
+from coarse.client.stored_value import StoredValue
+from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import SessionClosedError
 from coarse.proxy.launch import DeviceProcesses

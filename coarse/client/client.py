@@ -9,11 +9,12 @@ import selectors
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.client.stored_value import StoredValue
+from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
     CoarseError,
@@ -33,19 +34,6 @@ _STAGING_BYTES = 2 << 20
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 
 FateOfDevice = Callable[[int], str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredValue:
-    """What the parameter storage holds for a key.
-
-    Args:
-        version: 1 for the first value ever stored under the key; 0 if there is none.
-        value: Its bytes, read-only; they stay as they are when the key gets a new value.
-    """
-
-    version: int
-    value: memoryview[Any]
 
 
 class Client:
@@ -351,105 +339,3 @@ def _complaint(connection: DeviceConnection) -> CoarseError | None:
     if received is not None:
         received.close()
     return None
-
-
-class TensorGroup:
-    """Tensors that were registered together: a slot of device memory for each, which only this worker writes.
-
-    A tensor is pushed, and pulled before it is pushed again; in between its slot belongs to the memory devices.
-    Thread safety: one caller at a time, whichever thread it is.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        native: _native.Client,
-        group: int,
-        schema: GroupSchema,
-        tensor_offsets: Sequence[int],
-        slots: _native.Mapping,
-    ) -> None:
-        self.id = group
-        self.name = schema.name
-        self.specs = schema.specs
-        self._client = client
-        self._native = native
-        self._offsets = tensor_offsets
-        self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
-
-    def buffer(self, index: int) -> memoryview[Any]:
-        """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it."""
-        if self._slots is None:
-            raise self._closed_error()
-        start = self._offsets[index]
-        return self._slots[start : start + self.specs[index].nbytes]
-
-    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
-        """Contributes a tensor to the next synchronisation.
-
-        Args:
-            index: Position in `specs`.
-            present: False contributes nothing, as if it were zeros.
-            joined: True contributes nothing and does not count in a mean: this worker has run out of inputs.
-            source: Address of the tensor's bytes to copy to the slot first; 0 if they are there already.
-        """
-        if self._slots is None:
-            raise self._closed_error()
-        flags = (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0)
-        status = self._native.push(self.id, index, flags, source)
-        if status != _native.WaitStatus.DONE:
-            self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
-
-    def flush(self) -> None:
-        """Wakes memory devices for pushes that were held back to spare wake-ups; pulling does it too."""
-        self._native.flush()
-
-    def pull(self, index: int, *, destination: int = 0) -> int:
-        """Waits for the result of a pushed tensor.
-
-        Args:
-            index: Position in `specs`.
-            destination: Address to copy the result to; 0 leaves it in the slot alone.
-
-        Returns:
-            How many workers contributed; 0 means that the slot was left as it was.
-        """
-        if self._slots is None:
-            raise self._closed_error()
-        status = self._native.pull(self.id, index, destination, self._client.timeout_s)
-        if status != _native.WaitStatus.DONE:
-            self._client.check(status, lambda: self._describe_wait(index))
-        return self._native.contributors(self.id, index)
-
-    def pull_all(self) -> list[int]:
-        """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each."""
-        if self._slots is None:
-            raise self._closed_error()
-        status = self._native.pull_all(self.id, self._client.timeout_s)
-        if status != _native.WaitStatus.DONE:
-            self._client.check(status, self._describe_pending)
-        return self._native.all_contributors(self.id)
-
-    def close(self) -> None:
-        """Gives the group up; its memory is freed when every worker has. Idempotent."""
-        if self._slots is not None:
-            self._slots = None
-            self._client.release(self.id)
-
-    def _describe_pending(self) -> str:
-        waits = [self._describe_wait(i) for i in range(len(self.specs)) if self._native.is_late(self.id, i)]
-        return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more tensors" if len(waits) > 3 else "")
-
-    def _describe_wait(self, index: int) -> str:
-        missing = self._native.missing_clients(self.id, index)
-        if self._client.rank in missing:
-            whom = f"pushed, but not taken by memory device {self._client.local_device}; is that process stopped?"
-        elif missing:
-            whom = f"not pushed by worker(s) {', '.join(map(str, missing))}"
-        else:
-            whom = "being reduced"
-        return f"{self.specs[index].name!r} of {self.name} ({whom})"
-
-    def _closed_error(self) -> SessionClosedError:
-        what = "the session" if self._client.is_closed else f"tensor group {self.name!r}"
-        return SessionClosedError(f"worker {self._client.rank}: {what} is closed")

@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from coarse.client.client import StoredValue
 from coarse.client.schema import TensorSpec
+from coarse.client.stored_value import StoredValue
 from coarse.errors import SessionClosedError
 
 
