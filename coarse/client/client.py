@@ -26,6 +26,7 @@ from coarse.errors import (
 )
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
+from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
@@ -48,7 +49,7 @@ class Client:
         connections: One to each memory device; they have all welcomed this client.
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
-        spin_us: How long a wait looks for its result before it sleeps.
+        pace: How this node shares its processors.
         fate_of_device: Tells in words how a memory device ended.
     """
 
@@ -62,7 +63,7 @@ class Client:
         segment_fd: int,
         doorbells_fd: int,
         settings: Settings,
-        spin_us: int,
+        pace: Pace,
         fate_of_device: FateOfDevice,
     ) -> None:
         self.rank = rank
@@ -84,7 +85,8 @@ class Client:
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
             watch_fds=[connection.fileno() for connection in connections],
-            spin_us=spin_us,
+            spin_us=pace.spin_us,
+            bytes_per_ring=pace.bytes_per_ring,
         )
 
     @property

@@ -12,7 +12,7 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
-from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_spin_us, socket_path
+from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_pace, socket_path
 from coarse.rendezvous import PeerWatch
 from coarse.store import Store
 
@@ -113,7 +113,7 @@ def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, wat
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
             settings=settings,
-            spin_us=choose_spin_us(settings, node.table.num_devices, identity.world_size),
+            pace=choose_pace(settings, node.table.num_devices, identity.world_size),
             fate_of_device=_died if node.processes is None else node.processes.fate,
         )
         os.close(segment_fd)

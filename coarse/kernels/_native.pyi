@@ -78,6 +78,7 @@ class Client:
         doorbells_fd: int,
         watch_fds: Sequence[int],
         spin_us: int,
+        bytes_per_ring: int,
     ) -> None: ...
     def add_group(
         self, plan: GroupPlan, client: int, control_fd: int, slots_fd: int, routes: Sequence[int]

@@ -31,12 +31,13 @@ void registerClient(py::module_& module) {
   module.attr("JOINED") = static_cast<int>(kJoined);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-                       std::uint32_t spinMicroseconds) {
+                       std::uint32_t spinMicroseconds, std::size_t bytesPerRing) {
              return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds),
-                                             std::chrono::microseconds(spinMicroseconds), checkSignals);
+                                             std::chrono::microseconds(spinMicroseconds), checkSignals,
+                                             bytesPerRing);
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
-           py::arg("spin_us"))
+           py::arg("spin_us"), py::arg("bytes_per_ring"))
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("remove_group", &Client::removeGroup, py::arg("group"))

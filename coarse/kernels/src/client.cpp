@@ -17,19 +17,17 @@ namespace {
 // A sleeping wait looks at its deadline, its peers and the interpreter's signals this often.
 constexpr std::chrono::milliseconds kHealthInterval{100};
 
-// A memory device is woken once per so many bytes, not once per tensor: a wake-up costs a context switch that
-// a model of many small tensors would pay for each of them.
-constexpr std::size_t kBytesPerRing = 1 << 20;
-
 // Shards that are waited for together before they are copied out.
 constexpr std::uint32_t kShardsPerCopy = 4;
 
 }  // namespace
 
 Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-               std::chrono::microseconds spinBudget, std::function<void()> interrupt)
+               std::chrono::microseconds spinBudget, std::function<void()> interrupt,
+               std::size_t bytesPerRing)
     : numDevices_(numDevices),
       spinBudget_(spinBudget),
+      bytesPerRing_(bytesPerRing),
       watchFds_(std::move(watchFds)),
       interrupt_(std::move(interrupt)),
       heldBackBytes_(numDevices, 0),
@@ -117,7 +115,7 @@ WaitStatus Client::post(std::uint16_t device, const Descriptor& descriptor, std:
   }
   ++numPosted_;
   heldBackBytes_[device] += numBytes + 1;
-  if (heldBackBytes_[device] >= kBytesPerRing) {
+  if (heldBackBytes_[device] >= bytesPerRing_) {
     heldBackBytes_[device] = 0;
     doorbells_[device].ring();
   }

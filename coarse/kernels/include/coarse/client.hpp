@@ -44,8 +44,12 @@ class Client {
   /// lives.
   /// @param spinBudget how long a wait looks for its result before it sleeps.
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
+  /// @param bytesPerRing a memory device is woken once per so many bytes pushed, not once per tensor: a
+  /// wake-up costs a
+  ///     context switch. Waiting wakes it in any case.
   Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-         std::chrono::microseconds spinBudget, std::function<void()> interrupt);
+         std::chrono::microseconds spinBudget, std::function<void()> interrupt,
+         std::size_t bytesPerRing = 1 << 20);
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
@@ -129,6 +133,7 @@ class Client {
 
   std::size_t numDevices_;
   std::chrono::microseconds spinBudget_;
+  std::size_t bytesPerRing_;
   Mapping segmentMapping_;
   ClientSegment segment_;
   Mapping doorbellMapping_;
