@@ -16,7 +16,13 @@ _NUM_CLASSES = 1000
 _DIGIT_CLASSES = 10
 
 NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
-    {"bert-base": 108_893_186, "bert-small": 28_502_018, "resnet50": 25_557_032, "digits": 151_306}
+    {
+        "bert-large": 334_094_338,
+        "bert-base": 108_893_186,
+        "bert-small": 28_502_018,
+        "resnet50": 25_557_032,
+        "digits": 151_306,
+    }
 )
 """Parameters of each model: what memory to ask for before one is built."""
 
@@ -77,6 +83,16 @@ def _bert_base(torch: Any, batch: int, sequence: int) -> Workload:
     return _bert(torch, batch, sequence)
 
 
+def _bert_large(torch: Any, batch: int, sequence: int) -> Workload:
+    shape = {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    }
+    return _bert(torch, batch, sequence, **shape)
+
+
 def _bert_small(torch: Any, batch: int, sequence: int) -> Workload:
     shape = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048}
     return _bert(torch, batch, sequence, **shape)
@@ -131,6 +147,12 @@ def _loss_of_transformers(wrapped: Any, fed: Batch) -> Any:
 
 
 MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
-    {"bert-base": _bert_base, "bert-small": _bert_small, "resnet50": _resnet50, "digits": _digits}
+    {
+        "bert-large": _bert_large,
+        "bert-base": _bert_base,
+        "bert-small": _bert_small,
+        "resnet50": _resnet50,
+        "digits": _digits,
+    }
 )
 """Builder of each model, by its name on the command line."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-default", "none")
-_MODELS = ("bert-base", "bert-small", "resnet50", "digits")
+_MODELS = ("bert-large", "bert-base", "bert-small", "resnet50", "digits")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
 _TABLE_WIDTH = 160

@@ -1,0 +1,225 @@
+"""Compute traces: when each gradient of a model's backward pass is ready, so that compute can be replayed.
+
+A trace keeps a training step's durations per layer and its tensors' sizes, and nothing else: replaying one takes no
+processor, so that the step of an eight-GPU machine runs on two cores, through the real runtime (coarse.bench.replay).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+
+_FORMAT = "coarse compute trace 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientEvent:
+    """A gradient that becomes ready in the backward pass.
+
+    Args:
+        name: Of the parameter.
+        num_elements: Of the gradient, at least 1.
+        dtype: A name in ITEM_BYTES.
+        ready: When it is ready, as a fraction of the backward pass: 0 <= ready <= 1.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    name: str
+    num_elements: int
+    dtype: str
+    ready: float
+
+    def __post_init__(self) -> None:
+        if self.num_elements < 1 or self.dtype not in ITEM_BYTES or not 0 <= self.ready <= 1:
+            raise ValueError(f"no gradient of a compute trace: {self}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+    def spec(self) -> TensorSpec:
+        """As a tensor to register."""
+        return TensorSpec(name=self.name, dtype=self.dtype, num_elements=self.num_elements, op="mean")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeTrace:
+    """One training step's computation.
+
+    Args:
+        model: Its name.
+        batch: Samples of one worker.
+        sequence: Tokens of one sample; 0 for models of images.
+        forward_s: Seconds of the forward pass, above 0.
+        backward_s: Seconds of the backward pass, above 0.
+        flops: Floating-point operations of both passes together.
+        events: Gradients in the order in which they become ready: the last layers' first.
+        source: Which machine the durations are of, and whether they were measured there.
+
+    Raises:
+        ValueError: If it has no events, they are out of order, or a duration is not positive.
+    """
+
+    model: str
+    batch: int
+    sequence: int
+    forward_s: float
+    backward_s: float
+    flops: float
+    events: tuple[GradientEvent, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if min(self.forward_s, self.backward_s, self.flops) <= 0 or not self.events:
+            raise ValueError(
+                f"compute trace of {self.model}: durations, operations and events must be positive"
+            )
+        ready = [event.ready for event in self.events]
+        if ready != sorted(ready):
+            raise ValueError(
+                f"compute trace of {self.model}: gradients are not in the order of their readiness"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients of one worker."""
+        return sum(event.nbytes for event in self.events)
+
+    def specs(self) -> list[TensorSpec]:
+        """The gradients as tensors to register, in the order of their readiness."""
+        return [event.spec() for event in self.events]
+
+    def on_processor(self, tflops: float, source: str) -> ComputeTrace:
+        """The same step on a processor that sustains `tflops` (1e12 operations a second) throughout.
+
+        Layers keep their shares of the time. An estimate: say so wherever its result is shown.
+        """
+        factor = self.flops / (tflops * 1e12) / (self.forward_s + self.backward_s)
+        return ComputeTrace(
+            **{
+                **{name: getattr(self, name) for name in ("model", "batch", "sequence", "flops", "events")},
+                "forward_s": self.forward_s * factor,
+                "backward_s": self.backward_s * factor,
+                "source": source,
+            }
+        )
+
+    def to_json(self) -> str:
+        """Text that from_json() reads."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> ComputeTrace:
+        """Reads what to_json() wrote.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        try:
+            fields = json.loads(text)
+            if fields.pop("format") != _FORMAT:
+                raise ValueError(f"not in the format {_FORMAT!r}")
+            fields["events"] = tuple(GradientEvent(**event) for event in fields["events"])
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"compute trace cannot be read: {error!r}") from None
+
+
+def load_trace(model: str) -> ComputeTrace:
+    """The trace of `model` that comes with COARSE.
+
+    Raises:
+        ValueError: If there is none; names those that there are.
+    """
+    directory = files("coarse.bench") / "traces"
+    known = sorted(
+        each.name.removesuffix(".json") for each in directory.iterdir() if each.name.endswith(".json")
+    )
+    if model not in known:
+        raise ValueError(f"there is no compute trace of {model!r}, only of {', '.join(known)}")
+    return ComputeTrace.from_json((directory / f"{model}.json").read_text(encoding="utf-8"))
+
+
+def record_trace(
+    module: Any, run_forward: Any, *, model: str, batch: int, sequence: int, source: str, repeats: int = 5
+) -> ComputeTrace:
+    """Measures one training step of a torch module on this machine: medians over `repeats` steps after a warm-up.
+
+    Args:
+        module: A torch.nn.Module in training mode.
+        run_forward: Runs it on a batch and returns the loss.
+        model, batch, sequence: For the trace's own fields.
+        source: Says what was measured where.
+        repeats: Steps measured, at least 1.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    stamps: dict[str, float] = {}
+    hooks = [
+        each.register_post_accumulate_grad_hook(functools.partial(_stamp, stamps, name))
+        for name, each in parameters.items()
+    ]
+    with FlopCounterMode(display=False) as counter:
+        run_forward().backward()
+    steps = [_time_step(run_forward, stamps) for _ in range(repeats)]
+    for hook in hooks:
+        hook.remove()
+    ready = {name: float(np.median([step.ready[name] for step in steps])) for name in stamps}
+    return ComputeTrace(
+        model=model,
+        batch=batch,
+        sequence=sequence,
+        forward_s=float(np.median([step.forward_s for step in steps])),
+        backward_s=float(np.median([step.backward_s for step in steps])),
+        flops=float(counter.get_total_flops()),
+        events=_events(parameters, ready),
+        source=source,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TimedStep:
+    forward_s: float
+    backward_s: float
+    ready: dict[str, float]  # by parameter: fraction of the backward pass
+
+
+def _stamp(stamps: dict[str, float], name: str, parameter: Any) -> None:
+    parameter.grad = None
+    stamps[name] = time.perf_counter()
+
+
+def _time_step(run_forward: Any, stamps: dict[str, float]) -> _TimedStep:
+    started = time.perf_counter()
+    loss = run_forward()
+    middle = time.perf_counter()
+    loss.backward()
+    ended = time.perf_counter()
+    ready = {name: (stamp - middle) / (ended - middle) for name, stamp in stamps.items()}
+    return _TimedStep(forward_s=middle - started, backward_s=ended - middle, ready=ready)
+
+
+def _events(parameters: dict[str, Any], ready: dict[str, float]) -> tuple[GradientEvent, ...]:
+    ordered: Sequence[str] = sorted(ready, key=lambda name: ready[name])
+    return tuple(
+        GradientEvent(
+            name=name,
+            num_elements=parameters[name].numel(),
+            dtype=str(parameters[name].dtype).removeprefix("torch."),
+            ready=round(ready[name], 6),
+        )
+        for name in ordered
+    )
