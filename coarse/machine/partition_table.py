@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from coarse.machine.catalogue import find, names_in
+from coarse.machine.fields import FieldError, check_distinct
+
+if TYPE_CHECKING:
+    from coarse.machine.toml_lines import TomlDocument
 
 DEVICE_KINDS = ("host",)
 """Kinds of memory that a memory device can own."""
+
+_TABLES = Path(__file__).with_name("partition_tables")
+_KEYS = ("kind", "workers", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class MemoryDeviceEntry:
     Args:
         kind: One of DEVICE_KINDS.
         workers: Local ranks whose local proxy it is; may be empty.
+        gpu: The GPU of an emulated machine that plays it; None to leave the choice to the machine.
 
     Raises:
         ValueError: If the kind is unknown.
@@ -32,10 +36,11 @@ class MemoryDeviceEntry:
 
     kind: str = "host"
     workers: tuple[int, ...] = ()
+    gpu: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
-            raise ValueError(f"kind {self.kind!r} is none of {', '.join(DEVICE_KINDS)}")
+            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(DEVICE_KINDS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +49,11 @@ class PartitionTable:
 
     Args:
         devices: In the order of their numbers.
+        worker_gpus: The GPUs of an emulated machine that play workers, by local rank; () to leave the choice to the
+            machine.
 
     Raises:
-        ValueError: If a worker has no memory device, or two.
+        ValueError: If a worker has no memory device, or two; if a GPU is named twice, or only some are named.
 
     Example:
         >>> PartitionTable.even(num_workers=4, num_devices=2).local_device(3)
@@ -54,16 +61,55 @@ class PartitionTable:
     """
 
     devices: tuple[MemoryDeviceEntry, ...]
+    worker_gpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise ValueError("a partition table needs at least one memory device")
-        workers = sorted(worker for device in self.devices for worker in device.workers)
-        for expected, worker in enumerate(workers):
-            if worker < expected:
-                raise ValueError(f"worker {worker} has two memory devices")
-            if worker > expected:
-                raise ValueError(f"worker {expected} has no memory device although worker {worker} has one")
+            raise FieldError("memory_device", "a partition table needs at least one memory device")
+        self._check_workers()
+        self._check_gpus()
+
+    def _check_workers(self) -> None:
+        owners: dict[int, int] = {}
+        for number, device in enumerate(self.devices):
+            for worker in device.workers:
+                if worker in owners:
+                    raise FieldError(
+                        f"memory_device.{number}.workers",
+                        f"worker {worker} has two memory devices: {owners[worker]} and {number}"
+                        if owners[worker] != number
+                        else f"worker {worker} has two memory devices: {number}, which names it twice",
+                    )
+                owners[worker] = number
+        if not owners:
+            raise FieldError("memory_device", "no memory device has a worker")
+        for worker in range(max(owners)):
+            if worker not in owners:
+                raise FieldError(
+                    "memory_device",
+                    f"worker {worker} has no memory device although worker {max(owners)} has one",
+                )
+
+    def _check_gpus(self) -> None:
+        devices = [number for number, device in enumerate(self.devices) if device.gpu is not None]
+        if not devices and not self.worker_gpus:
+            return
+        if len(self.worker_gpus) != self.num_workers:
+            raise FieldError(
+                "worker_gpus",
+                f"worker_gpus names {len(self.worker_gpus)} GPUs for {self.num_workers} workers",
+            )
+        for number, device in enumerate(self.devices):
+            if device.gpu is None:
+                raise FieldError(f"memory_device.{number}", f"memory device {number} names no GPU, others do")
+            if device.gpu in self.worker_gpus:
+                worker = self.worker_gpus.index(device.gpu)
+                raise FieldError(
+                    f"memory_device.{number}.gpu",
+                    f"GPU {device.gpu} is named twice: as memory device {number} and as worker {worker}",
+                )
+        check_distinct("worker_gpus", self.worker_gpus, "GPU")
+        check_distinct("memory_device", [device.gpu for device in self.devices], "GPU")
 
     @property
     def num_devices(self) -> int:
@@ -96,32 +142,34 @@ class PartitionTable:
     def load(cls, path: str | os.PathLike[str]) -> PartitionTable:
         """Reads a table from a TOML file.
 
-        A `[[memory_device]]` section each, with `workers = [0, 1]` and, if it is not "host", a `kind`.
+        A `[[memory_device]]` section each, with `workers = [0, 1]` and, if it is not "host", a `kind`. To say which
+        GPUs of an emulated machine play them: `gpu = 1` in each section, `worker_gpus = [0, 2]` before the first.
+
+        Args:
+            path: Of the file, or one of `partition_table_names`.
 
         Raises:
-            ValueError: If the file cannot be read as a table; the message names the file and the section.
+            ValueError: If the file cannot be read as a table; the message names the file, and the line if it can.
         """
+        from coarse.machine.toml_lines import read_toml
+
+        file = path if Path(path).is_file() else find(path, _TABLES, what="partition table")
         try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"partition table {os.fspath(path)}: {error}") from None
-        unknown = sorted(set(document) - {"memory_device"})
-        sections = document.get("memory_device", [])
-        if unknown or not isinstance(sections, list):
-            raise ValueError(
-                f"partition table {os.fspath(path)}: expected [[memory_device]] sections, found {', '.join(unknown)}"
-            )
-        try:
-            return cls(devices=tuple(_entry(number, section) for number, section in enumerate(sections)))
+            return _table(read_toml(file))
         except ValueError as error:
-            raise ValueError(f"partition table {os.fspath(path)}: {error}") from None
+            raise ValueError(f"partition table {error}") from None
+
+
+def partition_table_names() -> list[str]:
+    """Names of the tables that come with COARSE: those of the paper's runs."""
+    return names_in(_TABLES)
 
 
 def choose_partition_table(path: str, *, num_workers: int, num_devices: int) -> PartitionTable:
     """The table in the file `path`, or an even one where there is no path.
 
     Args:
-        path: Of a TOML file; "" for none.
+        path: Of a TOML file, or the name of a table that comes with COARSE; "" for none.
         num_workers: Workers of this node.
         num_devices: For an even table; 0 stands for one per worker.
 
@@ -138,14 +186,36 @@ def choose_partition_table(path: str, *, num_workers: int, num_devices: int) -> 
     return table
 
 
-def _entry(number: int, section: Any) -> MemoryDeviceEntry:
-    where = f"memory_device {number}"
-    if not isinstance(section, dict) or set(section) - {"kind", "workers"}:
-        raise ValueError(f"{where}: expected `workers` and `kind`, found {section!r}")
-    workers = section.get("workers", [])
-    if not isinstance(workers, list) or not all(type(worker) is int and worker >= 0 for worker in workers):
-        raise ValueError(f"{where}: workers={workers!r} is no list of local ranks")
+def _table(document: TomlDocument) -> PartitionTable:
+    unknown = sorted(set(document.values) - {"memory_device", "worker_gpus"})
+    sections = document.values.get("memory_device", [])
+    if unknown or not isinstance(sections, list):
+        found = ", ".join(unknown) or "memory_device"
+        raise document.error((found,), f"expected [[memory_device]] sections, found {found}")
+    worker_gpus = document.values.get("worker_gpus", [])
+    if not _is_list_of_numbers(worker_gpus):
+        raise document.error(("worker_gpus",), f"worker_gpus={worker_gpus!r} is no list of GPUs")
+    devices = tuple(_entry(document, number, section) for number, section in enumerate(sections))
     try:
-        return MemoryDeviceEntry(kind=section.get("kind", "host"), workers=tuple(workers))
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        return PartitionTable(devices=devices, worker_gpus=tuple(worker_gpus))
+    except FieldError as error:
+        raise document.error_at(error.field, str(error)) from None
+
+
+def _entry(document: TomlDocument, number: int, section: Any) -> MemoryDeviceEntry:
+    key, where = ("memory_device", number), f"memory_device {number}"
+    if not isinstance(section, dict) or set(section) - set(_KEYS):
+        raise document.error(key, f"{where}: expected `workers` and `kind` or `gpu`, found {section!r}")
+    workers, gpu = section.get("workers", []), section.get("gpu")
+    if not _is_list_of_numbers(workers):
+        raise document.error((*key, "workers"), f"{where}: workers={workers!r} is no list of local ranks")
+    if gpu is not None and not _is_list_of_numbers([gpu]):
+        raise document.error((*key, "gpu"), f"{where}: gpu={gpu!r} is no number of a GPU")
+    try:
+        return MemoryDeviceEntry(kind=section.get("kind", "host"), workers=tuple(workers), gpu=gpu)
+    except FieldError as error:
+        raise document.error((*key, error.field), f"{where}: {error}") from None
+
+
+def _is_list_of_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

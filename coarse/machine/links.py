@@ -1,0 +1,187 @@
+"""What limits transfers between workers and memory devices of a machine: latencies, and capacities that they share.
+
+G is 1e9, B is a byte. How the buckets of a machine come about: docs/design/machines.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """A capacity that transfers share: one direction of a link, both together, an uplink of a switch, a host bridge.
+
+    Args:
+        name: For messages; no two buckets of a table have the same.
+        gbytes_per_s: What all transfers through it get together.
+
+    Raises:
+        ValueError: If the name is empty, or the capacity not positive and finite.
+    """
+
+    name: str
+    gbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a bucket needs a name")
+        if not (self.gbytes_per_s > 0 and math.isfinite(self.gbytes_per_s)):
+            raise ValueError(f"bucket {self.name}: {self.gbytes_per_s} GB/s is not positive and finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Path:
+    """The way from one endpoint to another.
+
+    Args:
+        latency_us: Of a transfer of no bytes.
+        buckets: Positions in LinkTable.buckets, each once; a transfer takes its bytes from all of them.
+
+    Raises:
+        ValueError: If the latency is negative or not finite, or the buckets are none or name one twice.
+    """
+
+    latency_us: float
+    buckets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not (self.latency_us >= 0 and math.isfinite(self.latency_us)):
+            raise ValueError(f"a latency of {self.latency_us} us is negative or not finite")
+        if not self.buckets or len(set(self.buckets)) < len(self.buckets):
+            raise ValueError(f"buckets {list(self.buckets)} are none, or name one twice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """Paths between all endpoints of a node. Immutable; the same on every process of a job.
+
+    Workers 0..num_workers-1 are the endpoints of these numbers; memory device d is endpoint num_workers + d.
+
+    Args:
+        machine: Name of the machine whose links these are.
+        num_workers: Workers of the node, at least 1.
+        num_devices: Memory devices of the node, at least 1.
+        buckets: All capacities.
+        paths: By source and target endpoint; None on the diagonal, a Path everywhere else.
+
+    Raises:
+        ValueError: If the parts do not fit together; the message names the path or bucket.
+    """
+
+    machine: str
+    num_workers: int
+    num_devices: int
+    buckets: tuple[Bucket, ...]
+    paths: tuple[tuple[Path | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        if min(self.num_workers, self.num_devices) < 1:
+            raise ValueError(
+                f"{self.num_workers} workers and {self.num_devices} memory devices: one of each at least"
+            )
+        names = [bucket.name for bucket in self.buckets]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two buckets are named {twice[0]!r}")
+        endpoints = self.num_endpoints
+        if len(self.paths) != endpoints or any(len(row) != endpoints for row in self.paths):
+            raise ValueError(f"paths must be a square of {endpoints} endpoints")
+        for source, row in enumerate(self.paths):
+            for target, path in enumerate(row):
+                self._check_path(source, target, path)
+
+    def _check_path(self, source: int, target: int, path: Path | None) -> None:
+        where = f"path from {self.endpoint_name(source)} to {self.endpoint_name(target)}"
+        if (path is None) != (source == target):
+            raise ValueError(f"{where}: paths lead from each endpoint to every other one, and to no other")
+        if path is not None and not all(0 <= index < len(self.buckets) for index in path.buckets):
+            raise ValueError(
+                f"{where}: buckets {list(path.buckets)} are not all among the {len(self.buckets)} there are"
+            )
+
+    @property
+    def num_endpoints(self) -> int:
+        """Workers and memory devices together."""
+        return self.num_workers + self.num_devices
+
+    def worker(self, worker: int) -> int:
+        """The endpoint of a worker.
+
+        Raises:
+            ValueError: If there is no such worker.
+        """
+        if not 0 <= worker < self.num_workers:
+            raise ValueError(f"worker {worker} is none of the {self.num_workers} workers")
+        return worker
+
+    def device(self, device: int) -> int:
+        """The endpoint of a memory device.
+
+        Raises:
+            ValueError: If there is no such memory device.
+        """
+        if not 0 <= device < self.num_devices:
+            raise ValueError(f"memory device {device} is none of the {self.num_devices} memory devices")
+        return self.num_workers + device
+
+    def endpoint_name(self, endpoint: int) -> str:
+        """ "worker 3" or "md2", for messages."""
+        return f"worker {endpoint}" if endpoint < self.num_workers else f"md{endpoint - self.num_workers}"
+
+    def path(self, source: int, target: int) -> Path:
+        """The way from one endpoint to another.
+
+        Raises:
+            ValueError: If an endpoint does not exist, or both are the same.
+        """
+        if not (0 <= source < self.num_endpoints and 0 <= target < self.num_endpoints):
+            raise ValueError(
+                f"no path from endpoint {source} to {target}: there are {self.num_endpoints} endpoints"
+            )
+        path = self.paths[source][target]
+        if path is None:
+            raise ValueError(f"no path from {self.endpoint_name(source)} to itself")
+        return path
+
+    def bandwidth_gbytes_per_s(self, source: int, target: int) -> float:
+        """What one transfer alone gets: the tightest bucket of its path."""
+        return min(self.buckets[index].gbytes_per_s for index in self.path(source, target).buckets)
+
+    def duplex_gbytes_per_s(self, one: int, other: int) -> float:
+        """What a transfer each way gets in sum if both run at once and alone (COARSE paper, Figure 8)."""
+        shared = set(self.path(one, other).buckets) & set(self.path(other, one).buckets)
+        both = self.bandwidth_gbytes_per_s(one, other) + self.bandwidth_gbytes_per_s(other, one)
+        return min([both, *(self.buckets[index].gbytes_per_s for index in shared)])
+
+    def to_json(self) -> str:
+        """The form in which it is passed to other processes."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> LinkTable:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        try:
+            values = json.loads(text)
+            return cls(
+                machine=values["machine"],
+                num_workers=values["num_workers"],
+                num_devices=values["num_devices"],
+                buckets=tuple(Bucket(**bucket) for bucket in values["buckets"]),
+                paths=tuple(tuple(_path(path) for path in row) for row in values["paths"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a link table: {error!r}") from None
+
+
+def _path(values: dict[str, Any] | None) -> Path | None:
+    if values is None:
+        return None
+    return Path(latency_us=values["latency_us"], buckets=tuple(values["buckets"]))

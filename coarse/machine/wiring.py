@@ -1,0 +1,181 @@
+"""From a machine and a partition table to the buckets and paths between endpoints (docs/design/machines.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coarse.machine.links import Bucket, LinkTable, Path
+
+if TYPE_CHECKING:
+    from coarse.machine.partition_table import PartitionTable
+    from coarse.machine.profile import Link, Machine, PathClass
+
+
+def link_table(machine: Machine, table: PartitionTable) -> LinkTable:
+    """Wires the endpoints of `table` as `machine` says.
+
+    Raises:
+        ValueError: If the table does not fit the machine.
+    """
+    endpoints = _place_gpus(machine, table) if machine.topology.num_gpus else _place_expanders(table)
+    buckets = _Buckets()
+    paths = tuple(
+        tuple(None if source is target else _wire(machine, buckets, source, target) for target in endpoints)
+        for source in endpoints
+    )
+    return LinkTable(
+        machine=machine.name,
+        num_workers=table.num_workers,
+        num_devices=table.num_devices,
+        buckets=tuple(buckets.buckets),
+        paths=paths,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Endpoint:
+    """Where one endpoint sits.
+
+    Args:
+        name: For the names of buckets.
+        is_device: Whether it is a memory device.
+        gpu: Its GPU; -1 beside expanders.
+        scopes: The thing of each scope that it belongs to; of scopes that are missing it uses no link.
+    """
+
+    name: str
+    is_device: bool
+    gpu: int
+    scopes: dict[str, str]
+
+
+class _Buckets:
+    """Numbers buckets in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, name: str, gbytes_per_s: float) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self.buckets)
+            self.buckets.append(Bucket(name=name, gbytes_per_s=gbytes_per_s))
+        return self._numbers[name]
+
+
+def _place_gpus(machine: Machine, table: PartitionTable) -> list[_Endpoint]:
+    topology = machine.topology
+    workers, devices = _choose_gpus(machine, table)
+    return [
+        _Endpoint(
+            name=f"gpu {gpu}",
+            is_device=position >= len(workers),
+            gpu=gpu,
+            scopes={
+                "endpoint": f"gpu {gpu}",
+                "switch": f"switch {topology.switch_of(gpu)}",
+                "socket": f"socket {topology.socket_of(gpu)}",
+            },
+        )
+        for position, gpu in enumerate([*workers, *devices])
+    ]
+
+
+def _choose_gpus(machine: Machine, table: PartitionTable) -> tuple[list[int], list[int]]:
+    """The GPU of each worker and of each memory device: those that the table names, or one after the other."""
+    available = machine.topology.num_gpus
+    if table.worker_gpus:
+        devices = [device.gpu for device in table.devices if device.gpu is not None]
+        for gpu in (*table.worker_gpus, *devices):
+            if gpu >= available:
+                raise ValueError(
+                    f"the partition table names GPU {gpu}; {machine.name} has {available}, from 0 on"
+                )
+        return list(table.worker_gpus), devices
+    needed = table.num_workers + table.num_devices
+    if needed > available:
+        raise ValueError(
+            f"{table.num_workers} workers and {table.num_devices} memory devices need {needed} GPUs, "
+            f"{machine.name} has {available}"
+        )
+    # In the order of the switches, each memory device right behind its workers: pairs share a switch.
+    free = iter([gpu for switch in machine.topology.switches for gpu in switch])
+    workers, devices = [0] * table.num_workers, [0] * table.num_devices
+    for number, device in enumerate(table.devices):
+        for worker in device.workers:
+            workers[worker] = next(free)
+        devices[number] = next(free)
+    return workers, devices
+
+
+def _place_expanders(table: PartitionTable) -> list[_Endpoint]:
+    workers = [
+        _Endpoint(name=f"worker {worker}", is_device=False, gpu=-1, scopes={"host": "host"})
+        for worker in range(table.num_workers)
+    ]
+    devices = [
+        _Endpoint(
+            name=f"md{device}",
+            is_device=True,
+            gpu=-1,
+            scopes={"endpoint": f"md{device}", "switch": "switch", "host": "host"},
+        )
+        for device in range(table.num_devices)
+    ]
+    return [*workers, *devices]
+
+
+def _wire(machine: Machine, buckets: _Buckets, source: _Endpoint, target: _Endpoint) -> Path:
+    path = _path_class(machine, source, target)
+    links = {link.name: link for link in machine.links}
+    taken = list(_own_buckets(buckets, path, source, target))
+    for name in path.over:
+        taken += _link_buckets(buckets, links[name], source, target)
+    return Path(latency_us=float(path.latency_us.value), buckets=tuple(dict.fromkeys(taken)))
+
+
+def _path_class(machine: Machine, source: _Endpoint, target: _Endpoint) -> PathClass:
+    if source.gpu < 0:
+        kinds = sorted(("worker", "device")[end.is_device] for end in (source, target))
+        return machine.paths["-".join(reversed(kinds))]
+    for link in machine.direct_links:
+        if {source.gpu, target.gpu} == set(link.between):
+            return link.path
+    if source.scopes["switch"] == target.scopes["switch"]:
+        return machine.paths["local"]
+    if source.scopes["socket"] != target.scopes["socket"] and "far" in machine.paths:
+        return machine.paths["far"]
+    return machine.paths["remote"]
+
+
+def _own_buckets(buckets: _Buckets, path: PathClass, source: _Endpoint, target: _Endpoint) -> Iterator[int]:
+    """What the two endpoints have for themselves: their direction, and both directions together."""
+    if path.gbytes_per_s is not None:
+        yield buckets.number(f"{source.name} > {target.name}", float(path.gbytes_per_s.value))
+    if path.duplex_gbytes_per_s is not None:
+        yield buckets.number(_both(source.name, target.name), float(path.duplex_gbytes_per_s.value))
+
+
+def _link_buckets(buckets: _Buckets, link: Link, source: _Endpoint, target: _Endpoint) -> Iterator[int]:
+    """What they share with others: the source's link upwards, the target's downwards."""
+    if link.scope == "between sockets":
+        one, other = source.scopes["socket"], target.scopes["socket"]
+        if one != other:
+            yield buckets.number(f"{link.name} {one} > {other}", float(link.gbytes_per_s.value))
+            if link.duplex_gbytes_per_s is not None:
+                yield buckets.number(
+                    f"{link.name} {_both(one, other)}", float(link.duplex_gbytes_per_s.value)
+                )
+        return
+    for end, direction in ((source, "up"), (target, "down")):
+        place = end.scopes.get(link.scope)
+        if place is not None:
+            yield buckets.number(f"{place} {link.name} {direction}", float(link.gbytes_per_s.value))
+            if link.duplex_gbytes_per_s is not None:
+                yield buckets.number(f"{place} {link.name} both", float(link.duplex_gbytes_per_s.value))
+
+
+def _both(one: str, other: str) -> str:
+    return " = ".join(sorted((one, other)))

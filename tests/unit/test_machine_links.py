@@ -1,0 +1,233 @@
+"""LinkTable: what the paper measured comes out, what shares a switch or host contends."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coarse.machine.catalogue import load_machine, machine_names
+from coarse.machine.links import Bucket, LinkTable, Path
+from coarse.machine.partition_table import MemoryDeviceEntry, PartitionTable, partition_table_names
+
+MACHINES = {name: load_machine(name) for name in machine_names()}
+
+
+def paper_table(name):
+    return MACHINES[name].link_table(PartitionTable.load(name))
+
+
+@st.composite
+def wired(draw):
+    """A machine and a partition table with any workers under any memory devices that it has room for."""
+    machine = MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
+    room = machine.topology.num_gpus or 12
+    num_workers = draw(st.integers(1, room - 1))
+    num_devices = draw(st.integers(1, room - num_workers))
+    owners = draw(st.lists(st.integers(0, num_devices - 1), min_size=num_workers, max_size=num_workers))
+    blocks = [
+        [worker for worker in range(num_workers) if owners[worker] == device] for device in range(num_devices)
+    ]
+    table = PartitionTable.of_workers(blocks)
+    if machine.topology.num_gpus and draw(st.booleans()):
+        gpus = draw(st.permutations(range(room)))
+        devices = [
+            MemoryDeviceEntry(workers=tuple(block), gpu=gpus[num_workers + device])
+            for device, block in enumerate(blocks)
+        ]
+        table = PartitionTable(devices=tuple(devices), worker_gpus=tuple(gpus[:num_workers]))
+    return machine, table, machine.link_table(table)
+
+
+@given(wired())
+def test_every_pair_has_a_path_over_buckets_that_exist(case):
+    _, table, links = case
+    assert (links.num_workers, links.num_devices) == (table.num_workers, table.num_devices)
+    for source, target in itertools.permutations(range(links.num_endpoints), 2):
+        path = links.path(source, target)
+        assert all(0 <= index < len(links.buckets) for index in path.buckets)
+        assert links.bandwidth_gbytes_per_s(source, target) > 0
+
+
+@given(wired())
+def test_both_ways_are_alike_and_no_bucket_is_unused(case):
+    _, _, links = case
+    for one, other in itertools.combinations(range(links.num_endpoints), 2):
+        assert links.path(one, other).latency_us == links.path(other, one).latency_us
+        alone = links.bandwidth_gbytes_per_s(one, other)
+        assert alone == links.bandwidth_gbytes_per_s(other, one)
+        assert alone <= links.duplex_gbytes_per_s(one, other) <= 2 * alone
+    used = {index for row in links.paths for path in row if path for index in path.buckets}
+    assert used == set(range(len(links.buckets)))
+
+
+@given(wired())
+def test_other_processes_read_the_same_table(case):
+    _, _, links = case
+    assert LinkTable.from_json(links.to_json()) == links
+
+
+@pytest.mark.parametrize(("name", "local", "remote"), [("aws-p3", 9, 16), ("sdsc-p100", 25, 18)])
+def test_push_and_pull_at_once_get_what_figure_8_shows(name, local, remote):
+    links = paper_table(name)
+    for worker, device in itertools.product(range(links.num_workers), range(links.num_devices)):
+        both = links.duplex_gbytes_per_s(links.worker(worker), links.device(device))
+        assert both == (local if worker == device else remote)
+
+
+@pytest.mark.parametrize("name", ["aws-p3", "sdsc-p100"])
+def test_the_local_proxy_has_the_lowest_latency(name):
+    links = paper_table(name)
+    for worker in range(links.num_workers):
+        latencies = [
+            links.path(links.worker(worker), links.device(device)).latency_us
+            for device in range(links.num_devices)
+        ]
+        assert min(range(links.num_devices), key=latencies.__getitem__) == worker
+        assert latencies.count(min(latencies)) == 1
+
+
+def test_one_way_between_local_p100s_is_13():
+    links = paper_table("sdsc-p100")
+    assert links.bandwidth_gbytes_per_s(links.worker(0), links.device(0)) == 13
+
+
+def test_t4s_see_no_difference_between_local_and_remote():
+    links = paper_table("aws-g4dn")
+    seen = {
+        (
+            links.path(worker, links.device(device)).latency_us,
+            links.bandwidth_gbytes_per_s(worker, links.device(device)),
+            links.duplex_gbytes_per_s(worker, links.device(device)),
+        )
+        for worker in range(4)
+        for device in range(4)
+    }
+    assert len(seen) == 1
+
+
+def shared(links, first, second):
+    return {links.buckets[i].name for i in set(links.path(*first).buckets) & set(links.path(*second).buckets)}
+
+
+def test_what_leaves_a_switch_shares_its_uplink():
+    links = paper_table("aws-p3")
+    push = (links.worker(0), links.device(1))
+    reply = (links.device(0), links.worker(1))
+    assert shared(links, push, reply) == {"switch 0 uplink up", "switch 1 uplink down"}
+    assert shared(links, push, (links.worker(0), links.device(0))) == {"gpu 0 lane up"}
+    assert shared(links, push, (links.worker(2), links.device(3))) == set()
+
+
+def test_t4s_of_a_socket_share_its_host_bridge():
+    links = paper_table("aws-g4dn")
+    first, second = (links.worker(0), links.device(0)), (links.worker(1), links.device(1))
+    assert shared(links, first, second) == {"socket 0 host up", "socket 0 host down"}
+
+
+def test_expanders_behind_a_switch_share_its_uplink():
+    table = PartitionTable.even(num_workers=4, num_devices=4)
+    links = MACHINES["cxl2-switch"].link_table(table)
+    pushes = [(links.worker(rank), links.device(rank)) for rank in range(4)]
+    assert shared(links, pushes[0], pushes[3]) == {"switch uplink down"}
+    apart = MACHINES["cxl2-x8"].link_table(table)
+    assert shared(apart, pushes[0], pushes[3]) == set()
+
+
+def test_nvlink_takes_the_place_of_pcie_where_there_is_one():
+    table = PartitionTable(
+        devices=(MemoryDeviceEntry(workers=(0,), gpu=1), MemoryDeviceEntry(gpu=3), MemoryDeviceEntry(gpu=4)),
+        worker_gpus=(0,),
+    )
+    links = MACHINES["dgx1-volta"].link_table(table)
+    assert [links.bandwidth_gbytes_per_s(0, links.device(d)) for d in range(3)] == [50, 25, 12]
+
+
+@pytest.mark.parametrize("name", sorted(partition_table_names()))
+def test_tables_of_the_papers_runs_fit_their_machines(name):
+    machine = MACHINES[name.removesuffix("-2to1")]
+    links = machine.link_table(PartitionTable.load(name))
+    expected = machine.topology.num_gpus // 2
+    assert (links.num_workers, links.num_devices) == (expected, expected // (2 if "2to1" in name else 1))
+
+
+def test_too_few_gpus_are_counted():
+    with pytest.raises(ValueError, match="3 workers and 2 memory devices need 5 GPUs, sdsc-p100 has 4"):
+        MACHINES["sdsc-p100"].link_table(PartitionTable.even(num_workers=3, num_devices=2))
+
+
+def test_a_gpu_that_the_machine_has_not_is_named():
+    with pytest.raises(ValueError, match="names GPU 4; sdsc-p100 has 4"):
+        MACHINES["sdsc-p100"].link_table(PartitionTable.load("aws-p3"))
+
+
+def two_endpoints(**changes):
+    path = Path(latency_us=1, buckets=(0,))
+    values = {
+        "machine": "wire",
+        "num_workers": 1,
+        "num_devices": 1,
+        "buckets": (Bucket(name="wire", gbytes_per_s=2.0),),
+        "paths": ((None, path), (path, None)),
+    }
+    return LinkTable(**(values | changes))
+
+
+PATH = Path(latency_us=1, buckets=(0,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_devices": 0}, "one of each at least"),
+        ({"num_devices": 2}, "a square of 3 endpoints"),
+        ({"paths": ((None, None), (PATH, None))}, "path from worker 0 to md0"),
+        ({"paths": ((PATH, PATH), (PATH, None))}, "path from worker 0 to worker 0"),
+        ({"buckets": ()}, r"buckets \[0\] are not all among the 0"),
+        ({"buckets": (Bucket(name="wire", gbytes_per_s=2),) * 2}, "two buckets are named 'wire'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        two_endpoints(**changes)
+
+
+@pytest.mark.parametrize("gbytes_per_s", [0, -1, float("nan"), float("inf")])
+def test_buckets_hold_a_positive_capacity(gbytes_per_s):
+    with pytest.raises(ValueError, match="bucket wire"):
+        Bucket(name="wire", gbytes_per_s=gbytes_per_s)
+
+
+@pytest.mark.parametrize(("latency_us", "buckets"), [(-1, (0,)), (float("nan"), (0,)), (1, ()), (1, (0, 0))])
+def test_paths_check_themselves(latency_us, buckets):
+    with pytest.raises(ValueError, match=r"latency|buckets"):
+        Path(latency_us=latency_us, buckets=buckets)
+
+
+def test_endpoints_have_numbers_and_names():
+    links = two_endpoints()
+    assert [links.endpoint_name(end) for end in (links.worker(0), links.device(0))] == ["worker 0", "md0"]
+    for wrong in (lambda: links.worker(1), lambda: links.device(-1), lambda: links.path(0, 2)):
+        with pytest.raises(ValueError, match=r"worker 1|memory device -1|endpoint 0 to 2"):
+            wrong()
+    with pytest.raises(ValueError, match="worker 0 to itself"):
+        links.path(0, 0)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": "x"}'])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match=r"link table|Expecting value"):
+        LinkTable.from_json(text)
+
+
+def test_asymmetric_paths_add_up():
+    back = Path(latency_us=1, buckets=(1,))
+    links = two_endpoints(
+        buckets=(Bucket(name="push", gbytes_per_s=3), Bucket(name="pull", gbytes_per_s=1)),
+        paths=((None, PATH), (back, None)),
+    )
+    assert links.duplex_gbytes_per_s(0, 1) == 4
+    assert dataclasses.replace(links, machine="other") != links
