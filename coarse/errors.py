@@ -44,3 +44,7 @@ class ForkedSessionError(CoarseError):
 
 class ProtocolError(CoarseError):
     """A peer sent something that the control protocol does not allow."""
+
+
+class ProfileError(CoarseError):
+    """A link profile is missing, damaged, contradicts itself, or is of another machine or version."""

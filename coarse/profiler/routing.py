@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coarse.profiler.switchover import measure_crossing
+
+if TYPE_CHECKING:  # a client needs routes but no numpy
+    from coarse.profiler.curve import Curve
+    from coarse.profiler.profile import Profile
+
+TIE_FRACTION = 0.05
+"""Proxies whose times differ by no more are alike: as exactly as links are paced, and medians repeat."""
+
+DEFAULT_MARGIN = 0.1
+"""How much faster a new table has to be before it is worth a change of routes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,14 +28,21 @@ class RoutingTable:
         lat_proxy: Memory device for shards smaller than the threshold: the one with the lowest latency.
         bw_proxy: Memory device for the others: the one with the highest bandwidth.
         threshold_bytes: Where both take equally long.
+        reasons: Why, in words; tables that differ in nothing else are equal.
 
     Raises:
         ValueError: If a number is negative.
+
+    Example:
+        >>> table = RoutingTable(lat_proxy=0, bw_proxy=3, threshold_bytes=1 << 20)
+        >>> table.route(4096), table.route(1 << 20)
+        (0, 3)
     """
 
     lat_proxy: int
     bw_proxy: int
     threshold_bytes: int = 0
+    reasons: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if min(self.lat_proxy, self.bw_proxy, self.threshold_bytes) < 0:
@@ -29,3 +51,132 @@ class RoutingTable:
     def route(self, nbytes: int) -> int:
         """The memory device that takes a shard of `nbytes` bytes."""
         return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
+
+    @classmethod
+    def from_profiles(
+        cls,
+        curves: Mapping[int, Curve],
+        *,
+        local_proxy: int,
+        load: Mapping[int, int] | None = None,
+        tie_fraction: float = TIE_FRACTION,
+    ) -> RoutingTable:
+        """Plans one client's table.
+
+        A pure function of its arguments: the same curves in any order give the same table on every worker.
+        Proxies are compared while they push and pull at once, because that is what a pipeline of shards does
+        (Fig 9). LatProxy is the fastest at the smallest size measured, BwProxy at the largest one. Ties go to the
+        local proxy, then to the one that fewer others take, then to the lower number. Where BwProxy never
+        overtakes LatProxy there is one proxy.
+
+        Args:
+            curves: Of both directions at once between this client and each proxy, by proxy.
+            local_proxy: The proxy that shares a switch with this client.
+            load: How many other clients have each proxy as their BwProxy; nobody by default.
+            tie_fraction: Proxies whose times differ by no more are alike.
+
+        Raises:
+            ValueError: If there is no curve of the local proxy.
+        """
+        if local_proxy not in curves:
+            raise ValueError(f"there is no curve of the local proxy md{local_proxy}")
+        ranking = _Ranking(curves=curves, local=local_proxy, load=load or {}, tie_fraction=tie_fraction)
+        smallest = min(curve.points[0].nbytes for curve in curves.values())
+        largest = max(curve.points[-1].nbytes for curve in curves.values())
+        lat_proxy, why_lat = ranking.best(smallest, "lowest latency")
+        bw_proxy, why_bw = ranking.best(largest, "highest bandwidth")
+        if lat_proxy == bw_proxy:
+            return cls(lat_proxy=lat_proxy, bw_proxy=bw_proxy, reasons=(why_lat, why_bw, "one proxy for all"))
+        threshold_bytes = measure_crossing(curves[lat_proxy], curves[bw_proxy])
+        if threshold_bytes is None:
+            why = f"one proxy for all: md{bw_proxy} never overtakes md{lat_proxy}"
+            return cls(lat_proxy=lat_proxy, bw_proxy=lat_proxy, reasons=(why_lat, why_bw, why))
+        if threshold_bytes == 0:
+            why = f"one proxy for all: md{bw_proxy} is nowhere slower than md{lat_proxy}"
+            return cls(lat_proxy=bw_proxy, bw_proxy=bw_proxy, reasons=(why_lat, why_bw, why))
+        why = f"md{bw_proxy} stays ahead of md{lat_proxy} from {threshold_bytes} bytes on"
+        return cls(
+            lat_proxy=lat_proxy,
+            bw_proxy=bw_proxy,
+            threshold_bytes=threshold_bytes,
+            reasons=(why_lat, why_bw, why),
+        )
+
+
+def plan_routing(profile: Profile, *, tie_fraction: float = TIE_FRACTION) -> tuple[RoutingTable, ...]:
+    """Plans the table of every worker, in the order of the workers.
+
+    Curves are measured one path at a time. Were all workers to take the lowest of several equal remote proxies,
+    they would share its link, which no curve shows; so each knows what the workers before it took.
+    """
+    tables: list[RoutingTable] = []
+    load: dict[int, int] = {}
+    for worker, local_proxy in enumerate(profile.key.local_devices):
+        table = RoutingTable.from_profiles(
+            profile.both_at_once(worker), local_proxy=local_proxy, load=load, tie_fraction=tie_fraction
+        )
+        load[table.bw_proxy] = load.get(table.bw_proxy, 0) + 1
+        tables.append(table)
+    return tuple(tables)
+
+
+def predict_time_us(table: RoutingTable, curves: Mapping[int, Curve], histogram: Mapping[int, int]) -> float:
+    """How long a client's shards take one after the other.
+
+    Args:
+        table: Where each goes.
+        curves: Of each proxy that the table names.
+        histogram: How many shards there are, by their size in bytes.
+    """
+    # fsum, so that the order of the histogram cannot make workers differ.
+    return math.fsum(
+        count * curves[table.route(nbytes)].time_us(nbytes) for nbytes, count in histogram.items()
+    )
+
+
+def is_better(
+    new: RoutingTable,
+    old: RoutingTable,
+    curves: Mapping[int, Curve],
+    histogram: Mapping[int, int],
+    *,
+    margin: float = DEFAULT_MARGIN,
+) -> bool:
+    """Whether a change from `old` to `new` pays: the hysteresis of dynamic profiling.
+
+    Args:
+        new, old: The tables.
+        curves: The newest ones, by which both are judged.
+        histogram: How many shards there are, by their size in bytes.
+        margin: Part of the predicted time that has to be saved.
+
+    Raises:
+        ValueError: If the margin is not within 0 and 1.
+    """
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin} must be at least 0 and below 1")
+    return predict_time_us(new, curves, histogram) < (1 - margin) * predict_time_us(old, curves, histogram)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ranking:
+    """Picks proxies by size, and says why."""
+
+    curves: Mapping[int, Curve]
+    local: int
+    load: Mapping[int, int]
+    tie_fraction: float
+
+    def best(self, nbytes: int, what: str) -> tuple[int, str]:
+        times_us = {proxy: curve.time_us(nbytes) for proxy, curve in self.curves.items()}
+        limit_us = min(times_us.values()) * (1 + self.tie_fraction)
+        alike = [proxy for proxy, time_us in times_us.items() if time_us <= limit_us]
+        chosen = min(alike, key=lambda proxy: (proxy != self.local, self.load.get(proxy, 0), proxy))
+        place = "local" if chosen == self.local else "remote"
+        why = f"md{chosen} ({place}) has the {what}: {times_us[chosen]:.3g} us for {nbytes} bytes"
+        others = [time_us for proxy, time_us in times_us.items() if proxy not in alike]
+        if others:
+            why += f", others from {min(others):.3g} us"
+        if len(alike) > 1:
+            why += f"; alike are {', '.join(f'md{proxy}' for proxy in sorted(alike))}"
+        return chosen, why

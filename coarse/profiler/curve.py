@@ -1,0 +1,166 @@
+"""Time by size of one path, from repeated measurements (COARSE paper, section III-E, Fig 14 and 15)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coarse.profiler.switchover import AlphaBeta
+
+_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+_OUTLIER_SIGMAS = 5.0
+_BYTES_PER_US = 1e3  # of one GB/s, G being 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """What was measured at one size.
+
+    Args:
+        nbytes: The size, at least 1.
+        time_us: Median over the repeats that count, above 0.
+        spread_us: Their spread: the median absolute deviation, scaled to a standard deviation.
+        num_repeats: How many repeats count; outliers do not.
+
+    Raises:
+        ValueError: If a number is out of range or no number.
+    """
+
+    nbytes: int
+    time_us: float
+    spread_us: float = 0.0
+    num_repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1 or self.num_repeats < 1:
+            raise ValueError(f"a point needs at least one byte and one repeat: {self}")
+        if not 0 < self.time_us < math.inf or not 0 <= self.spread_us < math.inf:
+            raise ValueError(f"a time must be above 0, its spread at least 0, both finite: {self}")
+
+    @classmethod
+    def from_repeats(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:
+        """Takes the median of what is left when outliers are dropped.
+
+        A repeat is an outlier if it lies further from the median than five times the scaled median absolute
+        deviation: one in a million of a normal distribution, but what a descheduled process measures.
+
+        Raises:
+            ValueError: If there are no repeats, or one is no time.
+        """
+        times = np.asarray(times_us, dtype=np.float64)
+        if times.size == 0 or not np.all(np.isfinite(times)):
+            raise ValueError(f"{nbytes} bytes: needs at least one repeat, each of a finite time: {times_us}")
+        kept = times[np.abs(times - np.median(times)) <= _OUTLIER_SIGMAS * _spread(times)]
+        # Without any spread all that counts is equal to the median.
+        kept = kept if kept.size else np.median(times, keepdims=True)
+        return cls(
+            nbytes=nbytes,
+            time_us=float(np.median(kept)),
+            spread_us=_spread(kept),
+            num_repeats=int(kept.size),
+        )
+
+    @property
+    def gbytes_per_s(self) -> float:
+        """Bandwidth at this size, in 1e9 bytes per second."""
+        return self.nbytes / (self.time_us * _BYTES_PER_US)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Time by size of one path. Immutable; safe to share between threads.
+
+    Args:
+        points: In any order, one per size; kept by size.
+
+    Raises:
+        ValueError: If there is no point, or a size is there twice.
+    """
+
+    points: tuple[CurvePoint, ...]
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.points, key=lambda point: point.nbytes))
+        if not ordered:
+            raise ValueError("a curve needs at least one point")
+        for point, following in pairwise(ordered):
+            if point.nbytes == following.nbytes:
+                raise ValueError(f"a curve has two points at {point.nbytes} bytes")
+        object.__setattr__(self, "points", ordered)
+
+    @classmethod
+    def from_repeats(cls, times_us: Mapping[int, Sequence[float]]) -> Curve:
+        """The curve of all repeats in microseconds, by size in bytes (see CurvePoint.from_repeats)."""
+        return cls(points=tuple(CurvePoint.from_repeats(nbytes, times) for nbytes, times in times_us.items()))
+
+    @property
+    def latency_us(self) -> float:
+        """Time of the smallest size that was measured."""
+        return self.points[0].time_us
+
+    @property
+    def peak_gbytes_per_s(self) -> float:
+        """Highest bandwidth of any size that was measured."""
+        return max(point.gbytes_per_s for point in self.points)
+
+    def time_us(self, nbytes: float) -> float:
+        """How long `nbytes` bytes take.
+
+        Straight between measured sizes, which is exact where time = alpha + bytes / beta. Below the smallest one
+        as long as that; above the largest one at the bandwidth of that.
+        """
+        index = bisect_left(self.points, nbytes, key=lambda point: point.nbytes)
+        if index == 0:
+            return self.points[0].time_us
+        if index == len(self.points):
+            return self.points[-1].time_us * (nbytes / self.points[-1].nbytes)
+        low, high = self.points[index - 1], self.points[index]
+        if nbytes == high.nbytes:
+            return high.time_us
+        fraction = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
+        return low.time_us + fraction * (high.time_us - low.time_us)
+
+    def gbytes_per_s(self, nbytes: float) -> float:
+        """Bandwidth at a size, in 1e9 bytes per second."""
+        return nbytes / (self.time_us(nbytes) * _BYTES_PER_US)
+
+    def fit(self) -> AlphaBeta:
+        """Fits time = alpha + bytes / beta by least squares of relative errors.
+
+        Absolute errors would leave the latency to the largest sizes, whose noise exceeds it. Neither alpha nor
+        1 / beta becomes negative. A single point is all bandwidth.
+        """
+        sizes = np.array([point.nbytes for point in self.points], dtype=np.float64)
+        times = np.array([point.time_us for point in self.points], dtype=np.float64)
+        alpha_us, us_per_byte = _fit_line(sizes, times)
+        errors = (alpha_us + us_per_byte * sizes - times) / times
+        return AlphaBeta(
+            alpha_us=alpha_us,
+            beta_gbytes_per_s=1 / (us_per_byte * _BYTES_PER_US) if us_per_byte > 0 else math.inf,
+            relative_error=float(np.sqrt(np.mean(errors**2))),
+        )
+
+
+def _spread(times: NDArray[np.float64]) -> float:
+    return _MAD_TO_SIGMA * float(np.median(np.abs(times - np.median(times))))
+
+
+def _fit_line(sizes: NDArray[np.float64], times: NDArray[np.float64]) -> tuple[float, float]:
+    """Non-negative (intercept, slope) with the least sum of squared relative errors."""
+    constant, linear = 1 / times, sizes / times
+    if sizes.size > 1:
+        scale = float(sizes.max())  # columns of like size, for the sake of precision
+        (alpha, slope), *_ = np.linalg.lstsq(
+            np.column_stack((constant, linear / scale)), np.ones_like(times), rcond=None
+        )
+        if alpha >= 0 and slope >= 0:
+            return float(alpha), float(slope / scale)
+        if slope < 0:
+            return float(constant.sum() / (constant @ constant)), 0.0
+    return 0.0, float(linear.sum() / (linear @ linear))

@@ -1,0 +1,448 @@
+"""The profile document: what was measured of every path of a machine, as a value, as JSON, and on disk.
+
+A profile is refused whole if any part of it cannot be: a plan made from half a measurement would be wrong on every
+worker alike. The format is described in docs/design/planning.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from coarse import __version__
+from coarse.errors import ProfileError
+from coarse.machine.host import Host
+from coarse.profiler.curve import Curve, CurvePoint
+
+MEASURED, EMULATED, SIMULATED = "measured", "emulated", "simulated"
+PROFILE_KINDS = (MEASURED, EMULATED, SIMULATED)
+"""Of this machine; of the real runtime on paced links; of a model."""
+
+FORMAT = "coarse-profile"
+FORMAT_VERSION = 1
+
+PUSH, PULL, BOTH, DEVICES, WORKERS = "push", "pull", "both", "devices", "workers"
+PATH_KINDS = (PUSH, PULL, BOTH, DEVICES, WORKERS)
+"""Worker to memory device, the way back, both at once; between memory devices; between workers."""
+
+_ADVICE = "Measure again with `coarse profile --refresh`."
+_BOTH_MARGIN = 1.25  # peaks of separate measurements differ by noise
+_MAX_FILE_BYTES = 64 << 20
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PathId:
+    """One path of a profile.
+
+    Args:
+        kind: One of PATH_KINDS.
+        source, target: Worker or memory device numbers, as the kind says: for "push", "pull" and "both" always
+            the worker first.
+
+    Raises:
+        ValueError: If the kind is unknown.
+    """
+
+    kind: str
+    source: int
+    target: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in PATH_KINDS:
+            raise ValueError(f"path kind {self.kind!r} is none of {', '.join(PATH_KINDS)}")
+
+    def __str__(self) -> str:
+        names = {DEVICES: ("md", "md"), WORKERS: ("w", "w")}.get(self.kind, ("w", "md"))
+        return f"{self.kind} {names[0]}{self.source}-{names[1]}{self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """What a profile is of: it fits where all of this is the same, and nowhere else.
+
+    Args:
+        machine: Name of a machine profile, or "host" for the machine at hand.
+        host: Key of the host it was measured on (host_key); "" for a simulated one.
+        local_devices: The memory device that each worker shares a switch with, by worker.
+        num_devices: Memory devices.
+        versions: Of what can change a measurement, by name.
+
+    Raises:
+        ValueError: If there is no worker, or a local device does not exist.
+    """
+
+    machine: str
+    host: str
+    local_devices: tuple[int, ...]
+    num_devices: int
+    versions: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", MappingProxyType(dict(sorted(self.versions.items()))))
+        if not self.local_devices:
+            raise ValueError("a profile needs at least one worker")
+        for worker, device in enumerate(self.local_devices):
+            if not 0 <= device < self.num_devices:
+                raise ValueError(
+                    f"worker {worker} is local to md{device} of {self.num_devices} memory devices"
+                )
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self.local_devices)
+
+    def digest(self) -> str:
+        """A short name of this key: equal keys have equal ones, different keys different ones."""
+        return _digest(_key_as_json(self))
+
+    def paths(self) -> Iterator[PathId]:
+        """Every path that a profile of this key has a curve of."""
+        for worker in range(self.num_workers):
+            for device in range(self.num_devices):
+                for kind in (PUSH, PULL, BOTH):
+                    yield PathId(kind=kind, source=worker, target=device)
+        for kind, count in ((DEVICES, self.num_devices), (WORKERS, self.num_workers)):
+            for source in range(count):
+                for target in range(count):
+                    if source != target:
+                        yield PathId(kind=kind, source=source, target=target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """The measured curves of all paths of one machine. Immutable; the same value on every worker.
+
+    Args:
+        kind: One of PROFILE_KINDS.
+        key: What it is of.
+        time_budget_s: How long measuring was allowed to take; 0 for a simulated one.
+        paths_share_links: Whether workers' own traffic and that through memory devices slow each other down, as
+            where all of it passes one host bridge or one host memory.
+        curves: Of every path of the key, time by bytes. Of a "both" path: bytes each way, and the time until
+            both have arrived.
+
+    Raises:
+        ValueError: If a path is missing or unknown, a number is out of range, or curves contradict each other;
+            the message names the path.
+    """
+
+    kind: str
+    key: ProfileKey
+    time_budget_s: float
+    paths_share_links: bool
+    curves: Mapping[PathId, Curve]
+
+    def __post_init__(self) -> None:
+        # Sorted, so that the order of measuring is forgotten.
+        object.__setattr__(self, "curves", MappingProxyType(dict(sorted(self.curves.items()))))
+        if self.kind not in PROFILE_KINDS:
+            raise ValueError(f"kind {self.kind!r} is none of {', '.join(PROFILE_KINDS)}")
+        if not 0 <= self.time_budget_s < float("inf"):
+            raise ValueError(f"time_budget_s={self.time_budget_s} must be finite and at least 0")
+        expected = set(self.key.paths())
+        for path in sorted(expected - set(self.curves)):
+            raise ValueError(f"{path}: there is no curve of it")
+        for path in sorted(set(self.curves) - expected):
+            raise ValueError(f"{path}: there is no such path between {_counts(self.key)}")
+        for path in expected:
+            if path.kind == BOTH:
+                self._check_directions(path.source, path.target)
+
+    def curve(self, kind: str, source: int, target: int) -> Curve:
+        """The curve of one path.
+
+        Raises:
+            KeyError: If there is no such path.
+        """
+        return self.curves[PathId(kind=kind, source=source, target=target)]
+
+    def both_at_once(self, worker: int) -> dict[int, Curve]:
+        """Curves of pushing and pulling at once between a worker and every memory device, by device."""
+        return {device: self.curve(BOTH, worker, device) for device in range(self.key.num_devices)}
+
+    def save(self, path: Path) -> None:
+        """Writes the document; who reads `path` meanwhile finds the old file or the new one, whole.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(as_json(self), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: Path, *, expected: ProfileKey | None = None) -> Profile:
+        """Reads a document.
+
+        Args:
+            path: Of the file.
+            expected: What it has to be of; anything by default.
+
+        Raises:
+            ProfileError: If the file cannot be read, is no whole profile, contradicts itself, or is of something
+                else than `expected`. Names the file, what is wrong, and what to do.
+        """
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+            if len(text) > _MAX_FILE_BYTES:
+                raise ValueError(f"larger than {_MAX_FILE_BYTES >> 20} MiB")
+            profile = from_json(json.loads(text, parse_constant=_refuse_constant))
+        except OSError as error:
+            raise ProfileError(f"profile {path}: {error.strerror or error}. {_ADVICE}") from None
+        except (ValueError, RecursionError) as error:  # what json cannot read is a ValueError, too
+            reason = f"cut off or no JSON: {error}" if isinstance(error, json.JSONDecodeError) else error
+            raise ProfileError(f"profile {path}: {reason}. {_ADVICE}") from None
+        if expected is not None and profile.key != expected:
+            raise ProfileError(f"profile {path}: {_difference(profile.key, expected)}. {_ADVICE}")
+        return profile
+
+    def _check_directions(self, worker: int, device: int) -> None:
+        """Both directions at once cannot carry more than each of them alone."""
+        push, pull, both = (self.curve(kind, worker, device) for kind in (PUSH, PULL, BOTH))
+        together = 2 * both.peak_gbytes_per_s
+        apart = push.peak_gbytes_per_s + pull.peak_gbytes_per_s
+        if together > _BOTH_MARGIN * apart:
+            raise ValueError(
+                f"{PathId(kind=BOTH, source=worker, target=device)}: {together:.3g} GB/s at once contradict "
+                f"{push.peak_gbytes_per_s:.3g} GB/s of push and {pull.peak_gbytes_per_s:.3g} GB/s of pull alone"
+            )
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """The document as JSON values."""
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "kind": profile.kind,
+        "key": _key_as_json(profile.key),
+        "time_budget_s": profile.time_budget_s,
+        "paths_share_links": profile.paths_share_links,
+        "curves": [
+            {
+                **asdict(path),
+                "points": [
+                    [point.nbytes, point.time_us, point.spread_us, point.num_repeats]
+                    for point in curve.points
+                ],
+            }
+            for path, curve in profile.curves.items()
+        ],
+    }
+
+
+def from_json(document: Any) -> Profile:
+    """Reads a document from JSON values.
+
+    Raises:
+        ValueError: If it is no whole and consistent profile; names the first thing that is wrong.
+    """
+    top = _object(document, "the document")
+    if top.get("format") != FORMAT:
+        raise ValueError(f"format is {top.get('format')!r}, not {FORMAT!r}: this is no profile")
+    if top.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"its format is of version {top.get('format_version')!r}, this COARSE reads {FORMAT_VERSION}"
+        )
+    curves: dict[PathId, Curve] = {}
+    for number, entry in enumerate(_field(top, "curves", list, "the document")):
+        path, curve = _curve(entry, f"curves[{number}]")
+        if path in curves:
+            raise ValueError(f"{path}: there are two curves of it")
+        curves[path] = curve
+    if not curves:
+        raise ValueError("there are no curves in it")
+    return Profile(
+        kind=_field(top, "kind", str, "the document"),
+        key=_key(_field(top, "key", dict, "the document")),
+        time_budget_s=_number(top.get("time_budget_s"), "time_budget_s"),
+        paths_share_links=_field(top, "paths_share_links", bool, "the document"),
+        curves=curves,
+    )
+
+
+# ---- the cache ----
+
+
+def host_key(host: Host) -> str:
+    """A short key of all facts on a host that can change a measurement, and of its name."""
+    facts = asdict(host)
+    for volatile in ("available_bytes", "cgroup_used_bytes"):
+        del facts["memory"][volatile]
+    del facts["limits"]
+    return _digest({"node": platform.node(), **facts})
+
+
+def current_versions() -> dict[str, str]:
+    """Versions of what can change a measurement."""
+    return {"coarse": __version__, "kernel": platform.release()}
+
+
+def cache_path(key: ProfileKey) -> Path:
+    """Where the profile of a key is kept: in the user's cache folder (XDG_CACHE_HOME)."""
+    return _cache_folder() / f"{key.machine}-{key.num_workers}x{key.num_devices}-{key.digest()}.json"
+
+
+def load_cached(key: ProfileKey) -> Profile | None:
+    """The profile of a key; None if none was kept.
+
+    Raises:
+        ProfileError: If there is one, but it is damaged.
+    """
+    path = cache_path(key)
+    return Profile.load(path, expected=key) if path.exists() else None
+
+
+def newest_cached(host: str, versions: Mapping[str, str]) -> Path | None:
+    """The file of the profile of this host and these versions that was written last; None if there is none.
+
+    Files that cannot be read are passed over: what they are of is not known.
+    """
+    with suppress(OSError):
+        by_age = sorted(
+            _cache_folder().glob("*.json"), key=lambda path: (-path.stat().st_mtime_ns, path.name)
+        )
+        for path in by_age:
+            with suppress(ProfileError):
+                key = Profile.load(path).key
+                if key.host == host and dict(key.versions) == dict(versions):
+                    return path
+    return None
+
+
+def _cache_folder() -> Path:
+    from platformdirs import user_cache_path
+
+    return user_cache_path("coarse") / "profiles"
+
+
+# ---- reading ----
+
+
+def _curve(entry: Any, where: str) -> tuple[PathId, Curve]:
+    fields = _object(entry, where)
+    path = PathId(
+        kind=_field(fields, "kind", str, where),
+        source=_field(fields, "source", int, where),
+        target=_field(fields, "target", int, where),
+    )
+    rows = _field(fields, "points", list, where)
+    return path, _named(str(path), lambda: Curve(points=tuple(_point(row) for row in rows)))
+
+
+def _point(row: Any) -> CurvePoint:
+    if not isinstance(row, list) or len(row) != 4:
+        raise ValueError(f"{row!r} is no [bytes, time_us, spread_us, repeats]")
+    nbytes, time_us, spread_us, num_repeats = row
+    return CurvePoint(
+        nbytes=_whole(nbytes, "bytes"),
+        time_us=_number(time_us, "time_us"),
+        spread_us=_number(spread_us, "spread_us"),
+        num_repeats=_whole(num_repeats, "repeats"),
+    )
+
+
+def _key(fields: dict[str, Any]) -> ProfileKey:
+    versions = _field(fields, "versions", dict, "key")
+    local_devices = _field(fields, "local_devices", list, "key")
+    return ProfileKey(
+        machine=_field(fields, "machine", str, "key"),
+        host=_field(fields, "host", str, "key"),
+        local_devices=tuple(_whole(device, "key.local_devices") for device in local_devices),
+        num_devices=_field(fields, "num_devices", int, "key"),
+        versions={name: _text(version, f"key.versions.{name}") for name, version in versions.items()},
+    )
+
+
+def _named(name: str, make: Callable[[], Value]) -> Value:
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {type(value).__name__}, not an object")
+    return value
+
+
+def _field(fields: Mapping[str, Any], name: str, kind: type[Value], where: str) -> Value:
+    value = fields.get(name)
+    if type(value) is not kind:  # True is an int to isinstance
+        raise ValueError(f"{where}: {name} is {value!r:.80}, not {kind.__name__}")
+    return value
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name} is {value!r:.80}, not a whole number")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{name} is {value!r:.80}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a number") from None
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r:.80}, not text")
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no measurement")
+
+
+# ---- words and digests ----
+
+
+def _key_as_json(key: ProfileKey) -> dict[str, Any]:
+    return {
+        "machine": key.machine,
+        "host": key.host,
+        "local_devices": list(key.local_devices),
+        "num_devices": key.num_devices,
+        "versions": dict(key.versions),
+    }
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _counts(key: ProfileKey) -> str:
+    return f"{key.num_workers} workers and {key.num_devices} memory devices"
+
+
+def _difference(found: ProfileKey, expected: ProfileKey) -> str:
+    ours, theirs = _key_as_json(found), _key_as_json(expected)
+    name = next(name for name in ours if ours[name] != theirs[name])
+    return f"it is of {name} {ours[name]!r}, here it is {theirs[name]!r}"
