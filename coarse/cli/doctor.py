@@ -83,7 +83,7 @@ def examine(host: Host) -> list[Finding]:
         *cpu_findings(host.cpu),
         *memory_findings(host.memory),
         *numa_findings(host.numa_nodes),
-        *device_findings(host.dax_devices, host.gpus),
+        *device_findings(host.dax_devices, host.gpus, host.gpus_note),
         *limit_findings(host.limits),
         *_runtime(),
     ]
@@ -249,8 +249,10 @@ def _numa_node(node: NumaNode) -> str:
     return f"{size}, {cores}"
 
 
-def device_findings(dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu]) -> list[Finding]:
-    """DAX devices and GPUs; having none is no fault."""
+def device_findings(
+    dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu], gpus_note: str = ""
+) -> list[Finding]:
+    """DAX devices and GPUs; having none is no fault. `gpus_note` says why GPUs are missing."""
     topic = "devices"
     dax = [
         Finding(topic=topic, name=device.name, value=format_bytes(device.memory_bytes) + _of_node(device))
@@ -266,7 +268,8 @@ def device_findings(dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu]) -> li
     ]
     return [
         *(dax or [Finding(topic=topic, name="DAX", value="none")]),
-        *(cards or [Finding(topic=topic, name="GPU", value="none (no NVIDIA driver answers)")]),
+        *(cards or [Finding(topic=topic, name="GPU", value="none")]),
+        *([Finding(topic=topic, name="GPUs missing", value=gpus_note)] if gpus_note else []),
     ]
 
 

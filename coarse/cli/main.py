@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "doctor": "coarse.cli.doctor",
         "device": "coarse.cli.device",
         "bench": "coarse.cli.bench",
+        "machine": "coarse.cli.machine",
     }
 )
 """Module of each sub-command, in the order of the help text."""

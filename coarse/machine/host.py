@@ -6,15 +6,14 @@ takes another `root` for tests; each `parse_*` is a pure function of a file's te
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
 import resource
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
@@ -116,7 +115,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Everything above at once."""
+    """Everything above at once; `gpus_note` says why there are no GPUs, or fewer than there could be."""
 
     kernel: str
     architecture: str
@@ -125,11 +124,18 @@ class Host:
     numa_nodes: tuple[NumaNode, ...]
     dax_devices: tuple[DaxDevice, ...]
     gpus: tuple[Gpu, ...]
+    gpus_note: str
     limits: tuple[Limit, ...]
+
+    @property
+    def cxl_nodes(self) -> tuple[NumaNode, ...]:
+        """The NUMA nodes with memory and no cores: that is how Linux shows CXL memory it manages."""
+        return tuple(node for node in self.numa_nodes if node.is_memory_only)
 
 
 def read_host(root: Path = _ROOT) -> Host:
     """Returns all facts on this machine."""
+    gpus, gpus_note = read_gpus()
     return Host(
         kernel=platform.release(),
         architecture=platform.machine(),
@@ -137,7 +143,8 @@ def read_host(root: Path = _ROOT) -> Host:
         memory=read_memory(root),
         numa_nodes=read_numa_nodes(root),
         dax_devices=read_dax_devices(root),
-        gpus=read_gpus(),
+        gpus=gpus,
+        gpus_note=gpus_note,
         limits=read_limits(),
     )
 
@@ -190,7 +197,13 @@ def _numa_node(folder: Path) -> NumaNode:
 
 def read_dax_devices(root: Path = _ROOT) -> tuple[DaxDevice, ...]:
     """Returns the DAX devices by name."""
-    return tuple(_dax_device(folder) for folder in sorted((root / "sys/bus/dax/devices").glob("dax*")))
+    # Kernels before 5.1 list them as a class only.
+    found = {
+        folder.name: folder
+        for folders in ("sys/class/dax", "sys/bus/dax/devices")
+        for folder in (root / folders).glob("dax*")
+    }
+    return tuple(_dax_device(found[name]) for name in sorted(found))
 
 
 def _dax_device(folder: Path) -> DaxDevice:
@@ -318,31 +331,42 @@ def _text(path: Path) -> str:
         return ""
 
 
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+def read_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """Returns the NVIDIA GPUs that answer, and why there are none, or fewer than there could be; "" if all do.
+
+    Asks NVML, by the package nvidia-ml-py.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return (), "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be seen"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
+    try:
+        return _nvml_gpus(pynvml)
+    except pynvml.NVMLError as error:
+        return (), f"NVML: {error}"
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def read_gpus() -> tuple[Gpu, ...]:
-    """Returns the NVIDIA GPUs; none where there is no driver."""
-    with suppress(OSError, AttributeError, UnicodeDecodeError):
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() == 0:
-            try:
-                return tuple(_nvml_gpus(nvml))
-            finally:
-                nvml.nvmlShutdown()
-    return ()
-
-
-def _nvml_gpus(nvml: ctypes.CDLL) -> Iterator[Gpu]:
-    driver = ctypes.create_string_buffer(96)
-    nvml.nvmlSystemGetDriverVersion(driver, len(driver))
-    count = ctypes.c_uint(0)
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    for index in range(count.value):
-        device, name, memory = ctypes.c_void_p(), ctypes.create_string_buffer(96), _NvmlMemory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
-            continue
-        nvml.nvmlDeviceGetName(device, name, len(name))
-        nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
-        yield Gpu(name=name.value.decode(), memory_bytes=memory.total, driver=driver.value.decode())
+def _nvml_gpus(nvml: Any) -> tuple[tuple[Gpu, ...], str]:
+    driver = nvml.nvmlSystemGetDriverVersion()
+    gpus: list[Gpu] = []
+    lost: list[str] = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append(
+                Gpu(
+                    name=nvml.nvmlDeviceGetName(device),
+                    memory_bytes=nvml.nvmlDeviceGetMemoryInfo(device).total,
+                    driver=driver,
+                )
+            )
+        except nvml.NVMLError as error:
+            # One GPU that has fallen off the bus must not hide the others.
+            lost.append(f"GPU {index}: {error}")
+    return tuple(gpus), "; ".join(lost)

@@ -91,8 +91,8 @@ class PartitionTable:
                 )
 
     def _check_gpus(self) -> None:
-        devices = [number for number, device in enumerate(self.devices) if device.gpu is not None]
-        if not devices and not self.worker_gpus:
+        gpus = [device.gpu for device in self.devices]
+        if not any(gpu is not None for gpu in gpus) and not self.worker_gpus:
             return
         if len(self.worker_gpus) != self.num_workers:
             raise FieldError(
@@ -102,6 +102,12 @@ class PartitionTable:
         for number, device in enumerate(self.devices):
             if device.gpu is None:
                 raise FieldError(f"memory_device.{number}", f"memory device {number} names no GPU, others do")
+            first = gpus.index(device.gpu)
+            if first < number:
+                raise FieldError(
+                    f"memory_device.{number}.gpu",
+                    f"GPU {device.gpu} is named twice: as memory devices {first} and {number}",
+                )
             if device.gpu in self.worker_gpus:
                 worker = self.worker_gpus.index(device.gpu)
                 raise FieldError(
@@ -109,7 +115,6 @@ class PartitionTable:
                     f"GPU {device.gpu} is named twice: as memory device {number} and as worker {worker}",
                 )
         check_distinct("worker_gpus", self.worker_gpus, "GPU")
-        check_distinct("memory_device", [device.gpu for device in self.devices], "GPU")
 
     @property
     def num_devices(self) -> int:

@@ -1,11 +1,14 @@
 """TOML with the line of every key, so that what is wrong in a file can be pointed at.
 
-tomlkit keeps all of a file's text beside its values; counting line ends on the way through gives the lines.
+tomllib reads the values, for it reports broken files best. tomlkit keeps all text of a file; counting line
+ends on the way through gives the lines.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,11 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, InlineTable, Item, Null, Table, Whitespace
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Key = tuple[str | int, ...]
 """Names and positions from the top of the document down to a value."""
@@ -72,10 +80,11 @@ def parse_toml(text: str, *, path: str) -> TomlDocument:
         ValueError: If it is no TOML; the message names file and line.
     """
     try:
+        values = tomllib.loads(text)
         document = tomlkit.parse(text)
-        values = document.unwrap()
-    except (TOMLKitError, ValueError) as error:
-        line = getattr(error, "line", 1)
+    except (tomllib.TOMLDecodeError, TOMLKitError) as error:
+        at = re.search(r"at line (\d+)", str(error))
+        line = int(at.group(1)) if at else text.count("\n") + 1  # "at end of document"
         raise ValueError(f"{path}:{line}: {error}") from None
     lines: dict[Key, int] = {}
     _Walk(lines).container(document, ())

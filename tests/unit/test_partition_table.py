@@ -2,7 +2,7 @@
 
 import pytest
 
-from coarse.machine.partition_table import PartitionTable, choose_partition_table
+from coarse.machine.partition_table import PartitionTable, choose_partition_table, partition_table_names
 
 
 @pytest.mark.parametrize(
@@ -22,26 +22,73 @@ def test_a_file_says_which_device_serves_which_workers(tmp_path):
     assert [device.workers for device in table.devices] == [(0, 2), (1,)]
 
 
+DEVICE = "[[memory_device]]\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "line", "message"),
     [
-        ("[[memory_device]]\nworkers = [0, 0]\n", "worker 0 has two memory devices"),
-        ("[[memory_device]]\nworkers = [1]\n", "worker 0 has no memory device although worker 1 has one"),
-        ("[[memory_device]]\nworkers = [-1]\n", "no list of local ranks"),
-        ('[[memory_device]]\nworkers = ["a"]\n', "no list of local ranks"),
-        ('[[memory_device]]\nkind = "tape"\nworkers = [0]\n', "kind 'tape' is none of host"),
-        ("[[memory_device]]\nsize = 3\n", "expected `workers` and `kind`"),
-        ("[[gpu]]\nworkers = [0]\n", "found gpu"),
-        ("", "at least one memory device"),
-        ("not toml at all", "partition table"),
+        (DEVICE + "workers = [0, 0]\n", 2, "worker 0 has two memory devices: 0, which names it twice"),
+        (
+            DEVICE + "workers = [0]\n" + DEVICE + "workers = [0]\n",
+            4,
+            "worker 0 has two memory devices: 0 and 1",
+        ),
+        (DEVICE + "workers = [1]\n", 1, "worker 0 has no memory device although worker 1 has one"),
+        (DEVICE + "workers = [-1]\n", 2, "no list of local ranks"),
+        (DEVICE + 'workers = ["a"]\n', 2, "no list of local ranks"),
+        (DEVICE + "workers = [true]\n", 2, "no list of local ranks"),
+        (DEVICE + "workers = []\n", 1, "no memory device has a worker"),
+        (DEVICE + 'kind = "tape"\nworkers = [0]\n', 2, "kind 'tape' is none of host"),
+        (DEVICE + "size = 3\n", 1, "expected `workers` and `kind`"),
+        ("[[gpu]]\nworkers = [0]\n", 1, "found gpu"),
+        ("\nmemory_device = 3\n", 2, "found memory_device"),
+        ("", 1, "at least one memory device"),
+        ("not toml at all", 1, "partition table"),
+        (
+            "worker_gpus = [0]\n" + DEVICE + "workers = [0]\ngpu = 0\n",
+            4,
+            "GPU 0 is named twice: as memory device 0",
+        ),
+        (
+            "worker_gpus = [0]\n" + DEVICE + "workers = [0]\ngpu = 1\n" + DEVICE + "gpu = 1\n",
+            6,
+            "GPU 1 is named twice: as memory devices 0 and 1",
+        ),
+        ("worker_gpus = [1, 1]\n" + DEVICE + "workers = [0, 1]\ngpu = 0\n", 1, "GPU 1 is named twice"),
+        ("worker_gpus = [1]\n" + DEVICE + "workers = [0, 1]\ngpu = 0\n", 1, "names 1 GPUs for 2 workers"),
+        ("worker_gpus = [0]\n" + DEVICE + "workers = [0]\n", 2, "memory device 0 names no GPU, others do"),
+        (DEVICE + "workers = [0]\ngpu = 0\n", 1, "names 0 GPUs for 1 workers"),
+        (DEVICE + "workers = [0]\ngpu = -1\n", 3, "gpu=-1 is no number of a GPU"),
+        ("worker_gpus = 0\n" + DEVICE, 1, "worker_gpus=0 is no list of GPUs"),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, text, message):
+def test_a_wrong_file_is_named_with_line_and_what_is_wrong(tmp_path, text, line, message):
     path = tmp_path / "table.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
         PartitionTable.load(path)
-    assert str(path) in str(error.value)
+    assert str(error.value).startswith(f"partition table {path}:{line}: ")
+
+
+def test_tables_of_the_papers_runs_come_by_name():
+    assert partition_table_names() == ["aws-g4dn", "aws-p3", "aws-p3-2to1", "sdsc-p100"]
+    one_to_one = choose_partition_table("aws-p3", num_workers=4, num_devices=0)
+    assert [device.workers for device in one_to_one.devices] == [(0,), (1,), (2,), (3,)]
+    two_to_one = choose_partition_table("aws-p3-2to1", num_workers=4, num_devices=0)
+    assert [device.workers for device in two_to_one.devices] == [(0, 1), (2, 3)]
+    assert two_to_one.worker_gpus == one_to_one.worker_gpus
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(ValueError, match="no partition table is named 'p100'; did you mean sdsc-p100"):
+        PartitionTable.load("p100")
+
+
+def test_a_file_without_ending_is_a_file(tmp_path, monkeypatch):
+    (tmp_path / "table").write_text(DEVICE + "workers = [0]\n")
+    monkeypatch.chdir(tmp_path)
+    assert PartitionTable.load("table").num_workers == 1
 
 
 def test_a_table_for_another_number_of_workers_is_refused(tmp_path):

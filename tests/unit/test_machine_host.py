@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -138,6 +140,26 @@ def test_dax_devices(tmp_path):
     )
 
 
+def test_dax_devices_of_old_kernels_are_a_class(tmp_path):
+    files = {"sys/class/dax/dax0.0/size": "4096\n", "sys/class/dax/dax0.0/target_node": "1\n"}
+    device = host.DaxDevice(name="dax0.0", memory_bytes=4096, node=1)
+    assert host.read_dax_devices(tree(tmp_path, files)) == (device,)
+    both = {name.replace("class/dax", "bus/dax/devices"): text for name, text in files.items()}
+    assert host.read_dax_devices(tree(tmp_path, both)) == (device,)
+
+
+def test_memory_without_cores_is_cxl(tmp_path):
+    nodes = {
+        "sys/devices/system/node/node0/cpulist": "0-1\n",
+        "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal: 4 kB\n",
+        "sys/devices/system/node/node1/cpulist": "\n",
+        "sys/devices/system/node/node1/meminfo": "Node 1 MemTotal: 8 kB\n",
+        "sys/devices/system/node/node2/cpulist": "\n",
+        "sys/devices/system/node/node2/meminfo": "Node 2 MemTotal: 0 kB\n",
+    }
+    assert [node.node for node in host.read_host(tree(tmp_path, nodes)).cxl_nodes] == [1]
+
+
 def test_a_kernel_that_tells_nothing_is_no_error(tmp_path):
     facts = host.read_host(tmp_path)
     assert facts.memory.total_bytes == 0
@@ -145,37 +167,54 @@ def test_a_kernel_that_tells_nothing_is_no_error(tmp_path):
     assert facts.cpu.num_cores_granted >= 1
 
 
-class FakeNvml:
-    """The few calls of the driver's library, answering for two GPUs of which one is lost."""
-
-    def nvmlSystemGetDriverVersion(self, text, length):  # noqa: N802
-        text.value = b"570.1"
-
-    def nvmlDeviceGetCount_v2(self, count):  # noqa: N802
-        count._obj.value = 2
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index, device):  # noqa: N802
-        return 0 if index.value == 1 else 15
-
-    def nvmlDeviceGetName(self, device, text, length):  # noqa: N802
-        text.value = b"NVIDIA H200"
-
-    def nvmlDeviceGetMemoryInfo(self, device, memory):  # noqa: N802
-        memory._obj.total = 139 << 30
+class LostError(Exception):
+    """What NVML raises for a GPU that does not answer."""
 
 
-def test_gpus_that_answer_are_listed():
-    assert list(host._nvml_gpus(FakeNvml())) == [
-        host.Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
-    ]
+class TwoGpus:
+    """The calls of NVML that are used, answering for two GPUs of which the first is lost."""
+
+    NVMLError = LostError
+
+    def nvmlSystemGetDriverVersion(self):  # noqa: N802
+        return "570.1"
+
+    def nvmlDeviceGetCount(self):  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        if index == 0:
+            raise LostError("GPU is lost")
+        return index
+
+    def nvmlDeviceGetName(self, device):  # noqa: N802
+        return "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, device):  # noqa: N802
+        return SimpleNamespace(total=139 << 30)
 
 
-def test_no_driver_means_no_gpus(monkeypatch):
-    def missing(name):
-        raise OSError(f"{name}: cannot open shared object file")
+def test_gpus_that_answer_are_listed_and_others_noted():
+    gpus, note = host._nvml_gpus(TwoGpus())
+    assert gpus == (host.Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1"),)
+    assert note == "GPU 0: GPU is lost"
 
-    monkeypatch.setattr(host.ctypes, "CDLL", missing)
-    assert host.read_gpus() == ()
+
+def test_without_nvml_there_are_no_gpus_and_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus, note = host.read_gpus()
+    assert gpus == ()
+    assert "pip install 'coarse[gpu]'" in note
+
+
+def test_without_a_driver_there_are_no_gpus_and_a_reason(monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+
+    def no_driver():
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    assert host.read_gpus() == ((), "NVML: NVML Shared Library Not Found")
 
 
 def test_limits_of_this_process():

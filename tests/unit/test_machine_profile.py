@@ -1,0 +1,247 @@
+"""Machine files: every number has a source and a kind, and what is wrong is reported with file and line."""
+
+from __future__ import annotations
+
+import pytest
+
+from coarse.machine.catalogue import load_machine, machine_names
+from coarse.machine.fields import FieldError
+from coarse.machine.profile import KINDS, Figure
+from coarse.machine.profile_file import read_machine
+from coarse.machine.toml_lines import parse_toml
+
+GOOD = """\
+description = "two GPUs"
+
+[topology]
+kind = "gpus"
+gpu = "G"
+switches = [[0, 1], [2]]
+sockets = [[0, 1]]
+
+[link.lane]
+scope = "endpoint"
+gbytes_per_s = { value = 10, source = "s", kind = "measured" }
+
+[path.local]
+latency_us = { value = 1, source = "s", kind = "assumed" }
+gbytes_per_s = { value = 4, source = "s", kind = "announced" }
+duplex_gbytes_per_s = { value = 6, source = "s", kind = "recalled" }
+over = ["lane"]
+
+[path.remote]
+latency_us = { value = 2, source = "s", kind = "assumed" }
+over = ["lane"]
+
+[[direct_link]]
+between = [0, 2]
+latency_us = { value = 1, source = "s", kind = "assumed" }
+gbytes_per_s = { value = 25, source = "s", kind = "assumed" }
+"""
+
+
+def write(folder, text):
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_becomes_a_machine(tmp_path):
+    machine = read_machine(write(tmp_path, GOOD))
+    assert (machine.name, machine.topology.num_gpus, machine.topology.gpu) == ("mine", 3, "G")
+    assert machine.paths["local"].duplex_gbytes_per_s == Figure(value=6, source="s", kind="recalled")
+    assert machine.paths["remote"].over == ("lane",)
+    assert machine.direct_links[0].between == (0, 2)
+    assert load_machine(tmp_path / "mine.toml") == machine
+
+
+LANE = 'gbytes_per_s = { value = 10, source = "s", kind = "measured" }'
+LOCAL = 'gbytes_per_s = { value = 4, source = "s", kind = "announced" }'
+DUPLEX = 'duplex_gbytes_per_s = { value = 6, source = "s", kind = "recalled" }'
+SECOND_DIRECT_LINK = "\n".join(GOOD.splitlines()[22:]).replace("[0, 2]", "[2, 0]") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line", "message"),
+    [
+        (LANE, LANE.replace("10", "-10"), 11, "value -10 is negative"),
+        (LANE, LANE.replace("10", "0"), 11, "a bandwidth of 0 GB/s moves nothing"),
+        (LANE, LANE.replace("10", "nan"), 11, "value nan is no finite number"),
+        (LANE, LANE.replace("10", '"10"'), 11, "value '10' is no finite number"),
+        (LANE, LANE.replace("10", "true"), 11, "value True is no finite number"),
+        (LANE, LANE.replace('"s"', '" "'), 11, "source is empty"),
+        (LANE, LANE.replace("measured", "guessed"), 11, "'guessed' is none of measured, announced"),
+        (LANE, "gbytes_per_s = 10", 11, "link.lane.gbytes_per_s must be a table, not 10"),
+        (LANE, "gbytes_per_s = { value = 10 }", 11, "link.lane.gbytes_per_s.source is missing"),
+        (LANE, LANE.replace(" }", ", unit = 1 }"), 11, "unknown key 'unit'"),
+        (LANE, "", 9, "link.lane.gbytes_per_s is missing"),
+        (
+            DUPLEX,
+            DUPLEX.replace("6", "3"),
+            16,
+            r"together \(3 GB/s\) must get at least what one gets alone \(4\)",
+        ),
+        (DUPLEX, DUPLEX.replace("6", "9"), 16, "at most twice that"),
+        (LOCAL, "", 16, "duplex_gbytes_per_s needs gbytes_per_s beside it"),
+        (
+            'over = ["lane"]\n\n[path.remote]',
+            'over = ["lan"]\n\n[path.remote]',
+            17,
+            "unknown link 'lan'; known: lane",
+        ),
+        ('over = ["lane"]\n\n[path.r', 'over = ["lane", "lane"]\n\n[path.r', 17, "link lane is named twice"),
+        ('over = ["lane"]\n\n[path.r', "over = 3\n\n[path.r", 17, "over must be a list of texts"),
+        ('over = ["lane"]\n\n[[', "\n[[", 19, "a path needs gbytes_per_s, or links"),
+        ("[path.remote]", "[path.nowhere]", 13, "path.remote is missing"),
+        ("[[direct_link]]", "[path.nowhere]", 24, "unknown key 'between'"),
+        ('scope = "endpoint"', 'scope = "host"', 10, "scope 'host' is none of endpoint, switch"),
+        ('kind = "gpus"', 'kind = "cpus"', 4, "kind 'cpus' is none of gpus, expanders"),
+        ('kind = "gpus"', 'kind = "expanders"', 5, "gpu has no meaning for expanders"),
+        ("[[0, 1], [2]]", "[[0, 1], [1]]", 6, "GPU 1 is named twice"),
+        ("[[0, 1], [2]]", "[[0, 1], [3]]", 6, "GPU 2 is missing"),
+        ("[[0, 1], [2]]", "[[0, 1], [-2]]", 6, "-2 is no whole number"),
+        ("[[0, 1], [2]]", "[]", 6, "switches is empty"),
+        ("[[0, 1], [2]]", "[0, 1]", 6, "switches must be a list of lists"),
+        ("[[0, 1]]", "[[0]]", 7, "sockets name 1 switches, there are 2"),
+        ("[0, 2]", "[0, 3]", 24, "GPU 3 is none of the 3 GPUs"),
+        ("[0, 2]", "[0, 0]", 24, "does not name two GPUs"),
+        (GOOD, GOOD + "\n" + SECOND_DIRECT_LINK, 29, "a second direct link between GPUs 2 and 0"),
+        ('"two GPUs"', '""', 1, "description must be a text that is not empty"),
+        ("[link.lane]", "[[link.lane]]", 9, "link.lane must be a table"),
+        ("[path.remote]", "[path.local]", 19, "twice"),
+        ("kind = ", "kind ", 4, "Expected '='"),
+        (GOOD, "", 1, "topology is missing"),
+        (GOOD, "# nothing\n", 1, "topology is missing"),
+        (GOOD, GOOD + "[links]\n", 27, "unknown key 'links'"),
+    ],
+)
+def test_what_is_wrong_is_reported_with_file_and_line(tmp_path, before, after, line, message):
+    assert before in GOOD
+    path = write(tmp_path, GOOD.replace(before, after, 1))
+    with pytest.raises(ValueError, match=message) as error:
+        read_machine(path)
+    assert str(error.value).startswith(f"{path}:{line}: ")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.toml: No such file"):
+        read_machine(tmp_path / "nowhere.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary\.toml: not UTF-8"):
+        read_machine(binary)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("aws_p3", "aws-p3"), ("P100", "sdsc-p100"), ("cxl2-8x", "cxl2-x8")]
+)
+def test_unknown_names_suggest_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"no machine is named '{name}'; did you mean .*{nearest}"):
+        load_machine(name)
+
+
+def test_names_like_no_other_get_the_whole_list():
+    with pytest.raises(ValueError, match=r"known: aws-g4dn, aws-p3, .*, or a path to a TOML file"):
+        load_machine("zzzz")
+
+
+def test_all_machines_of_the_papers_and_of_cxl_are_there():
+    assert machine_names() == [
+        *("aws-g4dn", "aws-p3", "cxl2-switch", "cxl2-x8", "cxl3-x8"),
+        *("dgx1-volta", "pcie4", "pcie5", "sdsc-p100"),
+    ]
+
+
+def test_nvlinks_of_a_dgx1_are_those_of_its_source():
+    links = {link.between: link.path.gbytes_per_s.value for link in load_machine("dgx1-volta").direct_links}
+    assert {pair: links[pair] for pair in links if pair[0] == 0} == {
+        (0, 1): 50,
+        (0, 2): 50,
+        (0, 3): 25,
+        (0, 6): 25,
+    }
+    assert links[2, 3] == 25
+    assert (3, 4) not in links
+    for gpu in range(8):  # six links to a V100
+        assert sum(speed for pair, speed in links.items() if gpu in pair) == 6 * 25
+    neighbours = {gpu: {other for pair in links if gpu in pair for other in pair} for gpu in range(8)}
+    assert all(neighbours[one] & neighbours[other] for one in range(8) for other in range(8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_of_four_kinds(kind):
+    assert Figure(value=1.5, source="a page", kind=kind).kind == kind
+
+
+def test_a_wrong_figure_says_which_field():
+    with pytest.raises(FieldError) as error:
+        Figure(value=1, source="", kind="measured")
+    assert error.value.field == "source"
+
+
+LINES = """\
+# comment
+name = "x"   # and more
+
+numbers = [
+  [1],
+  [2],
+]
+inline = { one = 1, two = { three = 3 } }
+text = \"\"\"
+line = 1
+\"\"\"
+dotted.one = 1
+
+[a.b]
+one = 1
+[c]
+[a.d]
+
+two = 2
+[[list]]
+one = 1
+# between
+
+[[list]]
+one = 2
+[list.below]
+three = 3
+'quoted key' = 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        (("name",), 2),
+        (("numbers",), 4),
+        (("inline",), 8),
+        (("inline", "two", "three"), 8),
+        (("text",), 9),
+        (("dotted", "one"), 12),
+        (("a", "b"), 14),
+        (("a", "b", "one"), 15),
+        (("c",), 16),
+        (("a", "d"), 17),
+        (("a", "d", "two"), 19),
+        (("list", 0), 20),
+        (("list", 0, "one"), 21),
+        (("list", 1), 24),
+        (("list", 1, "one"), 25),
+        (("list", 1, "below", "three"), 27),
+        (("list", 1, "below", "quoted key"), 28),
+        (("list", 1, "below", "missing"), 26),
+        (("missing",), 1),
+    ],
+)
+def test_every_key_has_its_line(key, line):
+    assert parse_toml(LINES, path="file").line(key) == line
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_values_are_plain_and_line_ends_do_not_matter(ending):
+    document = parse_toml(LINES.replace("\n", ending), path="file")
+    assert document.values["list"] == [{"one": 1}, {"one": 2, "below": {"three": 3, "quoted key": 4}}]
+    assert type(document.values["inline"]) is dict
+    assert document.line(("list", 1, "one")) == 25
