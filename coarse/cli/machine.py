@@ -127,7 +127,7 @@ def machine_summary(machine: Machine) -> dict[str, Any]:
 def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
     """All figures of a machine: what they belong to, what they say with their unit, and themselves."""
     for link in machine.links:
-        where = f"link {link.name} (per {link.scope})"
+        where = f"link {link.name} ({link.scope})"
         yield from _bandwidth_rows(where, link.gbytes_per_s, link.duplex_gbytes_per_s)
     for name, path in machine.paths.items():
         where = f"path {name}" + (f" (over {', '.join(path.over)})" if path.over else "")

@@ -127,7 +127,7 @@ class PartitionTable:
         return sum(len(device.workers) for device in self.devices)
 
     def local_device(self, worker: int) -> int:
-        """The memory device that a worker shares a switch with."""
+        """The memory device that is a worker's local proxy."""
         return next(number for number, device in enumerate(self.devices) if worker in device.workers)
 
     @classmethod
