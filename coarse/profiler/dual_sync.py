@@ -1,0 +1,324 @@
+"""Which tensors the memory devices synchronise and which the workers do themselves (COARSE paper, section III-F)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
+from typing import TYPE_CHECKING
+
+from coarse.env import parse_bytes
+from coarse.profiler.profile import DEVICES, WORKERS
+
+if TYPE_CHECKING:
+    from coarse.profiler.curve import Curve
+    from coarse.profiler.profile import Profile
+    from coarse.profiler.routing import RoutingTable
+
+OFF, AUTO = "off", "auto"
+
+_BYTES_PER_S = 1e9  # of one GB/s
+
+
+def parse_mode(text: str) -> str | int:
+    """Reads "off", "auto", or a size in bytes such as "64MiB".
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    return (
+        text if text in (OFF, AUTO) else parse_bytes(text, what="dual synchronisation (off, auto or a size)")
+    )
+
+
+def ring_factor(num_members: int) -> float:
+    """Bytes that each member of a ring sends per byte that is reduced: 2 (p-1) / p."""
+    return 2 * (num_members - 1) / num_members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncCosts:
+    """Seconds that synchronising a byte takes, on either way.
+
+    Args:
+        proxy_s_per_byte: Through the memory devices; T_sync(proxy) = this * m.
+        worker_s_per_byte: Among the workers; T_sync(GPU) = this * (n - m).
+        shared: Links that both ways use, as (proxy, worker) seconds per byte of each: what passes them adds up.
+
+    Raises:
+        ValueError: If a cost is negative or not finite.
+    """
+
+    proxy_s_per_byte: float
+    worker_s_per_byte: float
+    shared: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        costs = (
+            self.proxy_s_per_byte,
+            self.worker_s_per_byte,
+            *(cost for pair in self.shared for cost in pair),
+        )
+        if not all(0 <= cost < math.inf for cost in costs):
+            raise ValueError(f"a byte takes at least 0 and finitely many seconds: {self}")
+
+    @classmethod
+    def of_bandwidths(
+        cls, *, num_workers: int, proxy_gbytes_per_s: float, worker_gbytes_per_s: float
+    ) -> SyncCosts:
+        """The paper's: rings of p memory devices and of p workers, on links of their own.
+
+        Raises:
+            ValueError: If there is no worker, or a bandwidth is not above 0.
+        """
+        if num_workers < 1 or not (proxy_gbytes_per_s > 0 and worker_gbytes_per_s > 0):
+            raise ValueError(
+                f"needs at least one worker and bandwidths above 0: num_workers={num_workers}, "
+                f"proxy_gbytes_per_s={proxy_gbytes_per_s}, worker_gbytes_per_s={worker_gbytes_per_s}"
+            )
+        factor = ring_factor(num_workers)
+        return cls(
+            proxy_s_per_byte=factor / (proxy_gbytes_per_s * _BYTES_PER_S),
+            worker_s_per_byte=factor / (worker_gbytes_per_s * _BYTES_PER_S),
+        )
+
+    @classmethod
+    def of_profile(cls, profile: Profile, tables: Sequence[RoutingTable], *, shard_bytes: int) -> SyncCosts:
+        """From measured curves: bandwidths at the shard size, of the slowest link of each ring.
+
+        The paper counts the ring between proxies alone. Here pushing and pulling count, too: they run beside the
+        ring, so that the slower of the two sets the pace, or in turns with it where paths share links.
+
+        Args:
+            profile: Of the machine.
+            tables: The routing table of each worker.
+            shard_bytes: S'.
+        """
+        key = profile.key
+        load = Counter(table.bw_proxy for table in tables)
+        link = max(
+            load[table.bw_proxy] * _s_per_byte(profile.both_at_once(worker)[table.bw_proxy], shard_bytes)
+            for worker, table in enumerate(tables)
+        )
+        devices = _ring_s_per_byte(profile, DEVICES, key.num_devices, shard_bytes)
+        workers = _ring_s_per_byte(profile, WORKERS, key.num_workers, shard_bytes)
+        if profile.paths_share_links:
+            return cls(
+                proxy_s_per_byte=link + devices,
+                worker_s_per_byte=workers,
+                shared=((link + devices, workers),),
+            )
+        return cls(proxy_s_per_byte=max(link, devices), worker_s_per_byte=workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualSyncInputs:
+    """What the estimate needs of a job.
+
+    Args:
+        tensor_bytes: Of each tensor, in the order of pushing: the last layers' first.
+        forward_s, backward_s: T_FP and T_BP, from the first iterations.
+        costs: Of a byte on either way.
+
+    Raises:
+        ValueError: If there is no tensor, one is empty, or a time is negative or not finite.
+    """
+
+    tensor_bytes: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+    costs: SyncCosts
+
+    def __post_init__(self) -> None:
+        if not self.tensor_bytes or min(self.tensor_bytes) < 1:
+            raise ValueError("dual synchronisation needs tensors of at least one byte each")
+        if not (0 <= self.forward_s < math.inf and 0 <= self.backward_s < math.inf):
+            raise ValueError(
+                f"forward_s={self.forward_s} and backward_s={self.backward_s} must be finite and at least 0"
+            )
+
+    @property
+    def total_bytes(self) -> int:
+        """n: bytes of all tensors."""
+        return sum(self.tensor_bytes)
+
+    def boundaries(self) -> tuple[int, ...]:
+        """Every m that cuts no tensor, from 0 to n."""
+        return (0, *accumulate(self.tensor_bytes))
+
+    def train_s(self, m_bytes: float) -> float:
+        """T_train if the first `m_bytes` bytes go to the memory devices.
+
+        max(T_FP + T_BP + T_sync(GPU), T_FP + T_sync(proxy)), and no less than shared links need from the start of
+        the backward pass on.
+        """
+        return self.forward_s + max(fixed + slope * m_bytes for fixed, slope in self._lines())
+
+    def workers_only_s(self) -> float:
+        """T_train of the other path: an all-reduce by the workers that overlaps with the backward pass.
+
+        At its best: bounded by the bytes on the link, and by the last tensor, which nothing overlaps with.
+        """
+        cost = self.costs.worker_s_per_byte
+        return self.forward_s + max(self.backward_s + cost * self.tensor_bytes[-1], cost * self.total_bytes)
+
+    def optimum_bytes(self) -> float:
+        """The m that minimises T_train, tensors left out of account; of several the largest.
+
+        T_train is the greatest of a few straight lines in m, so its least value lies at an end or where two of
+        them cross. Without shared links these are the paper's two, and that is
+        m = (T_BP + g n) / (a + g) for costs a of a byte through the proxies and g among the workers.
+        """
+        total = self.total_bytes
+        crossings = [
+            (other_fixed - fixed) / (slope - other_slope)
+            for (fixed, slope), (other_fixed, other_slope) in combinations(self._lines(), 2)
+            if slope != other_slope
+        ]
+        candidates = [0.0, float(total), *(m for m in crossings if 0 < m < total)]
+        return min(candidates, key=lambda m: (self.train_s(m), -m))
+
+    def neighbours(self, m_bytes: float) -> tuple[int, int]:
+        """The tensor boundaries at or below and at or above `m_bytes`, as positions in boundaries()."""
+        boundaries = self.boundaries()
+        above = min(bisect_left(boundaries, m_bytes), len(boundaries) - 1)
+        return (above if boundaries[above] <= m_bytes else above - 1), above
+
+    def _lines(self) -> tuple[tuple[float, float], ...]:
+        """What T_train - T_FP is the greatest of, as (seconds at m = 0, seconds per byte of m)."""
+        total, costs = self.total_bytes, self.costs
+        lines = [(self.backward_s + costs.worker_s_per_byte * total, -costs.worker_s_per_byte)]
+        ways = ((costs.proxy_s_per_byte, 0.0), *costs.shared)
+        lines += [(worker * total, proxy - worker) for proxy, worker in _greatest(ways)]
+        return tuple(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualSyncPlan:
+    """Who synchronises what.
+
+    Args:
+        num_offloaded: So many tensors, in the order of pushing, go to the memory devices; the workers reduce the
+            rest themselves.
+        m_bytes: Bytes of those.
+        optimum_bytes: The m that the formula gives before it is rounded to a tensor boundary.
+        predicted_s: T_train of this plan.
+        devices_only_s: T_train with m = n.
+        workers_only_s: T_train of an all-reduce by the workers that overlaps with the backward pass.
+        reason: Why, in words.
+    """
+
+    num_offloaded: int
+    m_bytes: int
+    optimum_bytes: float
+    predicted_s: float
+    devices_only_s: float
+    workers_only_s: float
+    reason: str
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the memory devices synchronise anything."""
+        return self.num_offloaded > 0
+
+
+def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyncPlan:
+    """Splits a step's tensors between memory devices and workers.
+
+    A pure function: the same inputs give the same plan on every worker.
+
+    Args:
+        inputs: Sizes, times and costs.
+        mode: "auto" for the estimate's optimum, or the workers alone where that is faster; "off" for no dual
+            synchronisation, which is all through the memory devices; or m in bytes, rounded to a tensor boundary.
+
+    Raises:
+        ValueError: If the mode is unknown or a negative size.
+    """
+    if isinstance(mode, str) and mode not in (OFF, AUTO):
+        raise ValueError(f"dual synchronisation {mode!r} is none of off, auto or a size in bytes")
+    if isinstance(mode, int) and mode < 0:
+        raise ValueError(f"dual synchronisation cannot offload {mode} bytes")
+    optimum = inputs.optimum_bytes()
+    if mode == OFF:
+        return _plan(inputs, len(inputs.tensor_bytes), optimum, "off: all tensors go to the memory devices")
+    if isinstance(mode, int):
+        return _plan(inputs, _round(inputs, mode), optimum, f"{mode} bytes were asked for")
+    chosen = _round(inputs, optimum)
+    predicted_s, workers_only_s = inputs.train_s(inputs.boundaries()[chosen]), inputs.workers_only_s()
+    if workers_only_s < predicted_s:
+        why = (
+            f"offloading does not pay: {_ms(predicted_s)} at best, {_ms(workers_only_s)} if the workers "
+            "synchronise everything while they compute"
+        )
+        return _plan(inputs, 0, optimum, why, predicted_s=workers_only_s)
+    return _plan(inputs, chosen, optimum, _explain(inputs, chosen, predicted_s))
+
+
+def _plan(
+    inputs: DualSyncInputs,
+    num_offloaded: int,
+    optimum_bytes: float,
+    reason: str,
+    *,
+    predicted_s: float | None = None,
+) -> DualSyncPlan:
+    m_bytes = inputs.boundaries()[num_offloaded]
+    return DualSyncPlan(
+        num_offloaded=num_offloaded,
+        m_bytes=m_bytes,
+        optimum_bytes=optimum_bytes,
+        predicted_s=inputs.train_s(m_bytes) if predicted_s is None else predicted_s,
+        devices_only_s=inputs.train_s(inputs.total_bytes),
+        workers_only_s=inputs.workers_only_s(),
+        reason=reason,
+    )
+
+
+def _round(inputs: DualSyncInputs, m_bytes: float) -> int:
+    """The better of the two tensor boundaries around m, the higher one if they are alike.
+
+    T_train is convex in m, so that no other boundary is better than the better one around the optimum.
+    """
+    boundaries = inputs.boundaries()
+    below, above = inputs.neighbours(m_bytes)
+    return min((above, below), key=lambda position: inputs.train_s(boundaries[position]))
+
+
+def _explain(inputs: DualSyncInputs, chosen: int, predicted_s: float) -> str:
+    if inputs.costs.proxy_s_per_byte == inputs.costs.worker_s_per_byte == 0:
+        return "synchronising costs nothing: all tensors go to the memory devices"
+    if chosen == len(inputs.tensor_bytes):
+        return f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
+    saved_s = inputs.train_s(inputs.total_bytes) - predicted_s
+    return f"both finish together: {_ms(predicted_s)} a step, {_ms(saved_s)} less than through memory devices alone"
+
+
+def _greatest(ways: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Those that no other exceeds in both parts: the others never set the pace."""
+    best_worker = -math.inf
+    for proxy, worker in sorted(set(ways), reverse=True):
+        if worker > best_worker:
+            best_worker = worker
+            yield proxy, worker
+
+
+def _ring_s_per_byte(profile: Profile, kind: str, num_members: int, shard_bytes: int) -> float:
+    links = [
+        profile.curve(kind, member, (member + 1) % num_members)
+        for member in range(num_members)
+        if num_members > 1
+    ]
+    slowest = max((_s_per_byte(curve, shard_bytes) for curve in links), default=0.0)
+    return ring_factor(num_members) * slowest
+
+
+def _s_per_byte(curve: Curve, nbytes: int) -> float:
+    return 1 / (curve.gbytes_per_s(nbytes) * _BYTES_PER_S)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

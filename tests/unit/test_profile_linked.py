@@ -1,0 +1,187 @@
+"""Plans from link tables: routes come out as the paper measured them, costs count every link that is shared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coarse.machine.catalogue import load_machine, machine_names
+from coarse.machine.links import Bucket, LinkTable, Path
+from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
+from coarse.profiler.linked import profile_from_links, sync_costs_from_links
+from coarse.profiler.profile import SIMULATED, PathId
+from coarse.profiler.routing import RoutingTable, plan_routing
+from coarse.profiler.shard_size import plan_shard_size
+
+
+def links_of(machine, table=None):
+    table = PartitionTable.load(table or machine)
+    links = load_machine(machine).link_table(table)
+    return links, [table.local_device(worker) for worker in range(table.num_workers)]
+
+
+def profile_of(machine, table=None):
+    return profile_from_links(*links_of(machine, table))
+
+
+def two_by_two(lane=10.0, pair=8.0, pair_both=None):
+    """Two workers and two memory devices: a lane each way per endpoint, and a limit for each pair."""
+    buckets = [
+        Bucket(name=f"lane {end} {way}", gbytes_per_s=lane) for end in range(4) for way in ("up", "down")
+    ]
+    paths = [[None] * 4 for _ in range(4)]
+    for source in range(4):
+        for target in range(4):
+            if source != target:
+                taken = [2 * source, 2 * target + 1, len(buckets)]
+                buckets.append(Bucket(name=f"{source} > {target}", gbytes_per_s=pair))
+                paths[source][target] = taken
+    for source in range(4):
+        for target in range(source + 1, 4):
+            if pair_both is not None:
+                paths[source][target].append(len(buckets))
+                paths[target][source].append(len(buckets))
+                buckets.append(Bucket(name=f"{source} = {target}", gbytes_per_s=pair_both))
+    return LinkTable(
+        machine="test",
+        num_workers=2,
+        num_devices=2,
+        buckets=tuple(buckets),
+        paths=tuple(
+            tuple(taken and Path(latency_us=3.0, buckets=tuple(taken)) for taken in row) for row in paths
+        ),
+    )
+
+
+# ---- the paper's machines (section V-C) ----
+
+
+def test_t4_local_and_remote_are_alike_and_always_local():
+    profile = profile_of("aws-g4dn")
+    curves = profile.both_at_once(0)
+    assert all(curves[device] == curves[0] for device in curves)
+    for worker, table in enumerate(plan_routing(profile)):
+        assert (table.lat_proxy, table.bw_proxy) == (worker, worker)
+
+
+def test_v100_local_for_small_and_remote_for_large():
+    tables = plan_routing(profile_of("aws-p3"))
+    for worker, table in enumerate(tables):
+        assert table.lat_proxy == worker
+        assert table.bw_proxy != worker
+        assert 4096 < table.threshold_bytes < 2 << 20  # the paper: below 2 MB latency matters
+    assert sorted(table.bw_proxy for table in tables) == [0, 1, 2, 3]
+
+
+def test_p100_always_local():
+    for worker, table in enumerate(plan_routing(profile_of("sdsc-p100"))):
+        assert (table.lat_proxy, table.bw_proxy) == (worker, worker)
+
+
+def test_v100_with_two_workers_to_a_memory_device():
+    assert {table.bw_proxy for table in plan_routing(profile_of("aws-p3", "aws-p3-2to1"))} == {0, 1}
+
+
+@pytest.mark.parametrize("machine", ["aws-p3", "sdsc-p100"])
+def test_links_are_full_from_2_mb_on(machine):
+    """COARSE, Fig 14 and section III-E."""
+    profile = profile_of(machine)
+    assert plan_shard_size(profile, plan_routing(profile)).nbytes == 2 << 20
+
+
+def test_bidirectional_bandwidths_are_those_of_figure_8():
+    local, remote = PathId(kind="both", source=0, target=0), PathId(kind="both", source=0, target=1)
+    for machine, expected in {"aws-p3": (9, 16), "sdsc-p100": (25, 18)}.items():
+        curves = profile_of(machine).curves
+        # At 64 MiB latency is a fraction of a per cent; bytes go each way.
+        measured = [2 * curves[path].peak_gbytes_per_s for path in (local, remote)]
+        assert measured == pytest.approx(expected, rel=0.005)
+
+
+@pytest.mark.parametrize("machine", machine_names())
+def test_every_machine_has_a_plan(machine):
+    table = PartitionTable.even(num_workers=2, num_devices=2)
+    links = load_machine(machine).link_table(table)
+    profile = profile_from_links(links, [0, 1])
+    assert profile.kind == SIMULATED
+    assert profile.key.machine == machine
+    tables = plan_routing(profile)
+    assert len(tables) == 2
+    assert plan_shard_size(profile, tables).nbytes >= 4096
+
+
+# ---- profiles ----
+
+
+def test_one_direction_gets_the_tightest_bucket_and_its_latency():
+    profile = profile_from_links(two_by_two(lane=10, pair=8), [0, 1], sizes=[8000])
+    for kind in ("push", "pull", "both"):
+        assert profile.curve(kind, 0, 1).time_us(8000) == pytest.approx(3 + 1)
+    for kind in ("devices", "workers"):
+        assert profile.curve(kind, 1, 0).time_us(8000) == pytest.approx(3 + 1)
+
+
+def test_both_directions_share_what_is_duplex():
+    profile = profile_from_links(two_by_two(lane=10, pair=8, pair_both=10), [0, 1], sizes=[10_000])
+    assert profile.curve("push", 0, 1).time_us(10_000) == pytest.approx(3 + 1.25)
+    assert profile.curve("both", 0, 1).time_us(10_000) == pytest.approx(3 + 2)
+
+
+def test_a_local_device_for_each_worker():
+    with pytest.raises(ValueError, match="1 local devices for 2 workers"):
+        profile_from_links(two_by_two(), [0])
+
+
+def test_paths_share_links_where_the_lane_is_the_limit():
+    assert profile_from_links(two_by_two(lane=8, pair=8), [0, 1]).paths_share_links
+    assert not profile_from_links(two_by_two(lane=10, pair=8), [0, 1]).paths_share_links
+    assert profile_of("aws-g4dn").paths_share_links
+    assert not profile_of("aws-p3").paths_share_links
+
+
+# ---- costs ----
+
+
+def test_costs_add_up_in_every_bucket():
+    tables = [RoutingTable(lat_proxy=worker, bw_proxy=worker) for worker in (0, 1)]
+    costs = sync_costs_from_links(two_by_two(lane=10, pair=8), tables)
+    # A device's lane: its client's push or pull, and 2 (p-1)/p = 1 of the ring.
+    assert costs.proxy_s_per_byte == pytest.approx((1 + 1) / 10e9)
+    assert costs.worker_s_per_byte == pytest.approx(1 / 8e9)
+    assert all(shared == pytest.approx((1 / 10e9, 1 / 10e9)) for shared in costs.shared)
+    assert len(costs.shared) == 4  # each worker's lane, up and down
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=2))
+def test_workers_on_one_device_share_its_lane(proxies):
+    tables = [RoutingTable(lat_proxy=proxy, bw_proxy=proxy) for proxy in proxies]
+    costs = sync_costs_from_links(two_by_two(lane=10, pair=8), tables)
+    most = max(proxies.count(0), proxies.count(1))
+    assert costs.proxy_s_per_byte == pytest.approx((most + 1) / 10e9)
+
+
+def plan_bert_large(machine, forward_s, backward_s):
+    """BERT-large's 1.34 GB of gradients, in equal tensors."""
+    links, local_devices = links_of(machine)
+    tables = plan_routing(profile_from_links(links, local_devices))
+    return plan_dual_sync(
+        DualSyncInputs(
+            tensor_bytes=(4 << 20,) * 319,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            costs=sync_costs_from_links(links, tables),
+        )
+    )
+
+
+def test_dual_synchronisation_pays_on_v100_and_not_on_t4():
+    """COARSE, section V-E. Times of a step of 2 x 384 tokens at 8 and 4 sustained TFLOPS."""
+    v100 = plan_bert_large("aws-p3", 0.077, 0.108)
+    assert v100.offloads
+    assert 0 < v100.m_bytes < 319 * (4 << 20)
+    assert v100.predicted_s < v100.workers_only_s
+    t4 = plan_bert_large("aws-g4dn", 0.154, 0.216)
+    assert not t4.offloads
+    assert "does not pay" in t4.reason
