@@ -97,13 +97,13 @@ def test_worker_that_does_not_answer_is_named() -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
-        "import sys, time, tempfile\n"
+        "import signal, sys, tempfile\n"
         "from coarse.bench.fleet import Fleet, sigterm_as_exit\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "with sigterm_as_exit(), Fleet('gloo', 2) as fleet:\n"
         "    fleet.start()\n"
         "    print(*(each.pid for each in fleet.descendants()), flush=True)\n"
-        "    time.sleep(60)\n"
+        "    signal.pause()\n"
     )
     command = [sys.executable, "-c", code, os.fspath(private_directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
