@@ -30,10 +30,13 @@ SCOPES: Mapping[str, tuple[str, ...]] = {
 """What a link may belong to, by kind of topology."""
 
 PATHS: Mapping[str, tuple[str, ...]] = {
-    GPUS: ("local", "remote", "far"),
+    GPUS: ("local", "remote", "far", "cci"),
     EXPANDERS: ("worker-device", "device-device", "worker-worker"),
 }
-"""Names of paths, by kind of topology. "far", across sockets, may be left out: it is "remote" then."""
+"""Names of paths, by kind of topology; those in OPTIONAL_PATHS may be left out."""
+
+OPTIONAL_PATHS = ("far", "cci")
+"""Across sockets, and between memory devices (the paper's CCI, Fig 5 to 7): without them, as any other pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +233,7 @@ class Machine:
                 expected = ", ".join(SCOPES[kind])
                 raise FieldError(f"link.{link.name}.scope", f"scope {link.scope!r} is none of {expected}")
         for name in PATHS[kind]:
-            if name not in self.paths and name != "far":
+            if name not in self.paths and name not in OPTIONAL_PATHS:
                 raise FieldError("path", f"path.{name} is missing")
         for name, path in self.paths.items():
             if name not in PATHS[kind]:

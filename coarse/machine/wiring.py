@@ -140,6 +140,8 @@ def _path_class(machine: Machine, source: _Endpoint, target: _Endpoint) -> PathC
     if source.gpu < 0:
         kinds = sorted(("worker", "device")[end.is_device] for end in (source, target))
         return machine.paths["-".join(reversed(kinds))]
+    if source.is_device and target.is_device and "cci" in machine.paths:
+        return machine.paths["cci"]
     for link in machine.direct_links:
         if {source.gpu, target.gpu} == set(link.between):
             return link.path

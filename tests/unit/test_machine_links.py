@@ -231,3 +231,17 @@ def test_asymmetric_paths_add_up():
     )
     assert links.duplex_gbytes_per_s(0, 1) == 4
     assert dataclasses.replace(links, machine="other") != links
+
+
+def test_memory_devices_of_aws_p3_have_an_interconnect_of_their_own() -> None:
+    table = load_machine("aws-p3").link_table(PartitionTable.even(num_workers=4, num_devices=4))
+    between_devices = {table.bandwidth_gbytes_per_s(table.device(0), table.device(d)) for d in (1, 2, 3)}
+    assert between_devices == {25.0}
+    used_by_workers = {
+        index
+        for worker in range(4)
+        for target in range(8)
+        if target != worker
+        for index in table.path(worker, target).buckets
+    }
+    assert used_by_workers.isdisjoint(table.path(table.device(0), table.device(1)).buckets)
