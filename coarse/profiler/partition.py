@@ -66,13 +66,22 @@ def plan_partition(
         raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
     offsets: list[int] = []
     shards: list[ShardRange] = []
+    cuts: dict[tuple[int, str], _Cut] = {}  # of each shape: models repeat theirs layer by layer
     end = 0
     for index, spec in enumerate(specs):
+        shape = (spec.num_elements, spec.dtype)
+        cut = cuts.get(shape)
+        if cut is None:
+            chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
+            cut = cuts[shape] = _cut(
+                spec, 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes), chosen
+            )
         offsets.append(end)
-        chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
-        num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
-        shards += _cut(index, spec, end, num_shards, chosen)
-        end += _round_up(spec.nbytes)
+        shards += [
+            ShardRange(tensor=index, offset=end + offset, num_elements=num_elements, algorithm=cut.algorithm)
+            for offset, num_elements in cut.pieces
+        ]
+        end += cut.slot_bytes
     return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=end, shards=tuple(shards))
 
 
@@ -91,14 +100,24 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
-def _cut(tensor: int, spec: TensorSpec, start: int, num_shards: int, algorithm: str) -> list[ShardRange]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot."""
+
+    pieces: tuple[tuple[int, int], ...]
+    slot_bytes: int
+    algorithm: str
+
+
+def _cut(spec: TensorSpec, num_shards: int, algorithm: str) -> _Cut:
     item = ITEM_BYTES[spec.dtype]
     # Whole cache lines per shard: two sync cores never write the same line.
     per_line = SLOT_ALIGNMENT_BYTES // item
     lines = -(-spec.num_elements // per_line)
     num_shards = max(min(num_shards, lines), -(-spec.num_elements // _MAX_SHARD_ELEMENTS))
     bounds = [min(lines * i // num_shards * per_line, spec.num_elements) for i in range(num_shards + 1)]
-    return [
-        ShardRange(tensor=tensor, offset=start + low * item, num_elements=high - low, algorithm=algorithm)
-        for low, high in pairwise(bounds)
-    ]
+    return _Cut(
+        pieces=tuple((low * item, high - low) for low, high in pairwise(bounds)),
+        slot_bytes=_round_up(spec.nbytes),
+        algorithm=algorithm,
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from coarse.client.schema import ITEM_BYTES
 from coarse.profiler.switchover import measure_crossing
 
 if TYPE_CHECKING:  # a client needs routes but no numpy
+    from coarse.client.schema import TensorSpec
     from coarse.profiler.curve import Curve
+    from coarse.profiler.partition import PartitionPlan
     from coarse.profiler.profile import Profile
 
 TIE_FRACTION = 0.05
@@ -103,6 +106,12 @@ class RoutingTable:
         )
 
 
+def route_shards(table: RoutingTable, plan: PartitionPlan, specs: Sequence[TensorSpec]) -> list[int]:
+    """The memory device of each shard of a plan, in the order of its shards."""
+    item_bytes = [ITEM_BYTES[spec.dtype] for spec in specs]
+    return [table.route(shard.num_elements * item_bytes[shard.tensor]) for shard in plan.shards]
+
+
 def plan_routing(profile: Profile, *, tie_fraction: float = TIE_FRACTION) -> tuple[RoutingTable, ...]:
     """Plans the table of every worker, in the order of the workers.
 
@@ -173,10 +182,10 @@ class _Ranking:
         alike = [proxy for proxy, time_us in times_us.items() if time_us <= limit_us]
         chosen = min(alike, key=lambda proxy: (proxy != self.local, self.load.get(proxy, 0), proxy))
         place = "local" if chosen == self.local else "remote"
-        why = f"md{chosen} ({place}) has the {what}: {times_us[chosen]:.3g} us for {nbytes} bytes"
+        why = f"md{chosen} ({place}) has the {what}: {times_us[chosen]:.1f} us for {nbytes} bytes"
         others = [time_us for proxy, time_us in times_us.items() if proxy not in alike]
         if others:
-            why += f", others from {min(others):.3g} us"
+            why += f", others from {min(others):.1f} us"
         if len(alike) > 1:
             why += f"; alike are {', '.join(f'md{proxy}' for proxy in sorted(alike))}"
         return chosen, why

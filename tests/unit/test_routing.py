@@ -9,12 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import SIZES, curves, key_of, line, profile_of, sizes
 
+from coarse.client.schema import TensorSpec
+from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import (
     TIE_FRACTION,
     RoutingTable,
     is_better,
     plan_routing,
     predict_time_us,
+    route_shards,
 )
 
 curves_by_proxy = st.dictionaries(st.integers(0, 7), curves, min_size=1, max_size=5)
@@ -92,7 +95,7 @@ def test_a_near_proxy_that_is_only_alike_is_not_used():
 def test_reasons_say_what_was_compared():
     table = RoutingTable.from_profiles({0: line(5, 4.5), 1: line(10, 8)}, local_proxy=0)
     lat, bw, threshold = table.reasons
-    assert lat.startswith("md0 (local) has the lowest latency: 5.91 us for 4096 bytes, others from 10.5 us")
+    assert lat.startswith("md0 (local) has the lowest latency: 5.9 us for 4096 bytes, others from 10.5 us")
     assert bw.startswith("md1 (remote) has the highest bandwidth")
     assert threshold == f"md1 stays ahead of md0 from {table.threshold_bytes} bytes on"
 
@@ -100,6 +103,15 @@ def test_reasons_say_what_was_compared():
 def test_the_local_proxy_must_have_a_curve():
     with pytest.raises(ValueError, match="no curve of the local proxy md3"):
         RoutingTable.from_profiles({0: line(1, 1)}, local_proxy=3)
+
+
+@given(st.lists(st.integers(1, 200_000), min_size=1, max_size=8), st.integers(64, 1 << 18), tables)
+def test_each_shard_goes_where_its_size_says(lengths, shard_bytes, table):
+    specs = [
+        TensorSpec(name=str(i), dtype="bfloat16", num_elements=length) for i, length in enumerate(lengths)
+    ]
+    plan = plan_partition(specs, shard_bytes=shard_bytes, gather_bytes=0)
+    assert route_shards(table, plan, specs) == [table.route(2 * shard.num_elements) for shard in plan.shards]
 
 
 @given(curves_by_proxy, st.randoms(), st.data())

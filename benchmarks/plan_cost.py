@@ -1,0 +1,123 @@
+"""What planning costs: BERT-large's tensors on a machine of four workers and four memory devices, one JSON record.
+
+    python benchmarks/plan_cost.py [--json FILE]
+
+Tensors are cut and routed once, when they are registered; a step only reads the routes, natively. So a step's share
+is the registration's time over the steps that follow. The record has the whole time, as if there were one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from coarse.bench.record import MEASURED, Provenance, append_records
+from coarse.bench.statistics import Timing
+from coarse.bench.trace import load_trace
+from coarse.client.schema import TensorSpec
+from coarse.machine.catalogue import load_machine
+from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
+from coarse.profiler.linked import profile_from_links, sync_costs_from_links
+from coarse.profiler.partition import PartitionPlan, plan_partition
+from coarse.profiler.routing import RoutingTable, plan_routing, route_shards
+from coarse.profiler.shard_size import plan_shard_size
+
+MODEL = "bert-large"
+MACHINE = "aws-p3"
+GATHER_BYTES = 64 << 10
+REPEATS = 50
+LIMIT_US = 1000.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the record to FILE")
+    arguments = parser.parse_args()
+    record, provenance = measure(), Provenance.here()
+    print(json.dumps({**record, "kind": MEASURED, **asdict(provenance)}))
+    if arguments.json is not None:
+        append_records(arguments.json, [record], provenance)
+    return 0
+
+
+def measure() -> dict[str, Any]:
+    """Verifies the plan, then times its parts."""
+    trace = load_trace(MODEL)
+    specs = trace.specs()
+    partition_table = PartitionTable.load(MACHINE)
+    links = load_machine(MACHINE).link_table(partition_table)
+    local_devices = [partition_table.local_device(worker) for worker in range(partition_table.num_workers)]
+    profile = profile_from_links(links, local_devices)
+    tables = plan_routing(profile)
+    shard_bytes = plan_shard_size(profile, tables).nbytes
+    inputs = DualSyncInputs(
+        tensor_bytes=tuple(spec.nbytes for spec in specs),
+        forward_s=trace.forward_s,
+        backward_s=trace.backward_s,
+        costs=sync_costs_from_links(links, tables),
+    )
+    plan, routes = plan_tensors(specs, shard_bytes, tables[0])
+    verify(plan, routes, specs, shard_bytes, tables[0])
+    planned = time_us(lambda: plan_tensors(specs, shard_bytes, tables[0]))
+    return {
+        "bench": "plan-cost",
+        "model": MODEL,
+        "machine_planned_for": MACHINE,
+        "num_tensors": len(specs),
+        "num_shards": len(plan.shards),
+        "shard_bytes": shard_bytes,
+        **asdict(planned),
+        "limit_us": LIMIT_US,
+        "p50_us_per_tensor": planned.p50_us / len(specs),
+        "routing_tables_p50_us": time_us(lambda: plan_routing(profile)).p50_us,
+        "dual_sync_p50_us": time_us(lambda: plan_dual_sync(inputs)).p50_us,
+    }
+
+
+def plan_tensors(
+    specs: Sequence[TensorSpec], shard_bytes: int, table: RoutingTable
+) -> tuple[PartitionPlan, list[int]]:
+    """What a client does when tensors are registered."""
+    plan = plan_partition(specs, shard_bytes=shard_bytes, gather_bytes=GATHER_BYTES)
+    return plan, route_shards(table, plan, specs)
+
+
+def verify(
+    plan: PartitionPlan,
+    routes: Sequence[int],
+    specs: Sequence[TensorSpec],
+    shard_bytes: int,
+    table: RoutingTable,
+) -> None:
+    """Raises AssertionError unless every element is in one shard, each of which is large enough and well routed."""
+    covered = [0] * len(specs)
+    for shard, route in zip(plan.shards, routes, strict=True):
+        nbytes = 4 * shard.num_elements
+        assert shard.offset == plan.tensor_offsets[shard.tensor] + 4 * covered[shard.tensor]
+        assert nbytes >= min(shard_bytes, specs[shard.tensor].nbytes)
+        assert route == (table.lat_proxy if nbytes < table.threshold_bytes else table.bw_proxy)
+        covered[shard.tensor] += shard.num_elements
+    assert covered == [spec.num_elements for spec in specs]
+
+
+def time_us(work: Callable[[], object]) -> Timing:
+    """Distribution of the time of `work` over REPEATS calls after a warm-up."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return Timing.from_seconds(seconds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
