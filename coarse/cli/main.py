@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "device": "coarse.cli.device",
         "bench": "coarse.cli.bench",
         "machine": "coarse.cli.machine",
+        "plan": "coarse.cli.plan",
     }
 )
 """Module of each sub-command, in the order of the help text."""

@@ -1,0 +1,343 @@
+"""`coarse plan`: routes, shard size and dual synchronisation that follow from a profile, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+    from coarse.bench.trace import ComputeTrace
+    from coarse.machine.partition_table import PartitionTable
+    from coarse.machine.profile import Machine
+    from coarse.profiler.dual_sync import DualSyncPlan, SyncCosts
+    from coarse.profiler.profile import Profile
+    from coarse.profiler.routing import RoutingTable
+    from coarse.profiler.shard_size import ShardSize
+
+_EXIT_USAGE = 2
+_TABLE_WIDTH = 150
+_CACHED = "cached"
+_MODELS: Mapping[str, str] = MappingProxyType(
+    {"bert-large": "bert-large", "bert-base": "bert-base", "resnet-50": "resnet50"}
+)
+_PEAK_TFLOPS: Mapping[str, float] = MappingProxyType({"V100": 15.7, "P100": 9.3, "T4": 8.1})
+_SUSTAINED_FRACTION = 0.5
+_DEFAULT_ENDPOINTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What is planned from.
+
+    Args:
+        profile: Of the machine.
+        origin: Where the profile comes from, in words.
+        tables: The routing table of each worker.
+        size: The shard size.
+        costs: Of synchronising a byte.
+    """
+
+    profile: Profile
+    origin: str
+    tables: tuple[RoutingTable, ...]
+    size: ShardSize
+    costs: SyncCosts
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `plan` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="routes, shard size and dual synchronisation, with reasons",
+        description="Plans from a measured profile, or from the links of a machine (simulated).",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--profile",
+        default=_CACHED,
+        metavar="FILE",
+        help='what `coarse profile --json` wrote, or "cached": the last profile of this machine; the default',
+    )
+    source.add_argument(
+        "--machine", metavar="NAME", help="of `coarse machine list`, or a path to a TOML file"
+    )
+    parser.add_argument(
+        "--partition-table",
+        default="",
+        metavar="NAME",
+        help="which devices play what on --machine; default: the paper's, or half of the devices",
+    )
+    parser.add_argument("--model", choices=tuple(_MODELS), help="plan dual synchronisation for this model")
+    parser.add_argument(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="what a worker sustains, in 1e12 operations a second; default: half of the peak of --machine's GPU, or "
+        "the times that come with the model",
+    )
+    parser.add_argument(
+        "--dual-sync", default="auto", metavar="MODE", help='"off", "auto" or a size such as 64MiB'
+    )
+    parser.add_argument(
+        "--show-routing", action="store_true", help="the times behind each worker's table, too"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `coarse plan`; returns its exit code.
+
+    Raises:
+        ProfileError: If there is no profile, or it cannot be used.
+    """
+    from coarse.profiler.dual_sync import parse_mode
+
+    try:
+        mode = parse_mode(arguments.dual_sync)
+        basis = plan_machine(arguments.machine, arguments.partition_table) if arguments.machine else None
+        if basis is None and arguments.partition_table:
+            raise ValueError("--partition-table needs --machine: a profile has its own")
+        basis = basis or plan_profile(arguments.profile)
+        trace = _trace(arguments.model, arguments.tflops, arguments.machine)
+        split = plan_model(basis, trace, mode) if trace is not None else None
+    except ValueError as error:
+        print(f"coarse plan: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    _print_plan(basis, trace, split, show_times=arguments.show_routing)
+    if arguments.json is not None:
+        text = json.dumps(plan_as_json(basis, trace, split), indent=1)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def plan_profile(name: str) -> Basis:
+    """Plans from a profile.
+
+    Args:
+        name: Of its file; or "cached".
+
+    Raises:
+        ProfileError: If there is none, or it cannot be used.
+    """
+    from coarse.errors import ProfileError
+    from coarse.machine.host import read_host
+    from coarse.profiler.dual_sync import SyncCosts
+    from coarse.profiler.profile import Profile, current_versions, host_key, newest_cached
+    from coarse.profiler.routing import plan_routing
+    from coarse.profiler.shard_size import plan_shard_size
+
+    path = newest_cached(host_key(read_host()), current_versions()) if name == _CACHED else Path(name)
+    if path is None:
+        raise ProfileError(
+            "no profile of this machine is cached. Measure one with `coarse profile`, name a file with --profile, "
+            "or plan for another machine with --machine."
+        )
+    profile = Profile.load(path)
+    tables = plan_routing(profile)
+    size = plan_shard_size(profile, tables)
+    return Basis(
+        profile=profile,
+        origin=str(path),
+        tables=tables,
+        size=size,
+        costs=SyncCosts.of_profile(profile, tables, shard_bytes=size.nbytes),
+    )
+
+
+def plan_machine(name: str, partition_table: str = "") -> Basis:
+    """Plans from the links of a machine.
+
+    Args:
+        name: Of the machine, or a path to its file.
+        partition_table: Name or path; "" for the paper's where there is one, else half of the devices.
+
+    Raises:
+        ValueError: If there is no such machine or table, or they do not fit.
+    """
+    from coarse.machine.catalogue import load_machine
+    from coarse.profiler.linked import profile_from_links, sync_costs_from_links
+    from coarse.profiler.routing import plan_routing
+    from coarse.profiler.shard_size import plan_shard_size
+
+    machine = load_machine(name)
+    table = _partition_table(machine, partition_table)
+    links = machine.link_table(table)
+    profile = profile_from_links(links, [table.local_device(worker) for worker in range(table.num_workers)])
+    tables = plan_routing(profile)
+    return Basis(
+        profile=profile,
+        origin=f"links of {machine.name}",
+        tables=tables,
+        size=plan_shard_size(profile, tables),
+        costs=sync_costs_from_links(links, tables),
+    )
+
+
+def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPlan:
+    """Splits a model's gradients between memory devices and workers."""
+    from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
+
+    inputs = DualSyncInputs(
+        tensor_bytes=tuple(event.nbytes for event in trace.events),
+        forward_s=trace.forward_s,
+        backward_s=trace.backward_s,
+        costs=basis.costs,
+    )
+    return plan_dual_sync(inputs, mode=mode)
+
+
+def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan | None) -> dict[str, Any]:
+    """The whole plan as JSON values."""
+    document: dict[str, Any] = {
+        "kind": basis.profile.kind,
+        "machine": basis.profile.key.machine,
+        "origin": basis.origin,
+        "routing": [
+            {"worker": worker, "local_device": local, **asdict(table)}
+            for worker, (local, table) in enumerate(
+                zip(basis.profile.key.local_devices, basis.tables, strict=True)
+            )
+        ],
+        "shard_size": asdict(basis.size),
+        "sync_costs": asdict(basis.costs),
+    }
+    if trace is not None and split is not None:
+        document["dual_sync"] = {
+            "model": trace.model,
+            "forward_s": trace.forward_s,
+            "backward_s": trace.backward_s,
+            "times": trace.source,
+            "num_tensors": len(trace.events),
+            "total_bytes": trace.nbytes,
+            **asdict(split),
+        }
+    return document
+
+
+def _partition_table(machine: Machine, name: str) -> PartitionTable:
+    from coarse.machine.partition_table import PartitionTable, partition_table_names
+
+    if not name and machine.name in partition_table_names():
+        name = machine.name
+    if name:
+        return PartitionTable.load(name)
+    half = machine.topology.num_gpus // 2 or _DEFAULT_ENDPOINTS
+    return PartitionTable.even(num_workers=half, num_devices=half)
+
+
+def _trace(model: str | None, tflops: float | None, machine: str | None) -> ComputeTrace | None:
+    """The model's times, on the processor that they are asked for."""
+    from coarse.bench.trace import load_trace
+    from coarse.machine.catalogue import load_machine
+
+    if tflops is not None and not 0 < tflops < float("inf"):
+        raise ValueError(f"--tflops {tflops} must be above 0")
+    if model is None:
+        return None
+    trace = load_trace(_MODELS[model])
+    if tflops is not None:
+        return trace.on_processor(tflops, f"scaled to {tflops:g} TFLOPS")
+    gpu = load_machine(machine).topology.gpu if machine else ""
+    if gpu in _PEAK_TFLOPS:
+        sustained = _SUSTAINED_FRACTION * _PEAK_TFLOPS[gpu]
+        return trace.on_processor(
+            sustained, f"scaled to {sustained:g} TFLOPS, assumed to be half of the peak of a {gpu} (--tflops)"
+        )
+    return trace
+
+
+# ---- tables ----
+
+
+def _print_plan(
+    basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan | None, *, show_times: bool
+) -> None:
+    key = basis.profile.key
+    print(
+        f"{key.machine}: {key.num_workers} workers, {key.num_devices} memory devices; "
+        f"{basis.profile.kind}, from {basis.origin}"
+    )
+    rows = [
+        (f"w{worker}", f"md{local}", f"md{table.lat_proxy}", f"md{table.bw_proxy}", _threshold(table), why)
+        for worker, (local, table) in enumerate(zip(key.local_devices, basis.tables, strict=True))
+        for why in ["\n".join(table.reasons)]
+    ]
+    _print_table("Routing", ("worker", "local", "LatProxy", "BwProxy", "from bytes", "reasons"), rows)
+    if show_times:
+        for worker in range(key.num_workers):
+            _print_times(basis, worker)
+    _print_table("Shards", ("at least", "why"), [(_size(basis.size.nbytes), basis.size.reason)])
+    if trace is not None and split is not None:
+        _print_split(trace, split)
+
+
+def _print_times(basis: Basis, worker: int) -> None:
+    """A worker's time by size and proxy, both directions at once."""
+    curves = basis.profile.both_at_once(worker)
+    table = basis.tables[worker]
+    sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
+    rows = [
+        (
+            _size(nbytes),
+            *(f"{curve.time_us(nbytes):.1f}" for curve in curves.values()),
+            f"md{table.route(nbytes)}",
+        )
+        for nbytes in sizes
+    ]
+    columns = ("bytes each way", *(f"md{device}, us" for device in curves), "route")
+    _print_table(f"Worker {worker}: push and pull at once", columns, rows)
+
+
+def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
+    rows = [
+        (
+            "forward, backward",
+            f"{trace.forward_s * 1e3:.1f} ms, {trace.backward_s * 1e3:.1f} ms",
+            trace.source,
+        ),
+        (
+            "memory devices",
+            f"{split.num_offloaded} of {len(trace.events)} tensors, {_size(split.m_bytes)} of {_size(trace.nbytes)}",
+            f"the first to be pushed; the formula's m is {_size(round(split.optimum_bytes))}",
+        ),
+        ("step, this plan", f"{split.predicted_s * 1e3:.1f} ms", split.reason),
+        ("step, memory devices alone", f"{split.devices_only_s * 1e3:.1f} ms", "m = n"),
+        (
+            "step, workers alone",
+            f"{split.workers_only_s * 1e3:.1f} ms",
+            "all-reduce that overlaps with backward at its best",
+        ),
+    ]
+    _print_table(f"Dual synchronisation of {trace.model}", ("what", "value", "why"), rows)
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(width=_TABLE_WIDTH, highlight=False).print(table)
+
+
+def _threshold(table: RoutingTable) -> str:
+    return str(table.threshold_bytes) if table.lat_proxy != table.bw_proxy else "all"
+
+
+def _size(nbytes: int) -> str:
+    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << bits:
+            return f"{nbytes / (1 << bits):.4g} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,141 @@
+"""`coarse plan`: from a profile or a machine to tables and JSON, with reasons; errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from planning import key_of, profile_of
+
+from coarse.cli.main import main
+from coarse.machine.host import read_host
+from coarse.profiler.profile import cache_path, current_versions, host_key
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(tmp_path, *arguments):
+    path = tmp_path / "plan.json"
+    assert main(["plan", *arguments, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def routes(document):
+    return [(table["lat_proxy"], table["bw_proxy"]) for table in document["routing"]]
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        ("aws-g4dn", [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        ("aws-p3", [(0, 1), (1, 0), (2, 3), (3, 2)]),
+        ("sdsc-p100", [(0, 0), (1, 1)]),
+    ],
+)
+def test_routes_of_the_papers_machines(tmp_path, capsys, machine, expected):
+    document = plan(tmp_path, "--machine", machine)
+    assert routes(document) == expected
+    assert document["kind"] == "simulated"
+    shown = capsys.readouterr().out
+    assert f"{machine}: {len(expected)} workers, {len(expected)} memory devices; simulated" in shown
+    assert "has the lowest latency" in shown
+    assert "smallest tested size with 90%" in shown
+    assert "dual_sync" not in document
+
+
+def test_another_partition_table(tmp_path):
+    document = plan(tmp_path, "--machine", "aws-p3", "--partition-table", "aws-p3-2to1")
+    assert [table["local_device"] for table in document["routing"]] == [0, 0, 1, 1]
+
+
+def test_times_behind_the_routes_are_shown_on_demand(capsys):
+    assert main(["plan", "--machine", "sdsc-p100"]) == 0
+    assert "push and pull at once" not in capsys.readouterr().out
+    assert main(["plan", "--machine", "sdsc-p100", "--show-routing"]) == 0
+    shown = capsys.readouterr().out
+    assert "Worker 1: push and pull at once" in shown
+    assert "64 MiB" in shown
+
+
+def test_a_profile_of_a_file(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    profile_of(local=(5, 4), remote=(10, 8), kind="emulated").save(path)
+    document = plan(tmp_path, "--profile", str(path))
+    assert routes(document) == [(0, 1), (1, 0)]
+    assert f"emulated, from {path}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_the_last_profile_of_this_machine(tmp_path):
+    key = key_of(host=host_key(read_host()), versions=current_versions())
+    profile_of(key).save(cache_path(key))
+    assert plan(tmp_path)["origin"] == str(cache_path(key))
+    assert plan(tmp_path, "--profile", "cached")["kind"] == "measured"
+
+
+@pytest.mark.parametrize("model", ["bert-large", "bert-base", "resnet-50"])
+def test_dual_synchronisation_of_a_model(tmp_path, capsys, model):
+    split = plan(tmp_path, "--machine", "aws-p3", "--model", model)["dual_sync"]
+    assert 0 <= split["m_bytes"] <= split["total_bytes"]
+    assert split["predicted_s"] >= split["forward_s"] + split["backward_s"]
+    assert "half of the peak of a V100" in split["times"]
+    assert "Dual synchronisation of" in capsys.readouterr().out
+
+
+def test_a_t4_does_not_pay_and_says_so(tmp_path):
+    split = plan(tmp_path, "--machine", "aws-g4dn", "--model", "bert-large")["dual_sync"]
+    assert split["num_offloaded"] == 0
+    assert "offloading does not pay" in split["reason"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "check"),
+    [
+        ("off", lambda split: split["m_bytes"] == split["total_bytes"]),
+        ("0", lambda split: split["num_offloaded"] == 0),
+        ("500MiB", lambda split: abs(split["m_bytes"] - (500 << 20)) < 125 << 20),
+    ],
+)
+def test_modes_of_dual_synchronisation(tmp_path, mode, check):
+    arguments = ["--machine", "aws-p3", "--model", "bert-large", "--dual-sync", mode]
+    assert check(plan(tmp_path, *arguments)["dual_sync"])
+
+
+def test_slower_workers_have_more_time_to_hide_traffic_in(tmp_path):
+    fast, slow = (
+        plan(tmp_path, "--machine", "aws-p3", "--model", "bert-large", "--tflops", tflops)["dual_sync"]
+        for tflops in ("8", "2")
+    )
+    assert slow["m_bytes"] > fast["m_bytes"]
+    assert slow["times"] == "scaled to 2 TFLOPS"
+
+
+def test_without_a_profile_the_way_to_one_is_told(capsys):
+    assert main(["plan"]) == 1
+    assert "Measure one with `coarse profile`" in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_read(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    assert main(["plan", "--profile", str(path)]) == 1
+    shown = capsys.readouterr().err
+    assert f"profile {path}: format is None" in shown
+    assert "`coarse profile --refresh`" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine", "aws-p4"], "no machine is named 'aws-p4'; did you mean aws-p3"),
+        (["--partition-table", "aws-p3"], "--partition-table needs --machine"),
+        (["--machine", "sdsc-p100", "--partition-table", "aws-p3"], "GPU"),
+        (["--machine", "aws-p3", "--dual-sync", "maybe"], "off, auto or a size"),
+        (["--machine", "aws-p3", "--tflops", "0"], "--tflops 0.0 must be above 0"),
+    ],
+)
+def test_wrong_arguments(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
