@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.profiler.routing import RoutingTable
     from coarse.profiler.shard_size import ShardSize
 
-_EXIT_USAGE = 2
+_EXIT_FAILED, _EXIT_USAGE = 1, 2
 _TABLE_WIDTH = 150
 _CACHED = "cached"
 _MODELS: Mapping[str, str] = MappingProxyType(
@@ -111,9 +111,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"coarse plan: {error}", file=sys.stderr)
         return _EXIT_USAGE
     _print_plan(basis, trace, split, show_times=arguments.show_routing)
-    if arguments.json is not None:
+    if arguments.json is None:
+        return 0
+    try:
         text = json.dumps(plan_as_json(basis, trace, split), indent=1)
         arguments.json.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        print(f"coarse plan: --json {arguments.json}: {error.strerror}", file=sys.stderr)
+        return _EXIT_FAILED
     return 0
 
 
@@ -193,6 +198,18 @@ def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPl
     return plan_dual_sync(inputs, mode=mode)
 
 
+def all_to_all_from_bytes(profile: Profile) -> float | None:
+    """From which tensor size on the workers' own all-reduce is predicted to be faster as all-to-all.
+
+    Below, all-gather is. None where it always is: with one worker or two.
+    """
+    from coarse.profiler.profile import WORKERS
+    from coarse.profiler.switchover import predict_all_to_all_crossing, slowest_path
+
+    fits = [curve.fit() for path, curve in profile.curves.items() if path.kind == WORKERS]
+    return predict_all_to_all_crossing(slowest_path(fits), profile.key.num_workers) if fits else None
+
+
 def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan | None) -> dict[str, Any]:
     """The whole plan as JSON values."""
     document: dict[str, Any] = {
@@ -207,6 +224,7 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
         ],
         "shard_size": asdict(basis.size),
         "sync_costs": asdict(basis.costs),
+        "workers_all_to_all_from_bytes": all_to_all_from_bytes(basis.profile),
     }
     if trace is not None and split is not None:
         document["dual_sync"] = {
@@ -274,8 +292,19 @@ def _print_plan(
         for worker in range(key.num_workers):
             _print_times(basis, worker)
     _print_table("Shards", ("at least", "why"), [(_size(basis.size.nbytes), basis.size.reason)])
+    _print_worker_path(basis.profile)
     if trace is not None and split is not None:
         _print_split(trace, split)
+
+
+def _print_worker_path(profile: Profile) -> None:
+    crossing = all_to_all_from_bytes(profile)
+    if crossing is not None:
+        row = (
+            _size(round(crossing)),
+            "alpha beta N / ((N-1)(N-2)) of the slowest path between workers, predicted",
+        )
+        _print_table("Workers' own all-reduce: all-gather, and all-to-all", ("from", "why"), [row])
 
 
 def _print_times(basis: Basis, worker: int) -> None:

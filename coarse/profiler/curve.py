@@ -15,6 +15,8 @@ from coarse.profiler.switchover import AlphaBeta
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _OUTLIER_SIGMAS = 5.0
+_MOST_BYTES = 1 << 50
+_LEAST_TIME_US, _MOST_TIME_US = 1e-6, 1e12
 _BYTES_PER_US = 1e3  # of one GB/s, G being 1e9
 
 
@@ -23,8 +25,8 @@ class CurvePoint:
     """What was measured at one size.
 
     Args:
-        nbytes: The size, at least 1.
-        time_us: Median over the repeats that count, above 0.
+        nbytes: The size, at least 1 and at most 1 PiB.
+        time_us: Median over the repeats that count, at least a picosecond and at most eleven days.
         spread_us: Their spread: the median absolute deviation, scaled to a standard deviation.
         num_repeats: How many repeats count; outliers do not.
 
@@ -38,10 +40,12 @@ class CurvePoint:
     num_repeats: int = 1
 
     def __post_init__(self) -> None:
-        if self.nbytes < 1 or self.num_repeats < 1:
-            raise ValueError(f"a point needs at least one byte and one repeat: {self}")
-        if not 0 < self.time_us < math.inf or not 0 <= self.spread_us < math.inf:
-            raise ValueError(f"a time must be above 0, its spread at least 0, both finite: {self}")
+        if not 1 <= self.nbytes <= _MOST_BYTES or self.num_repeats < 1:
+            raise ValueError(f"a point needs one byte to 1 PiB and at least one repeat: {self}")
+        if not _LEAST_TIME_US <= self.time_us <= _MOST_TIME_US or not 0 <= self.spread_us <= _MOST_TIME_US:
+            raise ValueError(
+                f"a time must be above 0, its spread at least 0, both less than eleven days: {self}"
+            )
 
     @classmethod
     def from_repeats(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:

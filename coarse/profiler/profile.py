@@ -37,6 +37,7 @@ PATH_KINDS = (PUSH, PULL, BOTH, DEVICES, WORKERS)
 _ADVICE = "Measure again with `coarse profile --refresh`."
 _BOTH_MARGIN = 1.25  # peaks of separate measurements differ by noise
 _MAX_FILE_BYTES = 64 << 20
+_MAX_WORKERS, _MAX_DEVICES = 256, 64  # of a session, too
 
 Value = TypeVar("Value")
 
@@ -79,7 +80,7 @@ class ProfileKey:
         versions: Of what can change a measurement, by name.
 
     Raises:
-        ValueError: If there is no worker, or a local device does not exist.
+        ValueError: If there is no worker, or a local device does not exist, or there are more than a node holds.
     """
 
     machine: str
@@ -92,6 +93,8 @@ class ProfileKey:
         object.__setattr__(self, "versions", MappingProxyType(dict(sorted(self.versions.items()))))
         if not self.local_devices:
             raise ValueError("a profile needs at least one worker")
+        if len(self.local_devices) > _MAX_WORKERS or self.num_devices > _MAX_DEVICES:
+            raise ValueError(f"{_counts(self)}: a node has at most {_MAX_WORKERS} and {_MAX_DEVICES}")
         for worker, device in enumerate(self.local_devices):
             if not 0 <= device < self.num_devices:
                 raise ValueError(
@@ -156,7 +159,7 @@ class Profile:
             raise ValueError(f"{path}: there is no curve of it")
         for path in sorted(set(self.curves) - expected):
             raise ValueError(f"{path}: there is no such path between {_counts(self.key)}")
-        for path in expected:
+        for path in self.curves:
             if path.kind == BOTH:
                 self._check_directions(path.source, path.target)
 

@@ -7,6 +7,7 @@ all-to-all reductions, section 6.8). Pure functions of their arguments.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,22 @@ def predict_all_to_all_crossing(path: AlphaBeta, num_workers: int) -> float | No
         None with two workers: there all-gather sends no more bytes and synchronises once less.
     """
     return predict_crossing(all_gather(path, num_workers), all_to_all(path, num_workers))
+
+
+def slowest_path(paths: Iterable[AlphaBeta]) -> AlphaBeta:
+    """A path as late and as narrow as the worst of all, which an all-reduce over them waits for.
+
+    Raises:
+        ValueError: If there are no paths.
+    """
+    paths = list(paths)
+    if not paths:
+        raise ValueError("there are no paths")
+    return AlphaBeta(
+        alpha_us=max(path.alpha_us for path in paths),
+        beta_gbytes_per_s=min(path.beta_gbytes_per_s for path in paths),
+        relative_error=max(path.relative_error for path in paths),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

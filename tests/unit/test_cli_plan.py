@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from planning import key_of, profile_of
@@ -139,3 +142,28 @@ def test_a_profile_that_cannot_be_read(tmp_path, capsys):
 def test_wrong_arguments(capsys, arguments, message):
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_written(tmp_path, capsys):
+    path = tmp_path / "none" / "plan.json"
+    assert main(["plan", "--machine", "sdsc-p100", "--json", str(path)]) == 1
+    assert f"coarse plan: --json {path}: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_workers_own_all_reduce(tmp_path, capsys):
+    from_bytes = plan(tmp_path, "--machine", "aws-g4dn")["workers_all_to_all_from_bytes"]
+    assert from_bytes == pytest.approx(30 * 12e3 * 4 / (3 * 2), rel=0.01)
+    assert "all-gather, and all-to-all" in capsys.readouterr().out
+    assert plan(tmp_path, "--machine", "sdsc-p100")["workers_all_to_all_from_bytes"] is None
+
+
+def test_processes_with_other_hashes_plan_the_same(tmp_path):
+    plans = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"plan-{seed}.json"
+        arguments = ["plan", "--machine", "aws-p3", "--model", "bert-large", "--json", str(path)]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "coarse", *arguments]
+        subprocess.run(command, check=True, timeout=60, env=environment, stdout=subprocess.DEVNULL)
+        plans.append(path.read_bytes())
+    assert plans[0] == plans[1]

@@ -17,6 +17,7 @@ from coarse.profiler.switchover import (
     measure_crossing,
     predict_all_to_all_crossing,
     predict_crossing,
+    slowest_path,
 )
 
 
@@ -129,3 +130,16 @@ def test_one_worker_has_nobody_to_reduce_with(collective):
 def test_paths_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match="latency of at least 0"):
         AlphaBeta(alpha_us=wrong[0], beta_gbytes_per_s=wrong[1])
+
+
+@given(st.lists(models, min_size=1, max_size=6))
+def test_an_all_reduce_waits_for_the_worst_latency_and_the_worst_bandwidth(paths):
+    worst = slowest_path(paths)
+    for nbytes in (0, 4096, 1 << 26):
+        assert worst.time_us(nbytes) >= max(path.time_us(nbytes) for path in paths) * (1 - 1e-12)
+    assert worst.alpha_us in {path.alpha_us for path in paths}
+
+
+def test_no_paths_have_no_worst():
+    with pytest.raises(ValueError, match="no paths"):
+        slowest_path([])
