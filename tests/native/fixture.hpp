@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -154,12 +155,15 @@ inline std::string nameOf(const testing::TestParamInfo<ClusterShape>& info) {
 /// The memory that devices and workers of one job share.
 struct SharedState {
   explicit SharedState(const ClusterShape& shape)
-      : doorbells(shape.numDevices * sizeof(Doorbell)), ringLogs(sizeof(RingLogs)) {
+      : doorbells(shape.numDevices * sizeof(Doorbell)),
+        ringLogs(sizeof(RingLogs)),
+        exchangeLogs(shape.numDevices * sizeof(ExchangeLog)) {
     for (std::size_t i = 0; i < shape.numDevices; ++i) rings.emplace_back(sizeof(RingSegment));
     for (std::size_t i = 0; i < shape.numClients; ++i)
       segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
   }
-  Memory doorbells, ringLogs;
+  Memory doorbells, ringLogs, exchangeLogs;
+  std::optional<Memory> linkTable;
   std::vector<Memory> rings, segments;
 };
 
@@ -168,7 +172,13 @@ struct SharedState {
 /// Threads: a Client belongs to the thread that uses it, the proxies' control functions to the test's own.
 class Cluster {
  public:
-  explicit Cluster(ClusterShape shape) : shape_(shape), shared_(shape) {
+  /// @param links those that are emulated; none without.
+  explicit Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links = std::nullopt)
+      : shape_(shape), shared_(shape) {
+    if (links) {
+      shared_.linkTable.emplace(Pacer::numBytes(links->paths.size(), links->gbytesPerSecond.size()));
+      Pacer::write(shared_.linkTable->fd, *links);
+    }
     std::vector<int> watched;
     for (std::size_t device = 0; device < shape.numDevices; ++device) {
       int ends[2];
@@ -180,9 +190,9 @@ class Cluster {
       proxies_.push_back(makeProxy(device));
     }
     for (std::size_t client = 0; client < shape.numClients; ++client) {
-      clients_.push_back(std::make_unique<Client>(shape.numDevices, shared_.segments[client].fd,
-                                                  shared_.doorbells.fd, watched,
-                                                  std::chrono::microseconds(50), nullptr));
+      clients_.push_back(std::make_unique<Client>(
+          shape.numDevices, shared_.segments[client].fd, shared_.doorbells.fd, watched,
+          std::chrono::microseconds(50), nullptr, 1 << 20, links.has_value()));
     }
   }
 
@@ -192,6 +202,7 @@ class Cluster {
   }
 
   const ClusterShape& shape() const { return shape_; }
+  Pacer pacer() const { return Pacer(shared_.linkTable->fd); }
   Proxy& proxy(std::size_t device) { return *proxies_[device]; }
   Client& client(std::size_t client) { return *clients_[client]; }
   Inbox& inbox(std::size_t client) { return ClientSegment(shared_.segments[client].data()).inbox(); }
@@ -272,6 +283,8 @@ class Cluster {
     config.numClients = shape_.numClients;
     config.numSyncCores = shape_.numSyncCores;
     config.scheduling = shape_.scheduling;
+    config.exchangeLogsFd = shared_.exchangeLogs.fd;
+    if (shared_.linkTable) config.linkTableFd = shared_.linkTable->fd;
     for (std::size_t client = device; client < shape_.numClients; client += shape_.numDevices)
       config.localClients.push_back(client);
     auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, shared_.ringLogs.fd,

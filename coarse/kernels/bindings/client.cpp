@@ -3,12 +3,26 @@
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "bindings.hpp"
 
 namespace py = pybind11;
 
 namespace coarse {
 namespace {
+
+/// Tensor, device, kind, target, slot owner, bytes.
+using ProbeTuple =
+    std::tuple<std::uint32_t, std::uint16_t, ProbeKind, std::uint8_t, std::uint8_t, std::uint32_t>;
+
+ClientProbe toProbe(const ProbeTuple& values) {
+  ClientProbe probe;
+  probe.tensor = std::get<0>(values);
+  probe.device = std::get<1>(values);
+  probe.request = {std::get<2>(values), std::get<3>(values), std::get<4>(values), std::get<5>(values)};
+  return probe;
+}
 
 /// Lets Ctrl-C end a wait.
 void checkSignals() {
@@ -27,17 +41,23 @@ void registerClient(py::module_& module) {
       .value("DEVICE_LOST", WaitStatus::kDeviceLost)
       .value("FORKED", WaitStatus::kForked)
       .finalize();
+  py::native_enum<ProbeKind>(module, "ProbeKind", "enum.IntEnum")
+      .value("PUSH", ProbeKind::kPush)
+      .value("PULL", ProbeKind::kPull)
+      .value("BETWEEN_DEVICES", ProbeKind::kBetweenDevices)
+      .value("BETWEEN_WORKERS", ProbeKind::kBetweenWorkers)
+      .finalize();
   module.attr("PRESENT") = static_cast<int>(kPresent);
   module.attr("JOINED") = static_cast<int>(kJoined);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-                       std::uint32_t spinMicroseconds, std::size_t bytesPerRing) {
+                       std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated) {
              return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds),
                                              std::chrono::microseconds(spinMicroseconds), checkSignals,
-                                             bytesPerRing);
+                                             bytesPerRing, isEmulated);
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
-           py::arg("spin_us"), py::arg("bytes_per_ring"))
+           py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false)
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("remove_group", &Client::removeGroup, py::arg("group"))
@@ -70,6 +90,17 @@ void registerClient(py::module_& module) {
           },
           py::arg("group"), py::arg("buffer"), py::arg("num_elements"), py::arg("dtype"), py::arg("op"),
           py::arg("is_present"), py::arg("timeout_s"), ReleaseGil())
+      .def(
+          "probe",
+          [](Client& client, std::uint32_t group, const std::vector<ProbeTuple>& probes, double timeout) {
+            std::vector<ClientProbe> requests;
+            for (const ProbeTuple& probe : probes) requests.push_back(toProbe(probe));
+            std::vector<double> seconds;
+            const py::gil_scoped_release release;
+            const WaitStatus status = client.probe(group, requests, timeout, seconds);
+            return std::pair(status, std::move(seconds));
+          },
+          py::arg("group"), py::arg("probes"), py::arg("timeout_s"))
       .def_property_readonly("lost_device", &Client::lostDevice);
 }
 

@@ -19,5 +19,6 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerTensorGroup(module);
   coarse::registerProxy(module);
   coarse::registerClient(module);
+  coarse::registerPacer(module);
   coarse::registerReduce(module);
 }

@@ -14,7 +14,7 @@ void registerProxy(py::module_& module) {
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd,
-                       const std::vector<int>& ringFds, int eventFd) {
+                       const std::vector<int>& ringFds, int eventFd, int exchangeLogsFd, int linkTableFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -23,11 +23,14 @@ void registerProxy(py::module_& module) {
              config.scheduling = static_cast<Scheduling>(scheduling);
              config.localClients = std::move(localClients);
              config.spinMicroseconds = spinMicroseconds;
+             config.exchangeLogsFd = exchangeLogsFd;
+             config.linkTableFd = linkTableFd;
              return std::make_unique<Proxy>(std::move(config), doorbellsFd, ringLogsFd, ringFds, eventFd);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
            py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
-           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"))
+           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"),
+           py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1)
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())

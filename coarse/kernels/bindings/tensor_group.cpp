@@ -51,6 +51,9 @@ void registerTensorGroup(py::module_& module) {
       "doorbells_bytes", [](std::size_t numDevices) { return numDevices * sizeof(Doorbell); },
       py::arg("num_devices"));
   module.def("group_control_bytes", &GroupControl::numBytes, py::arg("num_shards"), py::arg("num_clients"));
+  module.def(
+      "exchange_logs_bytes", [](std::size_t numDevices) { return numDevices * sizeof(ExchangeLog); },
+      py::arg("num_devices"));
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);
   module.attr("RING_LOG_CAPACITY") = kRingLogCapacity;

@@ -24,10 +24,11 @@ constexpr std::uint32_t kShardsPerCopy = 4;
 
 Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                std::chrono::microseconds spinBudget, std::function<void()> interrupt,
-               std::size_t bytesPerRing)
+               std::size_t bytesPerRing, bool isEmulated)
     : numDevices_(numDevices),
       spinBudget_(spinBudget),
       bytesPerRing_(bytesPerRing),
+      isEmulated_(isEmulated),
       watchFds_(std::move(watchFds)),
       interrupt_(std::move(interrupt)),
       heldBackBytes_(numDevices, 0),
@@ -99,7 +100,8 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::post(std::uint16_t device, const Descriptor& descriptor, std::size_t numBytes) {
+WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes) {
+  if (isEmulated_) descriptor.sentAt = stampOf(monotonicNow());
   while (!producers_[device].push(descriptor)) {
     // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
     doorbells_[device].ring();
@@ -272,6 +274,44 @@ WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::
     const std::byte* slot = group.slots->data() + group.plan.shards[pieces.shardOf(at)].offset;
     copyBytes(pieces.bytes + at * pieces.itemSize, slot,
               std::min(pieces.perShard, end - at) * pieces.itemSize);
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& probes, double timeoutSeconds,
+                         std::vector<double>& seconds) {
+  if (isForked()) return WaitStatus::kForked;
+  Group& group = find(groupId);
+  std::vector<MonotonicNs> begins;
+  for (const ClientProbe& probe : probes) {
+    ClientTensor& tensor = tensorOf(group, probe.tensor);
+    if (tensor.numShards != 1 || isLate(groupId, probe.tensor) || probe.device >= numDevices_)
+      throw std::invalid_argument("a probe takes a tensor of one shard that is not under way, and a device");
+    Descriptor descriptor;
+    descriptor.group = groupId;
+    descriptor.shard = tensor.firstShard;
+    descriptor.step = ++tensor.step;
+    probe.request.writeTo(descriptor);
+    begins.push_back(monotonicNow());
+    const WaitStatus status = post(probe.device, descriptor, bytesPerRing_);  // rings at once
+    if (status != WaitStatus::kDone) return status;
+  }
+  seconds.assign(probes.size(), 0);
+  std::size_t numDone = 0;
+  const auto noteDone = [&] {
+    const std::size_t before = numDone;
+    const MonotonicNs now = monotonicNow();
+    for (std::size_t i = 0; i < probes.size(); ++i) {
+      if (seconds[i] > 0 || isLate(groupId, probes[i].tensor)) continue;
+      seconds[i] = static_cast<double>(std::max<MonotonicNs>(1, now - begins[i])) / 1e9;
+      ++numDone;
+    }
+    return numDone > before;
+  };
+  while (numDone < probes.size()) {
+    const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+    const WaitStatus status = wait(noteDone, completed + 1, timeoutSeconds);
+    if (status != WaitStatus::kDone) return status;
   }
   return WaitStatus::kDone;
 }

@@ -60,6 +60,7 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
   counters_ = cursor.take<Counter>(kNumCounters);
   arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   contributors_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
+  devicesLeft_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   contributions_ = cursor.take<Contribution>(numShards * numClients);
   ready_ = cursor.take<ReadyCell>(capacity());
   done_ = cursor.take<std::atomic<std::uint32_t>>(doneStride_ * numClients);
@@ -68,6 +69,7 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
 std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients) noexcept {
   Cursor cursor(nullptr);
   cursor.take<Counter>(kNumCounters);
+  cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<Contribution>(numShards * numClients);

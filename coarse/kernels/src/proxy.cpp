@@ -18,10 +18,15 @@ namespace {
 // Sleeping sync cores look around this often even without a ring, so that no lost wake-up can hang a session.
 constexpr std::chrono::milliseconds kLongestSleep{100};
 
+// Emulated links: a sleep is not exact enough for less than this, and takes up to this to end.
+constexpr std::chrono::microseconds kShortestSleep{200};
+constexpr std::chrono::microseconds kWakeUpTime{100};
+
 // Descriptors taken from one client before the next client's turn.
 constexpr int kDescriptorsPerTurn = 64;
 
 constexpr std::size_t kMostClients = 256;
+constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
 
 std::string describe(const ShardShape& shape) {
   return std::to_string(shape.numElements) + " elements of dtype " +
@@ -29,16 +34,13 @@ std::string describe(const ShardShape& shape) {
          std::to_string(static_cast<int>(shape.op));
 }
 
-bool hasRingShard(const GroupPlan& plan) {
-  return std::any_of(plan.shards.begin(), plan.shards.end(),
-                     [](const Shard& shard) { return shard.algorithm == Algorithm::kRing; });
-}
-
 }  // namespace
 
 void ProxyConfig::validate() const {
   if (numDevices < 1 || device >= numDevices) throw std::invalid_argument("device must be below numDevices");
   if (numClients < 1) throw std::invalid_argument("a proxy needs at least one client");
+  if (numDevices > kMostDevices)
+    throw std::invalid_argument("there can be at most " + std::to_string(kMostDevices) + " memory devices");
   if (numClients > kMostClients)
     throw std::invalid_argument("a proxy serves at most " + std::to_string(kMostClients) + " clients");
   if (numSyncCores < 1) throw std::invalid_argument("a memory device needs at least one sync core");
@@ -55,6 +57,33 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
   if (!ringFds.empty()) openRings(ringLogsFd, ringFds);
+  openLinks();
+}
+
+void Proxy::openLinks() {
+  if (config_.linkTableFd >= 0) {
+    links_ =
+        DeviceLinks(std::make_unique<Pacer>(config_.linkTableFd), config_.numClients, config_.numDevices);
+  }
+  prober_ = std::make_unique<Prober>(config_.device, config_.numDevices, links_,
+                                     [this](const RingEntry& entry, std::size_t client) {
+                                       TensorGroup* group = findGroup(entry.group);
+                                       if (group != nullptr) finishShard(*group, entry, client);
+                                     });
+  if (config_.exchangeLogsFd < 0) return;
+  exchangeMapping_ = mapSealed(config_.exchangeLogsFd, config_.numDevices * sizeof(ExchangeLog),
+                               Mapping::Access::kReadWrite, "exchange logs");
+  ExchangePeers peers;
+  peers.device = config_.device;
+  peers.numDevices = config_.numDevices;
+  peers.logs = reinterpret_cast<ExchangeLog*>(exchangeMapping_.data());
+  peers.doorbells = doorbells_;
+  deviceExchange_ = std::make_unique<DeviceExchange>(
+      peers, links_, [this](std::uint32_t group) { return findGroup(group); },
+      [this](TensorGroup& group, const RingEntry& entry, std::size_t client) {
+        if (client == 0) count(group.shape(entry.shard));
+        finishShard(group, entry, client);
+      });
 }
 
 void Proxy::openRings(int ringLogsFd, const std::vector<int>& ringFds) {
@@ -139,8 +168,7 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
-  if (ringCores_.empty() && config_.numDevices > 1 && hasRingShard(plan))
-    throw std::invalid_argument("this session has no rings; choose the ring algorithm when it starts");
+  if (std::string reason = unsupported(plan); !reason.empty()) throw std::invalid_argument(reason);
   if (findGroup(id) != nullptr)
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
   auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
@@ -149,6 +177,21 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
     groupList_.push_back(group.get());
     groups_.emplace(id, std::move(group));
   });
+}
+
+/// @returns why this session cannot synchronise such a group; empty if it can.
+std::string Proxy::unsupported(const GroupPlan& plan) const {
+  for (const Shard& shard : plan.shards) {
+    const Algorithm algorithm = shard.algorithm;
+    if (algorithm == Algorithm::kProbe) continue;
+    if (algorithm == Algorithm::kRing && ringCores_.empty() && config_.numDevices > 1)
+      return "this session has no rings; choose the ring algorithm when it starts";
+    if (algorithm == Algorithm::kExchange && deviceExchange_ == nullptr)
+      return "this session has no exchange; choose the exchange algorithm when it starts";
+    if (algorithm != Algorithm::kExchange && links_.isPaced())
+      return "an emulated session synchronises by exchange only: other algorithms pass over its links";
+  }
+  return {};
 }
 
 void Proxy::removeGroup(std::uint32_t id) {
@@ -213,6 +256,7 @@ ProxyStatistics Proxy::statistics() const noexcept {
 
 void Proxy::runSyncCore(std::size_t core) {
   const bool servesQueues = core == 0;
+  if (links_.isPaced()) makeSleepsExact();
   YieldingSpin spin(std::chrono::microseconds(config_.spinMicroseconds));
   while (!isStopping_.load(std::memory_order_acquire)) {
     if (isPausing_.load(std::memory_order_acquire)) parkWhilePaused();
@@ -222,19 +266,27 @@ void Proxy::runSyncCore(std::size_t core) {
     if (servesQueues) wakeOthers();
     progressed |= reduceReadyShard();
     progressed |= advanceRings(core);
+    if (servesQueues) progressed |= links_.runDue();
+    if (servesQueues && deviceExchange_ != nullptr) progressed |= deviceExchange_->advance();
     if (progressed) {
       spin.reset();
     } else if (!spin.yield()) {
-      sleep(seenRings);
+      sleep(core, seenRings);
       spin.reset();
     }
   }
 }
 
-void Proxy::sleep(std::uint32_t seenRings) noexcept {
+void Proxy::sleep(std::size_t core, std::uint32_t seenRings) noexcept {
+  std::chrono::nanoseconds longest = kLongestSleep;
+  if (const auto untilArrival = core == 0 ? links_.untilNext() : std::nullopt) {
+    const std::chrono::nanoseconds wait(*untilArrival);
+    if (wait < kShortestSleep) return;  // the caller spins on
+    longest = std::min(longest, wait - kWakeUpTime);
+  }
   Doorbell& doorbell = doorbells_[config_.device];
   doorbell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (!isStopping_.load() && !isPausing_.load()) futexWait(doorbell.rings, seenRings, kLongestSleep);
+  if (!isStopping_.load() && !isPausing_.load()) futexWait(doorbell.rings, seenRings, longest);
   doorbell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
@@ -257,12 +309,57 @@ void Proxy::wakeOthers() noexcept {
 
 // ---- descriptors ----
 
+/// Hands over the next descriptor of a client whose contribution is here. @returns false if there is none.
+bool Proxy::take(std::size_t client, Descriptor& descriptor) {
+  Client& from = *clients_[client];
+  if (!links_.isPaced()) return from.queue.pop(descriptor);
+  for (int i = 0; i < kDescriptorsPerTurn && from.queue.pop(descriptor); ++i)
+    holdUntilArrival(client, descriptor);
+  if (from.arrived.empty()) return false;
+  descriptor = from.arrived.front();
+  from.arrived.pop_front();
+  return true;
+}
+
+void Proxy::holdUntilArrival(std::size_t client, const Descriptor& descriptor) {
+  if (isProbe(descriptor)) {
+    clients_[client]->arrived.push_back(descriptor);  // the probe itself says what takes time
+    return;
+  }
+  const MonotonicNs due =
+      links_.reserve(links_.endpointOfClient(client), links_.endpointOfDevice(config_.device),
+                     contributedBytes(descriptor), timeOf(descriptor.sentAt, monotonicNow()));
+  links_.at(due, [this, client, arrived = descriptor](MonotonicNs arrivedAt) mutable {
+    arrived.sentAt = stampOf(arrivedAt);  // from here on it is this device that sends
+    clients_[client]->arrived.push_back(arrived);
+  });
+}
+
+bool Proxy::isProbe(const Descriptor& descriptor) const noexcept {
+  const TensorGroup* group = findGroup(descriptor.group);
+  return group != nullptr && descriptor.shard < group->plan().shards.size() &&
+         group->plan().shards[descriptor.shard].algorithm == Algorithm::kProbe;
+}
+
+/// What comes over the link with a descriptor, which is not checked yet.
+std::size_t Proxy::contributedBytes(const Descriptor& descriptor) const noexcept {
+  const TensorGroup* group = findGroup(descriptor.group);
+  if ((descriptor.flags & kPresent) == 0 || group == nullptr ||
+      descriptor.shard >= group->plan().shards.size())
+    return 0;
+  const Shard& shard = group->plan().shards[descriptor.shard];
+  if (!shard.isDynamic) return shard.numElements * itemBytes(shard.dtype);
+  if (descriptor.dtype >= kNumDTypes) return 0;
+  return std::min<std::size_t>(shard.numElements,
+                               descriptor.numElements * itemBytes(static_cast<DType>(descriptor.dtype)));
+}
+
 bool Proxy::drainQueues() {
   if (config_.scheduling == Scheduling::kFcfs) return drainFirstComeFirstServe();
   bool progressed = false;
   Descriptor descriptor;
   for (std::size_t client = 0; client < clients_.size(); ++client) {
-    for (int i = 0; i < kDescriptorsPerTurn && clients_[client]->queue.pop(descriptor); ++i) {
+    for (int i = 0; i < kDescriptorsPerTurn && take(client, descriptor); ++i) {
       accept(client, descriptor);
       progressed = true;
     }
@@ -279,11 +376,12 @@ bool Proxy::drainFirstComeFirstServe() {
   for (std::size_t client = 0; client < clients_.size(); ++client) {
     std::optional<Descriptor>& head = clients_[client]->head;
     Descriptor descriptor;
-    if (!head && clients_[client]->queue.pop(descriptor)) head = descriptor;
+    if (!head && take(client, descriptor)) head = descriptor;
     if (!head) continue;
     if (blocker_ && (head->group != blocker_->group || head->shard != blocker_->shard)) continue;
     descriptor = *std::exchange(head, std::nullopt);
-    if (accept(client, descriptor)) blocker_ = RingEntry{descriptor.group, descriptor.shard, descriptor.step};
+    if (accept(client, descriptor))
+      blocker_ = RingEntry{descriptor.group, descriptor.shard, descriptor.step, 0};
     progressed = true;
   }
   return progressed;
@@ -297,13 +395,17 @@ bool Proxy::isBlockerDone() const noexcept {
   return done.load(std::memory_order_acquire) == blocker_->step;
 }
 
-/// @returns false if the descriptor was refused.
+/// @returns whether a contribution was recorded.
 bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   if (clients_[client]->isEvicted) return false;
   TensorGroup* group = findGroup(descriptor.group);
   if (std::string reason = rejection(client, descriptor, group); !reason.empty()) {
     clients_[client]->isEvicted = true;
     report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
+    return false;
+  }
+  if (isProbe(descriptor)) {
+    prober_->serve(*group, client, descriptor);
     return false;
   }
   record(*group, client, descriptor);
@@ -326,6 +428,7 @@ std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
+  if (shard.algorithm == Algorithm::kProbe) return prober_->rejection(*group, descriptor);
   if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
   const std::size_t numBytes = descriptor.numElements * itemBytes(static_cast<DType>(descriptor.dtype));
@@ -339,12 +442,14 @@ void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& des
   contribution.flags = descriptor.flags;
   contribution.dtype = descriptor.dtype;
   contribution.op = descriptor.op;
+  contribution.device = static_cast<std::uint8_t>(config_.device);
   contribution.step.store(descriptor.step, std::memory_order_release);
   // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own
   // arrival.
   const std::uint32_t arrived =
       group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
-  if (arrived == config_.numClients) complete(group, {descriptor.group, descriptor.shard, descriptor.step});
+  if (arrived == config_.numClients)
+    complete(group, {descriptor.group, descriptor.shard, descriptor.step, descriptor.sentAt});
 }
 
 void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
@@ -357,7 +462,9 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     return;
   }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
-  if (algorithm == Algorithm::kGather || numPresent == 0) {
+  if (algorithm == Algorithm::kExchange) {
+    deviceExchange_->distribute(group, entry);
+  } else if (algorithm == Algorithm::kGather || numPresent == 0) {
     reduceShard(group, entry);
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1) {
     appendToRing((*ringLogs_)[entry.shard % kNumRings], entry);
@@ -389,7 +496,7 @@ bool Proxy::reduceReadyShard() {
   for (TensorGroup* group : groupList_) {
     ReadyShard ready;
     if (!popReady(group->control(), ready)) continue;
-    reduceShard(*group, {group->plan().id, ready.shard, ready.step});
+    reduceShard(*group, {group->plan().id, ready.shard, ready.step, 0});
     return true;
   }
   return false;

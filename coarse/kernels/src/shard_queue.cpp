@@ -40,13 +40,14 @@ void appendToRing(RingLog& log, const RingEntry& entry) noexcept {
   cell.group = entry.group;
   cell.shard = entry.shard;
   cell.step = entry.step;
+  cell.completedAt = entry.completedAt;
   cell.sequence.store(position + 1, std::memory_order_release);
 }
 
 bool readRing(const RingLog& log, std::uint64_t position, RingEntry& entry) noexcept {
   const RingLogCell& cell = log.cells[position % kRingLogCapacity];
   if (cell.sequence.load(std::memory_order_acquire) != position + 1) return false;
-  entry = {cell.group, cell.shard, cell.step};
+  entry = {cell.group, cell.shard, cell.step, cell.completedAt};
   return true;
 }
 

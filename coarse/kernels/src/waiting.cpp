@@ -2,6 +2,7 @@
 
 #include <linux/futex.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -36,6 +37,8 @@ void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
 void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept {
   ::syscall(SYS_futex, &word, FUTEX_WAKE, count, nullptr, nullptr, 0);
 }
+
+void makeSleepsExact() noexcept { ::prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); }
 
 bool YieldingSpin::yield() noexcept {
   const auto now = Clock::now();

@@ -12,6 +12,7 @@
 
 #include "coarse/descriptor_queue.hpp"
 #include "coarse/layout.hpp"
+#include "coarse/probe.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -34,6 +35,13 @@ struct ClientTensor {
   bool isPending = false;  // pushed and not pulled
 };
 
+/// A transfer that measures a link; `tensor` is of a group for probes, each shard of which is a tensor.
+struct ClientProbe {
+  std::uint32_t tensor = 0;
+  std::uint16_t device = 0;  // that serves it
+  ProbeRequest request;
+};
+
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
 ///
 /// Thread safety: one caller at a time, whichever thread it is.
@@ -47,9 +55,10 @@ class Client {
   /// @param bytesPerRing a memory device is woken once per so many bytes pushed, not once per tensor: a
   /// wake-up costs a
   ///     context switch. Waiting wakes it in any case.
+  /// @param isEmulated descriptors carry the time when they were posted, from which emulated links count.
   Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
          std::chrono::microseconds spinBudget, std::function<void()> interrupt,
-         std::size_t bytesPerRing = 1 << 20);
+         std::size_t bytesPerRing = 1 << 20, bool isEmulated = false);
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
@@ -80,6 +89,12 @@ class Client {
   /// in, reductions and copies out.
   WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
                        bool isPresent, double timeoutSeconds);
+
+  /// Times transfers that nothing is reduced of. All are posted, then waited for.
+  /// @returns kDone, and the seconds from its post until its end for each.
+  /// @throws std::invalid_argument for a tensor that has not one shard alone, is named twice or is under way.
+  WaitStatus probe(std::uint32_t group, const std::vector<ClientProbe>& probes, double timeoutSeconds,
+                   std::vector<double>& seconds);
 
   /// The memory device whose socket was found closed.
   std::size_t lostDevice() const noexcept { return lostDevice_; }
@@ -121,7 +136,7 @@ class Client {
   const Group& find(std::uint32_t group) const;
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
   static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
-  WaitStatus post(std::uint16_t device, const Descriptor& descriptor, std::size_t numBytes);
+  WaitStatus post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes);
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
                            double timeoutSeconds);
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
@@ -134,6 +149,7 @@ class Client {
   std::size_t numDevices_;
   std::chrono::microseconds spinBudget_;
   std::size_t bytesPerRing_;
+  bool isEmulated_;
   Mapping segmentMapping_;
   ClientSegment segment_;
   Mapping doorbellMapping_;

@@ -59,16 +59,16 @@ struct Descriptor {
   std::uint8_t flags = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t reserved = 0;
+  std::uint8_t slotOwner = 0;  // of a probe only
+  std::uint32_t sentAt = 0;    // low bits of the clock; in emulated sessions
 };
-static_assert(sizeof(Descriptor) == 20);
+static_assert(sizeof(Descriptor) == 24);
 
 /// Number of descriptors that one client can have under way to one memory device.
 inline constexpr std::uint64_t kDescriptorCapacity = 4096;
 
 struct DescriptorCell {
   Descriptor descriptor;
-  std::uint32_t padding;
   std::atomic<std::uint64_t> commit;  // position + 1, stored last: the descriptor is whole
 };
 static_assert(sizeof(DescriptorCell) == 32);
@@ -104,7 +104,7 @@ struct Contribution {
   std::uint8_t flags;
   std::uint8_t dtype;
   std::uint8_t op;
-  std::uint8_t reserved;
+  std::uint8_t device;  // the memory device that took it, in whose memory it lies
   std::uint32_t padding;
 };
 static_assert(sizeof(Contribution) == 16);
@@ -134,6 +134,8 @@ class GroupControl {
   Contribution& contribution(std::size_t shard, std::size_t client) const noexcept {
     return contributions_[shard * numClients_ + client];
   }
+  /// Of a shard that is exchanged: memory devices whose pieces are not done.
+  std::atomic<std::uint32_t>& devicesLeft(std::size_t shard) const noexcept { return devicesLeft_[shard]; }
   /// Last step whose result is in the client's slot.
   std::atomic<std::uint32_t>& done(std::size_t client, std::size_t shard) const noexcept {
     return done_[client * doneStride_ + shard];
@@ -151,6 +153,7 @@ class GroupControl {
   Counter* counters_ = nullptr;
   std::atomic<std::uint32_t>* arrivals_ = nullptr;
   std::atomic<std::uint32_t>* contributors_ = nullptr;
+  std::atomic<std::uint32_t>* devicesLeft_ = nullptr;
   Contribution* contributions_ = nullptr;
   ReadyCell* ready_ = nullptr;
   std::atomic<std::uint32_t>* done_ = nullptr;
@@ -172,7 +175,7 @@ struct RingLogCell {
   std::uint32_t group;
   std::uint32_t shard;
   std::uint32_t step;
-  std::uint32_t padding;
+  std::uint32_t completedAt;  // low bits of the clock; in emulated sessions
 };
 static_assert(sizeof(RingLogCell) == 24);
 
@@ -183,6 +186,9 @@ struct RingLog {
 };
 
 using RingLogs = std::array<RingLog, kNumRings>;
+
+/// The shards of which one memory device reduces pieces, where memories are distinct (device_exchange.hpp).
+using ExchangeLog = RingLog;
 
 /// Bytes of one message between the sync cores of neighbouring memory devices.
 inline constexpr std::size_t kRingEntryBytes = 64 * 1024;

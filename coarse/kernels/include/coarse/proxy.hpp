@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -12,7 +13,10 @@
 #include <vector>
 
 #include "coarse/descriptor_queue.hpp"
+#include "coarse/device_exchange.hpp"
+#include "coarse/device_links.hpp"
 #include "coarse/layout.hpp"
+#include "coarse/probe.hpp"
 #include "coarse/ring.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/tensor_group.hpp"
@@ -35,6 +39,8 @@ struct ProxyConfig {
   Scheduling scheduling = Scheduling::kQueues;
   std::vector<std::size_t> localClients;  // whose contributions this device brings into a ring
   std::uint32_t spinMicroseconds = 50;    // how long an idle sync core looks for work before it sleeps
+  int exchangeLogsFd = -1;  // an ExchangeLog per device, where groups are exchanged; stays the caller's
+  int linkTableFd = -1;     // of Pacer, in an emulated session; stays the caller's
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;
@@ -100,13 +106,19 @@ class Proxy {
     DescriptorConsumer queue;
     bool isEvicted = false;
     std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
+    std::deque<Descriptor> arrived;  // emulated: their contributions have come over the link
   };
 
   void openRings(int ringLogsFd, const std::vector<int>& ringFds);
+  void openLinks();
   void runSyncCore(std::size_t core);
-  void sleep(std::uint32_t seenRings) noexcept;
+  void sleep(std::size_t core, std::uint32_t seenRings) noexcept;
   void parkWhilePaused();
 
+  bool take(std::size_t client, Descriptor& descriptor);
+  void holdUntilArrival(std::size_t client, const Descriptor& descriptor);
+  bool isProbe(const Descriptor& descriptor) const noexcept;
+  std::size_t contributedBytes(const Descriptor& descriptor) const noexcept;
   bool drainQueues();
   bool drainFirstComeFirstServe();
   bool isBlockerDone() const noexcept;
@@ -116,6 +128,7 @@ class Proxy {
   void complete(TensorGroup& group, const RingEntry& entry);
   std::string disagreement(const TensorGroup& group, std::uint32_t shard) const;
 
+  std::string unsupported(const GroupPlan& plan) const;
   bool reduceReadyShard();
   void reduceShard(TensorGroup& group, const RingEntry& entry);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
@@ -136,6 +149,11 @@ class Proxy {
   RingLogs* ringLogs_ = nullptr;
   std::vector<RingSegment*> ringSegments_;
   std::vector<std::unique_ptr<RingCore>> ringCores_;
+  Mapping exchangeMapping_;
+  // Driven by core 0.
+  DeviceLinks links_;
+  std::unique_ptr<DeviceExchange> deviceExchange_;  // null where no group is exchanged
+  std::unique_ptr<Prober> prober_;
   std::vector<std::unique_ptr<Client>> clients_;
 
   // Read by sync cores; changed only while they are parked.

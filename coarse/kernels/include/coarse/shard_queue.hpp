@@ -23,6 +23,7 @@ struct RingEntry {
   std::uint32_t group = 0;
   std::uint32_t shard = 0;
   std::uint32_t step = 0;
+  std::uint32_t completedAt = 0;  // low bits of the clock; in emulated sessions
 };
 
 /// Appends a shard to a ring's log, which every memory device works through in the same order: that order is

@@ -16,8 +16,10 @@ namespace coarse {
 enum class Algorithm : std::uint8_t {
   kGather =
       0,  // the device where the last contribution arrives reduces the whole tensor at once: lowest latency
-  kDirect = 1,  // any free sync core of any device takes the shard; needs coherent shared memory
-  kRing = 2,    // the sync cores of all devices pass chunks around (paper, section IV-A)
+  kDirect = 1,    // any free sync core of any device takes the shard; needs coherent shared memory
+  kRing = 2,      // the sync cores of all devices pass chunks around (paper, section IV-A)
+  kExchange = 3,  // each device reduces pieces, of which it fetches the contributions that others hold
+  kProbe = 4,     // nothing is reduced: a range of memory through which links are measured
 };
 
 /// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and
@@ -66,6 +68,10 @@ class TensorGroup {
   /// @pre all contributions to `shard` have arrived and agree.
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
+  /// The memory device that took the client's contribution.
+  std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
+    return control_.contribution(shard, client).device;
+  }
   /// Number of clients that share in a mean: those that have not run out of inputs.
   std::uint32_t divisor(std::uint32_t shard) const noexcept;
   std::uint32_t numPresent(std::uint32_t shard) const noexcept;

@@ -16,6 +16,10 @@ void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
 /// Wakes up to `count` sleepers on `word`, in whatever process they are.
 void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept;
 
+/// Lets timed sleeps of this thread end when they are due, instead of up to 50 us later (prctl(2), timer
+/// slack).
+void makeSleepsExact() noexcept;
+
 /// A bounded wait that gives the processor away at every look. With more processes than cores, whoever is
 /// waited for needs this very core, so a busy spin would delay what it waits for.
 class YieldingSpin {

@@ -1,0 +1,63 @@
+#include "coarse/pacer.hpp"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+using PathTuple = std::pair<double, std::vector<std::uint32_t>>;
+
+LinkTableValues makeValues(double timeDilation, std::vector<double> gbytesPerSecond,
+                           const std::vector<std::vector<std::optional<PathTuple>>>& paths) {
+  LinkTableValues values;
+  values.timeDilation = timeDilation;
+  values.gbytesPerSecond = std::move(gbytesPerSecond);
+  for (const auto& row : paths) {
+    auto& written = values.paths.emplace_back();
+    for (const auto& path : row)
+      written.push_back(path ? std::optional(PathValues{path->first, path->second}) : std::nullopt);
+  }
+  return values;
+}
+
+}  // namespace
+
+void registerPacer(py::module_& module) {
+  module.def("link_table_bytes", &Pacer::numBytes, py::arg("num_endpoints"), py::arg("num_buckets"));
+  module.def(
+      "write_link_table",
+      [](int fd, double timeDilation, std::vector<double> gbytesPerSecond,
+         const std::vector<std::vector<std::optional<PathTuple>>>& paths) {
+        Pacer::write(fd, makeValues(timeDilation, std::move(gbytesPerSecond), paths));
+      },
+      py::arg("fd"), py::arg("time_dilation"), py::arg("gbytes_per_s"), py::arg("paths"));
+  module.def("monotonic_ns", &monotonicNow);
+  py::class_<Pacer>(module, "Pacer")
+      .def(py::init<int>(), py::arg("fd"))
+      .def("reserve", &Pacer::reserve, py::arg("source"), py::arg("target"), py::arg("num_bytes"),
+           py::arg("requested_at_ns"))
+      .def("set_bandwidth", &Pacer::setBandwidth, py::arg("bucket"), py::arg("gbytes_per_s"))
+      .def("set_latency", &Pacer::setLatency, py::arg("source"), py::arg("target"), py::arg("latency_us"))
+      .def_property_readonly("time_dilation", &Pacer::timeDilation)
+      .def_property_readonly("num_endpoints", &Pacer::numEndpoints)
+      .def_property_readonly("num_buckets", &Pacer::numBuckets)
+      .def(
+          "transfers",
+          [](const Pacer& pacer, std::size_t source, std::size_t target) {
+            const PathStatistics statistics = pacer.statistics(source, target);
+            return std::pair(statistics.numTransfers, statistics.numBytes);
+          },
+          py::arg("source"), py::arg("target"))
+      .def("arrivals", [](const Pacer& pacer) {
+        const ArrivalStatistics statistics = pacer.arrivals();
+        return std::pair(statistics.numArrivals, statistics.latenessNs);
+      });
+}
+
+}  // namespace coarse

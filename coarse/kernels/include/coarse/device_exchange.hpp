@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "coarse/device_links.hpp"
+#include "coarse/layout.hpp"
+#include "coarse/shard_queue.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+
+/// Shards of up to so many bytes are reduced by one device: cutting them would only add messages.
+inline constexpr std::size_t kSmallestExchangeBytes = 64 * 1024;
+
+/// What the exchange of one memory device shares with the others.
+struct ExchangePeers {
+  std::size_t device = 0;
+  std::size_t numDevices = 1;
+  ExchangeLog* logs = nullptr;    // of each device
+  Doorbell* doorbells = nullptr;  // of each device
+};
+
+/// All-reduce over distinct memories, for contributions that may lie at any of them.
+///
+/// A shard is cut into one piece per client. The device that took client i's contribution reduces piece i: it
+/// fetches that piece of the contributions which other devices hold, adds all in the order of the clients,
+/// and sends the result to every device that holds a contribution. So results have the bits of the direct
+/// algorithm whatever the routes, and with one contribution per device each link carries what a ring's does:
+/// 2(p-1)/p of the shard.
+///
+/// Nothing here blocks. Thread safety: one caller at a time.
+class DeviceExchange {
+ public:
+  /// Looks a registered tensor group up by its id; nullptr if there is none.
+  using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
+  /// Called once per client, in one of the devices, when the result of a shard is with the client.
+  using ClientDone = std::function<void(TensorGroup& group, const RingEntry& entry, std::size_t client)>;
+
+  DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ClientDone clientDone);
+
+  /// Tells the devices that own pieces of a shard to start. Called where its last contribution arrived.
+  void distribute(TensorGroup& group, const RingEntry& entry);
+  /// Starts on the next shard that another device or this one has distributed. @returns whether there was
+  /// one.
+  bool advance();
+
+ private:
+  /// Elements [begin, end) of a shard.
+  struct Piece {
+    std::uint32_t begin = 0;
+    std::uint32_t end = 0;
+  };
+  /// What one device does for one shard.
+  struct Task {
+    RingEntry entry;
+    ShardShape shape;
+    std::vector<Piece> pieces;
+    std::size_t numBytes = 0;  // of all pieces
+  };
+
+  Task makeTask(const TensorGroup& group, const RingEntry& entry) const;
+  void fetch(const TensorGroup& group, Task task);
+  void reducePieces(TensorGroup& group, const Task& task);
+  MonotonicNs sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt);
+  void finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt);
+
+  ExchangePeers peers_;
+  DeviceLinks& links_;
+  FindGroup findGroup_;
+  ClientDone clientDone_;
+  std::uint64_t logPosition_ = 0;
+};
+
+}  // namespace coarse

@@ -1,0 +1,158 @@
+#include "coarse/device_exchange.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "coarse/reduce.hpp"
+
+namespace coarse {
+namespace {
+
+// Pieces end at cache lines of the smallest type, so that two devices never write the same line.
+constexpr std::uint32_t kPieceAlignment = kCacheLineBytes;
+
+std::size_t numPieces(const ShardShape& shape, std::size_t numClients) noexcept {
+  return shape.numElements * itemBytes(shape.dtype) <= kSmallestExchangeBytes ? 1 : numClients;
+}
+
+/// The client whose device reduces piece `piece`. Small shards take turns.
+std::size_t ownerOf(std::uint32_t shard, std::size_t piece, std::size_t numClients) noexcept {
+  return (shard + piece) % numClients;
+}
+
+/// First element of a piece of `numElements` cut into `count`.
+std::uint32_t pieceBegin(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept {
+  if (piece == count) return numElements;
+  const std::uint64_t begin = std::uint64_t{numElements} * piece / count;
+  return static_cast<std::uint32_t>(begin / kPieceAlignment * kPieceAlignment);
+}
+
+}  // namespace
+
+DeviceExchange::DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup,
+                               ClientDone clientDone)
+    : peers_(peers), links_(links), findGroup_(std::move(findGroup)), clientDone_(std::move(clientDone)) {}
+
+void DeviceExchange::distribute(TensorGroup& group, const RingEntry& entry) {
+  const std::size_t numClients = group.plan().numClients;
+  const std::size_t count = numPieces(group.shape(entry.shard), numClients);
+  std::vector<bool> isOwner(peers_.numDevices, false);
+  for (std::size_t piece = 0; piece < count; ++piece)
+    isOwner[group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients))] = true;
+  const auto numOwners = static_cast<std::uint32_t>(std::count(isOwner.begin(), isOwner.end(), true));
+  // relaxed: appendToRing() releases.
+  group.control().devicesLeft(entry.shard).store(numOwners, std::memory_order_relaxed);
+  for (std::size_t device = 0; device < peers_.numDevices; ++device) {
+    if (!isOwner[device]) continue;
+    appendToRing(peers_.logs[device], entry);
+    if (device != peers_.device) peers_.doorbells[device].ring();
+  }
+}
+
+bool DeviceExchange::advance() {
+  RingEntry entry;
+  if (!readRing(peers_.logs[peers_.device], logPosition_, entry)) return false;
+  TensorGroup* group = findGroup_(entry.group);
+  if (group == nullptr) return false;  // announced by a peer before our own control thread has mapped it
+  ++logPosition_;
+  fetch(*group, makeTask(*group, entry));
+  return true;
+}
+
+DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const RingEntry& entry) const {
+  Task task;
+  task.entry = entry;
+  task.shape = group.shape(entry.shard);
+  const std::size_t numClients = group.plan().numClients;
+  const std::size_t count = numPieces(task.shape, numClients);
+  std::size_t numElements = 0;
+  for (std::size_t piece = 0; piece < count; ++piece) {
+    if (group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients)) != peers_.device) continue;
+    task.pieces.push_back({pieceBegin(task.shape.numElements, piece, count),
+                           pieceBegin(task.shape.numElements, piece + 1, count)});
+    numElements += task.pieces.back().end - task.pieces.back().begin;
+  }
+  task.numBytes = numElements * itemBytes(task.shape.dtype);
+  return task;
+}
+
+/// Contributions of other devices' clients come over their links; then the pieces can be reduced.
+void DeviceExchange::fetch(const TensorGroup& group, Task task) {
+  const std::uint32_t shard = task.entry.shard;
+  const MonotonicNs sentAt =
+      links_.isPaced() ? timeOf(task.entry.completedAt, monotonicNow()) : MonotonicNs{0};
+  std::vector<std::size_t> bytesFrom(peers_.numDevices, 0);
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    if (group.isPresent(shard, client)) bytesFrom[group.deviceOf(shard, client)] += task.numBytes;
+  }
+  bytesFrom[peers_.device] = 0;
+  MonotonicNs due = sentAt;
+  for (std::size_t device = 0; device < peers_.numDevices; ++device) {
+    if (bytesFrom[device] == 0) continue;
+    due = std::max(due, links_.reserve(links_.endpointOfDevice(device),
+                                       links_.endpointOfDevice(peers_.device), bytesFrom[device], sentAt));
+  }
+  links_.at(due, [this, task = std::move(task)](MonotonicNs arrivedAt) {
+    TensorGroup* reduced = findGroup_(task.entry.group);
+    if (reduced == nullptr) return;  // removed because the session failed
+    reducePieces(*reduced, task);
+    links_.at(sendResults(*reduced, task, arrivedAt), [this, task](MonotonicNs resultsAt) {
+      TensorGroup* finished = findGroup_(task.entry.group);
+      if (finished != nullptr) finishDevice(*finished, task, resultsAt);
+    });
+  });
+}
+
+void DeviceExchange::reducePieces(TensorGroup& group, const Task& task) {
+  const Shard& shard = group.plan().shards[task.entry.shard];
+  const std::size_t itemSize = itemBytes(task.shape.dtype);
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  for (const Piece& piece : task.pieces) {
+    inputs.clear();
+    outputs.clear();
+    for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+      outputs.push_back(group.slot(client, shard) + piece.begin * itemSize);
+      if (group.isPresent(task.entry.shard, client)) inputs.push_back(outputs.back());
+    }
+    if (inputs.empty()) return;
+    reduce(task.shape.dtype, task.shape.op, inputs.data(), inputs.size(), outputs.data(), outputs.size(),
+           piece.end - piece.begin, group.divisor(task.entry.shard));
+  }
+}
+
+/// @returns when the pieces are at every device that holds a contribution.
+MonotonicNs DeviceExchange::sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt) {
+  const std::uint32_t shard = task.entry.shard;
+  if (group.numPresent(shard) == 0) return sentAt;
+  std::vector<bool> receives(peers_.numDevices, false);
+  for (std::size_t client = 0; client < group.plan().numClients; ++client)
+    receives[group.deviceOf(shard, client)] = true;
+  MonotonicNs due = sentAt;
+  for (std::size_t device = 0; device < peers_.numDevices; ++device) {
+    if (!receives[device] || device == peers_.device) continue;
+    due = std::max(due, links_.reserve(links_.endpointOfDevice(peers_.device),
+                                       links_.endpointOfDevice(device), task.numBytes, sentAt));
+  }
+  return due;
+}
+
+/// The last device to get here lets the clients pull, each from the device that took its contribution.
+void DeviceExchange::finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt) {
+  const RingEntry& entry = task.entry;
+  // acq_rel: the last one sees the pieces of all others, and passes them on with each completion flag.
+  if (group.control().devicesLeft(entry.shard).fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const std::size_t numBytes =
+      group.numPresent(entry.shard) == 0 ? 0 : task.shape.numElements * itemBytes(task.shape.dtype);
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    const std::size_t device = group.deviceOf(entry.shard, client);
+    const MonotonicNs due =
+        links_.reserve(links_.endpointOfDevice(device), links_.endpointOfClient(client), numBytes, sentAt);
+    links_.at(due, [this, entry, client](MonotonicNs) {
+      TensorGroup* pulled = findGroup_(entry.group);
+      if (pulled != nullptr) clientDone_(*pulled, entry, client);
+    });
+  }
+}
+
+}  // namespace coarse

@@ -1,0 +1,169 @@
+#include "coarse/pacer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace coarse {
+namespace {
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument("link table: " + what);
+}
+
+void requireBandwidth(double gbytesPerSecond) {
+  require(gbytesPerSecond > 0 && std::isfinite(gbytesPerSecond),
+          "a bandwidth of " + std::to_string(gbytesPerSecond) + " GB/s is not positive and finite");
+}
+
+void requireLatency(double latencyUs) {
+  require(latencyUs >= 0 && std::isfinite(latencyUs),
+          "a latency of " + std::to_string(latencyUs) + " us is negative or not finite");
+}
+
+// 1 GB/s is a byte per nanosecond.
+double nsPerByteAt(double gbytesPerSecond) noexcept { return 1 / gbytesPerSecond; }
+
+/// Takes `duration` of a bucket's time, not before `from`. @returns the end of what was taken.
+double take(std::atomic<double>& nextFree, double from, double duration) noexcept {
+  // relaxed: the word guards nothing but itself.
+  double free = nextFree.load(std::memory_order_relaxed);
+  double end = 0;
+  do {
+    end = std::max(free, from) + duration;
+  } while (!nextFree.compare_exchange_weak(free, end, std::memory_order_relaxed));
+  return end;
+}
+
+}  // namespace
+
+MonotonicNs monotonicNow() noexcept {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return MonotonicNs{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
+void LinkTableValues::validate() const {
+  require(timeDilation > 0 && std::isfinite(timeDilation), "the time dilation must be positive and finite");
+  for (const double rate : gbytesPerSecond) requireBandwidth(rate);
+  for (const auto& row : paths) {
+    require(row.size() == paths.size(), "paths must be a square of all endpoints");
+    for (const auto& path : row) {
+      if (!path) continue;
+      requireLatency(path->latencyUs);
+      require(path->buckets.size() <= kMostBucketsPerPath,
+              "a path has more than " + std::to_string(kMostBucketsPerPath) + " buckets");
+      for (const std::uint32_t index : path->buckets)
+        require(index < gbytesPerSecond.size(), "a path names bucket " + std::to_string(index) + " of " +
+                                                    std::to_string(gbytesPerSecond.size()));
+    }
+  }
+}
+
+std::size_t Pacer::numBytes(std::size_t numEndpoints, std::size_t numBuckets) noexcept {
+  return sizeof(LinkTableHeader) + numBuckets * sizeof(LinkBucket) +
+         numEndpoints * numEndpoints * sizeof(LinkPath);
+}
+
+void Pacer::write(int fd, const LinkTableValues& values) {
+  values.validate();
+  const std::size_t needed = numBytes(values.paths.size(), values.gbytesPerSecond.size());
+  require(sealedBytes(fd) >= needed, "needs " + std::to_string(needed) + " bytes of memory");
+  const Mapping mapping(fd, needed, Mapping::Access::kReadWrite);
+  auto* header = new (mapping.data()) LinkTableHeader{};
+  header->numEndpoints = static_cast<std::uint32_t>(values.paths.size());
+  header->numBuckets = static_cast<std::uint32_t>(values.gbytesPerSecond.size());
+  header->timeDilation = values.timeDilation;
+  header->epoch = monotonicNow();
+  auto* bucket = reinterpret_cast<LinkBucket*>(header + 1);
+  for (const double rate : values.gbytesPerSecond) {
+    new (bucket) LinkBucket{};
+    (bucket++)->nsPerByte.store(nsPerByteAt(rate), std::memory_order_relaxed);
+  }
+  auto* target = reinterpret_cast<LinkPath*>(bucket);
+  for (const auto& row : values.paths) {
+    for (const auto& path : row) {
+      auto* written = new (target++) LinkPath{};
+      if (!path) continue;
+      written->exists = 1;
+      written->latencyNs.store(path->latencyUs * 1000, std::memory_order_relaxed);
+      written->numBuckets = static_cast<std::uint32_t>(path->buckets.size());
+      std::copy(path->buckets.begin(), path->buckets.end(), written->buckets.begin());
+    }
+  }
+}
+
+Pacer::Pacer(int fd) : mapping_(fd, sealedBytes(fd), Mapping::Access::kReadWrite) {
+  require(mapping_.numBytes() >= sizeof(LinkTableHeader) && numEndpoints() > 0 &&
+              mapping_.numBytes() >= numBytes(numEndpoints(), numBuckets()),
+          "the memory holds none");
+}
+
+LinkBucket& Pacer::bucket(std::size_t index) const noexcept {
+  return reinterpret_cast<LinkBucket*>(mapping_.data() + sizeof(LinkTableHeader))[index];
+}
+
+LinkPath& Pacer::path(std::size_t source, std::size_t target) const noexcept {
+  auto* paths = reinterpret_cast<LinkPath*>(mapping_.data() + sizeof(LinkTableHeader) +
+                                            numBuckets() * sizeof(LinkBucket));
+  return paths[source * numEndpoints() + target];
+}
+
+LinkPath& Pacer::checkedPath(std::size_t source, std::size_t target) const {
+  require(std::max(source, target) < numEndpoints() && path(source, target).exists != 0,
+          "there is no path from endpoint " + std::to_string(source) + " to " + std::to_string(target));
+  return path(source, target);
+}
+
+MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t numBytes,
+                           MonotonicNs requestedAt) noexcept {
+  const MonotonicNs now = monotonicNow();
+  requestedAt = std::clamp(requestedAt, now - kLongestCreditNs, now);
+  LinkPath& way = path(source, target);
+  if (way.exists == 0) return requestedAt;
+  way.numTransfers.fetch_add(1, std::memory_order_relaxed);
+  way.numBytes.fetch_add(numBytes, std::memory_order_relaxed);
+  const double from = static_cast<double>(requestedAt - header().epoch);
+  const double dilatedBytes = static_cast<double>(numBytes) * timeDilation();
+  double end = from;
+  for (std::size_t i = 0; numBytes > 0 && i < way.numBuckets; ++i) {
+    LinkBucket& shared = bucket(way.buckets[i]);
+    const double duration = dilatedBytes * shared.nsPerByte.load(std::memory_order_relaxed);
+    end = std::max(end, take(shared.nextFreeNs, from, duration));
+  }
+  const double due = end + way.latencyNs.load(std::memory_order_relaxed) * timeDilation();
+  return header().epoch + std::llround(due);
+}
+
+void Pacer::countArrival(MonotonicNs due, MonotonicNs now) noexcept {
+  header().numArrivals.fetch_add(1, std::memory_order_relaxed);
+  header().latenessNs.fetch_add(static_cast<std::uint64_t>(std::max<MonotonicNs>(0, now - due)),
+                                std::memory_order_relaxed);
+}
+
+void Pacer::setBandwidth(std::size_t index, double gbytesPerSecond) {
+  requireBandwidth(gbytesPerSecond);
+  require(index < numBuckets(),
+          "there is no bucket " + std::to_string(index) + " among " + std::to_string(numBuckets()));
+  bucket(index).nsPerByte.store(nsPerByteAt(gbytesPerSecond), std::memory_order_relaxed);
+}
+
+void Pacer::setLatency(std::size_t source, std::size_t target, double latencyUs) {
+  requireLatency(latencyUs);
+  checkedPath(source, target).latencyNs.store(latencyUs * 1000, std::memory_order_relaxed);
+}
+
+PathStatistics Pacer::statistics(std::size_t source, std::size_t target) const {
+  const LinkPath& way = checkedPath(source, target);
+  return {way.numTransfers.load(std::memory_order_relaxed), way.numBytes.load(std::memory_order_relaxed)};
+}
+
+ArrivalStatistics Pacer::arrivals() const noexcept {
+  return {header().numArrivals.load(std::memory_order_relaxed),
+          header().latenessNs.load(std::memory_order_relaxed)};
+}
+
+}  // namespace coarse

@@ -1,0 +1,233 @@
+/// Emulated links and probes: the real data path, in the time that another machine's links would take.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "contributions.hpp"
+#include "fixture.hpp"
+
+namespace coarse::test {
+namespace {
+
+/// A bucket for every ordered pair of endpoints: links that share nothing.
+LinkTableValues separateLinks(const ClusterShape& shape, double gbytesPerSecond, double latencyUs) {
+  const std::size_t count = shape.numClients + shape.numDevices;
+  LinkTableValues values;
+  values.paths.assign(count, std::vector<std::optional<PathValues>>(count));
+  for (std::size_t source = 0; source < count; ++source) {
+    for (std::size_t target = 0; target < count; ++target) {
+      if (source == target) continue;
+      values.paths[source][target] =
+          PathValues{latencyUs, {static_cast<std::uint32_t>(values.gbytesPerSecond.size())}};
+      values.gbytesPerSecond.push_back(gbytesPerSecond);
+    }
+  }
+  return values;
+}
+
+GroupPlan exchangedTensor(std::size_t numClients, std::uint32_t numElements, std::uint32_t shardElements) {
+  return makePlan(1, numClients, {{numElements, DType::kFloat32, ReduceOp::kSum, Algorithm::kExchange}},
+                  shardElements);
+}
+
+/// One step of all clients, each through its own device. @returns its longest seconds.
+double step(Cluster& cluster, const GroupPlan& plan, std::uint32_t number) {
+  const std::size_t numElements = plan.slotBytes / sizeof(float);
+  std::vector<std::size_t> everybody(plan.numClients);
+  std::iota(everybody.begin(), everybody.end(), std::size_t{0});
+  const Bytes expected = result(DType::kFloat32, ReduceOp::kSum, numElements, everybody, number, 1);
+  std::vector<Bytes> buffers;
+  for (std::size_t client = 0; client < plan.numClients; ++client)
+    buffers.push_back(contribution(DType::kFloat32, numElements, client, number));
+  const MonotonicNs begin = monotonicNow();
+  std::vector<MonotonicNs> ends(plan.numClients);
+  together(plan.numClients, [&](std::size_t client) {
+    Client& own = cluster.client(client);
+    ASSERT_EQ(own.push(plan.id, 0, kPresent, buffers[client].data()), WaitStatus::kDone);
+    ASSERT_EQ(own.pull(plan.id, 0, buffers[client].data(), kPatienceSeconds), WaitStatus::kDone);
+    ends[client] = monotonicNow();
+    EXPECT_EQ(buffers[client], expected);
+  });
+  return static_cast<double>(*std::max_element(ends.begin(), ends.end()) - begin) / 1e9;
+}
+
+constexpr std::uint32_t kMiBOfFloats = 1 << 18;
+
+// Nobody is faster than the links; how much slower a loaded machine is, only the benchmark judges.
+TEST(EmulatedLinks, CarryPushReductionAndPullInNoLessThanTheirTime) {
+  const ClusterShape shape{2, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = exchangedTensor(2, 2 * kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  cluster.start();
+  const double seconds = step(cluster, plan, 1);
+  // Push and pull take 1 MiB per link each, the exchange half of it each way; four latencies.
+  const double perMiB = (1 << 20) / 0.1e9;
+  EXPECT_GE(seconds, perMiB * (1 + 0.5 + 0.5 + 1) + 4e-3 - 1e-6);
+  EXPECT_LT(seconds, kPatienceSeconds);
+  const Pacer pacer = cluster.pacer();
+  EXPECT_EQ(pacer.statistics(0, 2).numBytes, std::uint64_t{1} << 20);
+  EXPECT_EQ(pacer.statistics(0, 3).numBytes, std::uint64_t{1} << 20);
+  EXPECT_EQ(pacer.statistics(2, 0).numBytes, std::uint64_t{1} << 20);
+  EXPECT_EQ(pacer.statistics(2, 3).numBytes, std::uint64_t{2} << 20) << "half of two shards, there and back";
+  EXPECT_GT(pacer.arrivals().numArrivals, 0U);
+}
+
+TEST(EmulatedLinks, OneDeviceNeedsNoExchange) {
+  const ClusterShape shape{3, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 1, 5));
+  const GroupPlan plan = exchangedTensor(3, 10000, 10000);
+  cluster.addGroup(plan);
+  cluster.start();
+  for (std::uint32_t number = 1; number <= 3; ++number) step(cluster, plan, number);
+}
+
+TEST(EmulatedLinks, DegradeWhileInUse) {
+  const ClusterShape shape{2, 1, 1};
+  const LinkTableValues links = separateLinks(shape, 10, 0);
+  Cluster cluster(shape, links);
+  const GroupPlan plan = exchangedTensor(2, kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  cluster.start();
+  step(cluster, plan, 1);
+  Pacer pacer = cluster.pacer();
+  for (std::size_t bucket = 0; bucket < links.gbytesPerSecond.size(); ++bucket)
+    pacer.setBandwidth(bucket, 0.02);
+  EXPECT_GE(step(cluster, plan, 2), 2 * (1 << 20) / 0.02e9 - 1e-6);
+}
+
+TEST(EmulatedLinks, RefuseWhatWouldPassOverThem) {
+  const ClusterShape shape{2, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 0));
+  for (const Algorithm algorithm : {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing})
+    EXPECT_THROW(cluster.addToProxies(makePlan(1, 2, {{100, DType::kFloat32, ReduceOp::kSum, algorithm}})),
+                 std::invalid_argument);
+  EXPECT_THROW(Cluster(shape, separateLinks({1, 2, 1}, 10, 0)), std::invalid_argument)
+      << "an endpoint is missing";
+}
+
+TEST(EmulatedLinks, AnEvictedWorkerIsToldOf) {
+  const ClusterShape shape{1, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 0));
+  cluster.addGroup(exchangedTensor(1, 100, 100));
+  cluster.start();
+  Descriptor descriptor;
+  descriptor.group = 1;
+  descriptor.shard = 99;
+  descriptor.step = 1;
+  descriptor.flags = kPresent;
+  cluster.tell(0, 0, descriptor);
+  const std::vector<ProxyEvent> events = cluster.events(0);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_NE(events[0].message.find("shard 99 of 1"), std::string::npos) << events[0].message;
+}
+
+// ---- probes ----
+
+GroupPlan probeGroup(std::size_t numClients, std::uint32_t numTensors, std::uint32_t numBytes) {
+  return makePlan(
+      7, numClients,
+      std::vector<TensorSpec>(numTensors, {numBytes, DType::kUInt8, ReduceOp::kSum, Algorithm::kProbe}));
+}
+
+constexpr std::uint32_t kProbeBytes = 1 << 20;
+
+ClientProbe probeOf(ProbeKind kind, std::uint32_t tensor = 0, std::uint8_t target = 0) {
+  return {tensor, 0, {kind, target, 1, kProbeBytes}};
+}
+
+TEST(Probes, CopyWhatTheySay) {
+  const ClusterShape shape{2, 2, 1};
+  Cluster cluster(shape);
+  const GroupPlan plan = probeGroup(2, 2, kProbeBytes);
+  cluster.addToProxies(plan);
+  const auto own = cluster.addToClient(plan, 0), other = cluster.addToClient(plan, 1);
+  cluster.start();
+  std::memset(own->data(), 7, kProbeBytes);
+  std::vector<double> seconds;
+  const auto probe = [&](const ClientProbe& request) {
+    EXPECT_EQ(cluster.client(0).probe(plan.id, {request}, kPatienceSeconds, seconds), WaitStatus::kDone);
+    ASSERT_EQ(seconds.size(), 1U);
+    EXPECT_GT(seconds[0], 0);
+  };
+  probe(probeOf(ProbeKind::kPush));
+  std::memset(own->data(), 0, kProbeBytes);
+  probe(probeOf(ProbeKind::kPull));
+  EXPECT_EQ(own->data()[kProbeBytes - 1], std::byte{7}) << "what was pushed comes back";
+  probe(probeOf(ProbeKind::kBetweenDevices, 0, 1));
+  EXPECT_EQ(other->data()[0], std::byte{7}) << "worker 1's slots lie at device 1";
+  std::memset(own->data(), 9, kProbeBytes);
+  probe(probeOf(ProbeKind::kBetweenWorkers, 0, 1));
+  EXPECT_EQ(other->data()[kProbeBytes - 1], std::byte{9});
+}
+
+TEST(Probes, TakeTheTimeOfTheirLinkBothWaysAtOnce) {
+  const ClusterShape shape{2, 2, 1};
+  LinkTableValues links = separateLinks(shape, 0.1, 100);
+  links.timeDilation = 2;
+  Cluster cluster(shape, links);
+  const GroupPlan plan = probeGroup(2, 2, kProbeBytes);
+  cluster.addToProxies(plan);
+  cluster.addToClient(plan, 0);
+  cluster.start();
+  const double alone = 2 * (kProbeBytes / 0.1e9 + 100e-6);
+  std::vector<double> seconds;
+  for (const ProbeKind kind :
+       {ProbeKind::kPush, ProbeKind::kPull, ProbeKind::kBetweenDevices, ProbeKind::kBetweenWorkers}) {
+    ASSERT_EQ(cluster.client(0).probe(plan.id, {probeOf(kind, 0, 1)}, kPatienceSeconds, seconds),
+              WaitStatus::kDone);
+    EXPECT_GE(seconds[0], alone - 1e-6);
+  }
+  const MonotonicNs begin = monotonicNow();
+  ASSERT_EQ(cluster.client(0).probe(plan.id, {probeOf(ProbeKind::kPush, 0), probeOf(ProbeKind::kPull, 1)},
+                                    kPatienceSeconds, seconds),
+            WaitStatus::kDone);
+  EXPECT_GE(std::min(seconds[0], seconds[1]), alone - 1e-6);
+  EXPECT_LE(std::max(seconds[0], seconds[1]), static_cast<double>(monotonicNow() - begin) / 1e9);
+  const Pacer pacer = cluster.pacer();
+  EXPECT_EQ(pacer.statistics(0, 2).numTransfers, 2U);
+  EXPECT_EQ(pacer.statistics(2, 0).numTransfers, 2U);
+  EXPECT_EQ(pacer.statistics(2, 3).numTransfers, 1U);
+  EXPECT_EQ(pacer.statistics(0, 1).numTransfers, 1U);
+}
+
+TEST(Probes, RefuseToBePostedTwiceOrBeyondTheirDevices) {
+  Cluster cluster({1, 1, 1});
+  const GroupPlan plan = probeGroup(1, 1, kProbeBytes);
+  cluster.addGroup(plan);
+  std::vector<double> seconds;
+  ClientProbe elsewhere = probeOf(ProbeKind::kPush);
+  elsewhere.device = 1;
+  EXPECT_THROW(cluster.client(0).probe(plan.id, {elsewhere}, 1, seconds), std::invalid_argument);
+  const std::vector<ClientProbe> twice(2, probeOf(ProbeKind::kPush));
+  EXPECT_THROW(cluster.client(0).probe(plan.id, twice, 1, seconds), std::invalid_argument);
+}
+
+class MalformedProbes : public testing::TestWithParam<ProbeRequest> {};
+
+TEST_P(MalformedProbes, EvictTheirSender) {
+  Cluster cluster({2, 1, 1});
+  cluster.addGroup(probeGroup(2, 1, 100));
+  cluster.start();
+  Descriptor descriptor;
+  descriptor.group = 7;
+  descriptor.step = 1;
+  GetParam().writeTo(descriptor);
+  cluster.tell(0, 0, descriptor);
+  const std::vector<ProxyEvent> events = cluster.events(0);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_EQ(events[0].client, 0);
+  EXPECT_NE(events[0].message.find("probe"), std::string::npos) << events[0].message;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, MalformedProbes,
+                         testing::Values(ProbeRequest{static_cast<ProbeKind>(4), 0, 0, 10},
+                                         ProbeRequest{ProbeKind::kPush, 0, 0, 101},
+                                         ProbeRequest{ProbeKind::kPush, 2, 0, 10},
+                                         ProbeRequest{ProbeKind::kBetweenDevices, 1, 0, 10},
+                                         ProbeRequest{ProbeKind::kBetweenDevices, 0, 2, 10},
+                                         ProbeRequest{ProbeKind::kBetweenWorkers, 2, 0, 10}));
+
+}  // namespace
+}  // namespace coarse::test

@@ -1,0 +1,166 @@
+/// Pacer: transfers arrive when the links of another machine would have carried them.
+#include "coarse/pacer.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "fixture.hpp"
+
+namespace coarse::test {
+namespace {
+
+constexpr std::size_t kMiB = 1 << 20;
+
+/// Two endpoints, 10 us apart, 1 GB/s each way; a third one that shares the bucket from 0 to 1.
+LinkTableValues twoLinks() {
+  LinkTableValues values;
+  values.gbytesPerSecond = {1, 1};
+  values.paths.assign(3, std::vector<std::optional<PathValues>>(3));
+  values.paths[0][1] = PathValues{10, {0}};
+  values.paths[1][0] = PathValues{10, {1}};
+  values.paths[2][1] = PathValues{0, {0}};
+  values.paths[2][0] = PathValues{0, {0, 1}};
+  return values;
+}
+
+class Pacing : public testing::Test {
+ protected:
+  explicit Pacing(LinkTableValues values = twoLinks())
+      : memory_(Pacer::numBytes(values.paths.size(), values.gbytesPerSecond.size())) {
+    Pacer::write(memory_.fd, values);
+    pacer_ = std::make_unique<Pacer>(memory_.fd);
+    begin_ = monotonicNow();
+  }
+  /// @returns when it arrives, counted from `begin_`, at which all of them are asked for.
+  MonotonicNs arrival(std::size_t source, std::size_t target, std::size_t numBytes) {
+    return pacer_->reserve(source, target, numBytes, begin_) - begin_;
+  }
+  Memory memory_;
+  std::unique_ptr<Pacer> pacer_;
+  MonotonicNs begin_ = 0;
+};
+
+TEST_F(Pacing, TakesTheTimeOfItsBytesAndTheLatency) {
+  EXPECT_NEAR(arrival(0, 1, kMiB), 1'048'576 + 10'000, 1);
+  EXPECT_NEAR(arrival(0, 1, kMiB), 2 * 1'048'576 + 10'000, 1) << "latencies overlap, bytes do not";
+  EXPECT_NEAR(arrival(1, 0, kMiB), 1'048'576 + 10'000, 1) << "the other direction is free";
+  EXPECT_NEAR(arrival(1, 0, 0), 10'000, 1) << "nothing to carry waits for nothing";
+}
+
+TEST_F(Pacing, APathThatDoesNotExistTakesNoTime) { EXPECT_EQ(arrival(1, 1, kMiB), 0); }
+
+TEST_F(Pacing, PathsThatShareABucketShareItsRate) {
+  MonotonicNs lastOfOne = 0, lastOfOther = 0;
+  for (int i = 0; i < 100; ++i) {
+    lastOfOne = arrival(0, 1, kMiB);
+    lastOfOther = arrival(2, 1, kMiB);
+  }
+  EXPECT_NEAR(lastOfOne, 199 * 1'048'576 + 10'000, 200);
+  EXPECT_NEAR(lastOfOther, 200 * 1'048'576, 200);
+}
+
+TEST_F(Pacing, TheSlowestBucketOfAPathDecides) {
+  arrival(1, 0, 3 * kMiB);  // keeps bucket 1 busy
+  EXPECT_NEAR(arrival(2, 0, kMiB), 4 * 1'048'576, 4);
+}
+
+TEST_F(Pacing, ManyThreadsGetTheRateAndNotMore) {
+  constexpr std::size_t kNumThreads = 4, kPerThread = 5000, kBytes = 1000;
+  std::vector<MonotonicNs> last(kNumThreads);
+  together(kNumThreads, [&](std::size_t thread) {
+    Pacer own(memory_.fd);
+    for (std::size_t i = 0; i < kPerThread; ++i)
+      last[thread] = std::max(last[thread], own.reserve(0, 1, kBytes, begin_));
+  });
+  const double expected = kNumThreads * kPerThread * kBytes + 10'000;
+  const auto measured = static_cast<double>(*std::max_element(last.begin(), last.end()) - begin_);
+  EXPECT_GE(measured, expected - 100);
+  EXPECT_LE(measured, expected + 100);
+  EXPECT_EQ(pacer_->statistics(0, 1).numBytes, kNumThreads * kPerThread * kBytes);
+  EXPECT_EQ(pacer_->statistics(0, 1).numTransfers, kNumThreads * kPerThread);
+}
+
+TEST_F(Pacing, WhatIsNoticedLateCountsFromWhenItWasAskedFor) {
+  ASSERT_TRUE(eventually([&] { return monotonicNow() - begin_ > 1'000'000; }));
+  EXPECT_NEAR(arrival(0, 1, 1000), 11'000, 1);
+}
+
+TEST_F(Pacing, NeverCountsFromTheFutureOrFromLongAgo) {
+  const MonotonicNs before = monotonicNow();
+  const MonotonicNs due = pacer_->reserve(0, 1, 1000, before + 2'000'000'000);
+  EXPECT_LE(due, monotonicNow() + 11'001);
+  EXPECT_GE(pacer_->reserve(2, 0, 1000, before - 3'000'000'000), before - kLongestCreditNs + 1000);
+}
+
+TEST_F(Pacing, IdleTimeOfALinkIsNotSavedUp) {
+  ASSERT_TRUE(eventually([&] { return monotonicNow() - begin_ > 1'000'000; }));
+  const MonotonicNs now = monotonicNow();
+  EXPECT_GE(pacer_->reserve(0, 1, kMiB, now), now + 1'048'576);
+}
+
+TEST_F(Pacing, AChangedLinkTakesEffectAtOnceForEverybody) {
+  Pacer other(memory_.fd);
+  arrival(0, 1, kMiB);
+  other.setBandwidth(0, 0.5);
+  EXPECT_NEAR(arrival(0, 1, kMiB), 3 * 1'048'576 + 10'000, 2);
+  other.setLatency(0, 1, 100);
+  EXPECT_NEAR(arrival(0, 1, 0), 100'000, 1);
+}
+
+TEST_F(Pacing, RefusesChangesThatCannotBe) {
+  EXPECT_THROW(pacer_->setBandwidth(2, 1), std::invalid_argument);
+  EXPECT_THROW(pacer_->setBandwidth(0, 0), std::invalid_argument);
+  EXPECT_THROW(pacer_->setBandwidth(0, std::numeric_limits<double>::infinity()), std::invalid_argument);
+  EXPECT_THROW(pacer_->setLatency(0, 1, -1), std::invalid_argument);
+  EXPECT_THROW(pacer_->setLatency(0, 2, 1), std::invalid_argument) << "there is no such path";
+  EXPECT_THROW(pacer_->setLatency(0, 3, 1), std::invalid_argument);
+  EXPECT_THROW(pacer_->statistics(3, 0), std::invalid_argument);
+}
+
+class DilatedPacing : public Pacing {
+ protected:
+  static LinkTableValues dilated() {
+    LinkTableValues values = twoLinks();
+    values.timeDilation = 8;
+    return values;
+  }
+  DilatedPacing() : Pacing(dilated()) {}
+};
+
+TEST_F(DilatedPacing, EverythingTakesThatMuchLonger) {
+  EXPECT_NEAR(arrival(0, 1, kMiB), 8 * (1'048'576 + 10'000), 1);
+  pacer_->setLatency(0, 1, 0);
+  EXPECT_NEAR(arrival(0, 1, kMiB), 2 * 8 * 1'048'576, 2);
+  EXPECT_EQ(pacer_->timeDilation(), 8);
+}
+
+TEST(LinkTables, RefuseWhatCannotBe) {
+  const Memory memory(Pacer::numBytes(3, 2)), small(64), empty(4096);
+  const auto refused = [&](auto change) {
+    LinkTableValues values = twoLinks();
+    change(values);
+    EXPECT_THROW(Pacer::write(memory.fd, values), std::invalid_argument);
+  };
+  EXPECT_NO_THROW(Pacer::write(memory.fd, twoLinks()));
+  EXPECT_THROW(Pacer::write(small.fd, twoLinks()), std::invalid_argument);
+  EXPECT_THROW(Pacer{empty.fd}, std::invalid_argument);
+  refused([](LinkTableValues& values) { values.timeDilation = 0; });
+  refused([](LinkTableValues& values) { values.gbytesPerSecond[1] = -1; });
+  refused([](LinkTableValues& values) { values.paths.pop_back(); });
+  refused([](LinkTableValues& values) { values.paths[0][1]->latencyUs = -1; });
+  refused([](LinkTableValues& values) { values.paths[0][1]->buckets = {2}; });
+  refused([](LinkTableValues& values) { values.paths[0][1]->buckets.assign(9, 0); });
+}
+
+TEST(TimeStamps, TellWhatWasSecondsAgo) {
+  const MonotonicNs now = (MonotonicNs{5} << 32) + 7;
+  for (const MonotonicNs ago : {MonotonicNs{0}, MonotonicNs{1}, MonotonicNs{8}, MonotonicNs{4'000'000'000}})
+    EXPECT_EQ(timeOf(stampOf(now - ago), now), now - ago);
+}
+
+}  // namespace
+}  // namespace coarse::test
