@@ -118,6 +118,10 @@ class Settings:
         timeout_s: A wait longer than this is an error.
         spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
             every process has a processor, and short where spinning would take it from whom it waits for.
+        node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
+            and the next may differ between workers.
+        node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
+            MASTER_ADDR.
 
     Raises:
         ValueError: If a value is out of range; the message names the variable.
@@ -133,6 +137,8 @@ class Settings:
     scheduling: str = "queues"
     timeout_s: float = 600.0
     spin_us: int = -1
+    node: str = ""
+    node_address: str = ""
 
     def __post_init__(self) -> None:
         _check_range("COARSE_MEMORY_DEVICES", self.memory_devices, 0, 64)
@@ -164,6 +170,8 @@ class Settings:
             "scheduling": _read_text,
             "timeout_s": _read_float,
             "spin_us": _read_int,
+            "node": _read_text,
+            "node_address": _read_text,
         }
         values: dict[str, Any] = {}
         for field, read in readers.items():
@@ -177,6 +185,12 @@ class Settings:
                     f"{name} is set, but there is no such setting; there are {', '.join(sorted(known))}"
                 )
         return cls(**values)
+
+
+def master_address(environ: Mapping[str, str] | None = None) -> str:
+    """MASTER_ADDR, where the launcher says that worker 0 can be reached; "" if it says nothing."""
+    environ = os.environ if environ is None else environ
+    return environ.get("MASTER_ADDR", "")
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -48,3 +48,19 @@ class ProtocolError(CoarseError):
 
 class ProfileError(CoarseError):
     """A link profile is missing, damaged, contradicts itself, or is of another machine or version."""
+
+
+_TOLD = (
+    WorkerLostError,
+    MemoryDeviceLostError,
+    SchemaMismatchError,
+    OutOfDeviceMemoryError,
+    RendezvousError,
+    SyncTimeoutError,
+)
+
+
+def told_error(name: object, text: object) -> CoarseError:
+    """The error that another process tells of by the name of its type and its text."""
+    kind = next((kind for kind in _TOLD if kind.__name__ == name), CoarseError)
+    return kind(str(text))

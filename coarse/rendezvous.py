@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coarse.env import WorkerIdentity
-from coarse.errors import RendezvousError, WorkerLostError
+from coarse.errors import CoarseError, RendezvousError, WorkerLostError, told_error
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class WorkerAddress:
     """Where a worker runs.
 
     Args:
-        host: Equal for workers that can share memory.
+        host: Equal for workers that can share memory: those of one node.
         pid: Its process on that host.
         started: When that process started, in the kernel's units: tells it from a later one of the same number.
     """
@@ -37,25 +37,85 @@ class WorkerAddress:
     started: int
 
     @classmethod
-    def of_this_process(cls) -> WorkerAddress:
-        return cls(host=host_identity(), pid=os.getpid(), started=_start_time(os.getpid()))
+    def of_this_process(cls, node: str = "") -> WorkerAddress:
+        """Args:
+        node: As in Settings.
+        """
+        return cls(host=host_identity(node), pid=os.getpid(), started=_start_time(os.getpid()))
+
+    @property
+    def boot(self) -> str:
+        """Equal for workers of one running system, whether they can share memory or not."""
+        return self.host.partition("/")[0]
 
 
-def host_identity() -> str:
-    """The same for processes that can share memory and files: same boot, same mount and process namespaces."""
+def host_identity(node: str = "") -> str:
+    """The same for processes that can share memory and files: same boot, same mount and process namespaces.
+
+    Args:
+        node: As in Settings: splits a host into several nodes by name.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid"))])
+    names = [node] if node else []
+    return "/".join(
+        [boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid")), *names]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMap:
+    """The nodes of a job: workers that can share memory, in the order of their lowest rank.
+
+    Args:
+        ranks: The workers of each node, ascending. The first leads its node: it starts the memory devices.
+        boots: Which running system each node belongs to.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    boots: tuple[str, ...]
+
+    @classmethod
+    def of_addresses(cls, addresses: Sequence[WorkerAddress]) -> NodeMap:
+        """Groups workers, given by rank, by host."""
+        nodes: dict[str, list[int]] = {}
+        for rank, address in enumerate(addresses):
+            nodes.setdefault(address.host, []).append(rank)
+        return cls(
+            ranks=tuple(map(tuple, nodes.values())),
+            boots=tuple(addresses[ranks[0]].boot for ranks in nodes.values()),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    def node_of(self, rank: int) -> int:
+        """The node of a worker."""
+        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def describe(self, node: int) -> str:
+        """A node in words."""
+        return f"node {node} (worker(s) {', '.join(map(str, self.ranks[node]))})"
+
+
+_FAILED = "failed"
 
 
 class PeerWatch:
-    """Notices the death of other workers of this host before the memory devices do it.
+    """Notices the death of other workers of this node before the memory devices do it, and what other nodes tell.
 
     A context manager. One thread at a time.
+
+    Args:
+        identity: Which worker this process is.
+        node: As in Settings.
     """
 
-    def __init__(self, identity: WorkerIdentity) -> None:
+    def __init__(self, identity: WorkerIdentity, node: str = "") -> None:
         self._identity = identity
-        self._host = host_identity()
+        self._host = host_identity(node)
+        self._store: Store | None = None
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
 
@@ -76,12 +136,34 @@ class PeerWatch:
         if is_gone:
             raise self._loss([rank])
 
+    def follow(self, store: Store) -> None:
+        """From now on, check() also notices that a worker of another node has given the start up."""
+        self._store = store
+
+    def tell(self, error: CoarseError) -> None:
+        """Lets workers of other nodes know why this one gives the start up."""
+        if self._store is not None:
+            failure = {"rank": self._identity.rank, "error": type(error).__name__, "text": str(error)}
+            with contextlib.suppress(Exception):  # the store may have gone with whom we lost
+                self._store.set(_FAILED, json.dumps(failure).encode())
+
     def check(self) -> None:
         """Looks at all workers once.
 
         Raises:
             WorkerLostError: If one has ended.
+            CoarseError: Why a worker of another node has given up.
         """
+        self._check_processes()
+        if self._store is not None:
+            with contextlib.suppress(TimeoutError):
+                failure = json.loads(self._store.get(_FAILED, 0.0))
+                raise told_error(
+                    failure["error"],
+                    f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}",
+                )
+
+    def _check_processes(self) -> None:
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
@@ -106,7 +188,7 @@ class PeerWatch:
                     raise
             try:
                 self.check()
-            except WorkerLostError as loss:
+            except CoarseError as loss:
                 try:
                     return store.get(key, 0.0)  # its last words
                 except TimeoutError:
@@ -133,7 +215,12 @@ class PeerWatch:
 
 
 def gather_workers(
-    identity: WorkerIdentity, store: Store, *, timeout_s: float, watch: PeerWatch | None = None
+    identity: WorkerIdentity,
+    store: Store,
+    *,
+    timeout_s: float,
+    watch: PeerWatch | None = None,
+    node: str = "",
 ) -> list[WorkerAddress]:
     """Waits until every worker of the job has come.
 
@@ -144,6 +231,7 @@ def gather_workers(
         store: Where the workers find each other.
         timeout_s: How long to wait.
         watch: Is told of every worker that comes, for the steps that follow.
+        node: As in Settings.
 
     Returns:
         The address of each worker, by rank.
@@ -158,25 +246,11 @@ def gather_workers(
             f"worker {identity.rank}: another process has joined as rank {identity.rank} already. "
             "Give each process its own RANK."
         )
-    announcement = {"world_size": identity.world_size, **asdict(WorkerAddress.of_this_process())}
+    announcement = {"world_size": identity.world_size, **asdict(WorkerAddress.of_this_process(node))}
     store.set(f"worker/{identity.rank}", json.dumps(announcement).encode())
     with contextlib.ExitStack() as stack:
         watch = watch or stack.enter_context(PeerWatch(identity))
         return _RollCall(identity, store, watch).wait(timeout_s)
-
-
-def check_single_node(addresses: Sequence[WorkerAddress]) -> None:
-    """Makes sure that all workers can share memory.
-
-    Raises:
-        RendezvousError: If they are spread over several nodes.
-    """
-    num_hosts = len({address.host for address in addresses})
-    if num_hosts > 1:
-        raise RendezvousError(
-            f"the workers run on {num_hosts} nodes or containers that share no memory; this version "
-            "synchronises workers of one node. Start them on one, or use torch DDP across nodes."
-        )
 
 
 class _RollCall:

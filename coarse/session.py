@@ -1,4 +1,4 @@
-"""A session: the workers and memory devices of one job on this node, brought together."""
+"""A session: the workers and memory devices of one job brought together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings, WorkerIdentity
-from coarse.errors import SessionClosedError
+from coarse.errors import CoarseError, RendezvousError, SessionClosedError
 from coarse.proxy.launch import DeviceProcesses
-from coarse.rendezvous import PeerWatch, check_single_node, gather_workers
+from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.store import Store
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
@@ -53,7 +53,7 @@ class Session:
     def join(cls, *, identity: WorkerIdentity, store: Store, settings: Settings | None = None) -> Session:
         """Joins the job; returns when all workers and memory devices are there.
 
-        The first worker of the node starts the memory devices, which end when the last worker has gone.
+        The first worker of each node starts the memory devices of that node, which end when its last worker has gone.
 
         Args:
             identity: Which worker this process is.
@@ -61,25 +61,28 @@ class Session:
             settings: The same on every worker; from the environment if not given.
 
         Raises:
-            RendezvousError: If workers are missing, have the same rank, or share no memory.
+            RendezvousError: If workers are missing or have the same rank, nodes cannot reach each other, or the
+                algorithm is "ring" and there are several nodes.
             WorkerLostError: If another worker dies meanwhile.
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
         """
         settings = settings or Settings.from_environment()
         if identity.world_size == 1:
             return cls(identity, settings, SoloClient(), None)
-        with PeerWatch(identity) as watch:
-            check_single_node(gather_workers(identity, store, timeout_s=settings.timeout_s, watch=watch))
-            node = provide_devices(identity, store, settings, watch)
+        with PeerWatch(identity, settings.node) as watch:
+            addresses = gather_workers(
+                identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
+            )
+            nodes = NodeMap.of_addresses(addresses)
+            _check_algorithm(nodes, settings)
+            if nodes.num_nodes > 1:
+                watch.follow(store)
             try:
-                client = connect(identity, settings, node, watch)
-            except BaseException:
-                if node.processes is not None:
-                    node.processes.kill()
+                client, devices = _come_together(identity, store, settings, nodes, watch)
+            except CoarseError as error:
+                watch.tell(error)
                 raise
-        if node.processes is not None:
-            node.processes.hide()
-        return cls(identity, settings, client, node.processes)
+        return cls(identity, settings, client, devices)
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
@@ -128,7 +131,8 @@ class Session:
         self.all_reduce(np.zeros(1, dtype=np.int32))
 
     def store(self, key: str, array: npt.NDArray[Any]) -> int:
-        """Keeps an array in the memory devices' parameter storage, for any worker to load; returns its version.
+        """Keeps an array in the memory devices' parameter storage, for any worker of this node to load; returns its
+        version. Each node has a storage of its own.
 
         Args:
             key: Up to 1,000 characters.
@@ -143,7 +147,7 @@ class Session:
         return self._open().store(key, array.reshape(-1).view(np.uint8).data)
 
     def load(self, key: str) -> StoredValue:
-        """The newest value that any worker has stored under `key`.
+        """The newest value that any worker of this node has stored under `key`.
 
         It never changes, also not when a newer one is stored. `np.frombuffer(stored.value, dtype)` makes an array
         of it without a copy.
@@ -180,6 +184,29 @@ class Session:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
         return self._client
+
+
+def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
+    if settings.algorithm == "ring" and nodes.num_nodes > 1:
+        raise RendezvousError(
+            f"the algorithm 'ring' works within one node, and this job has {nodes.num_nodes}; set COARSE_ALGORITHM "
+            "to auto, direct or gather"
+        )
+
+
+def _come_together(
+    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
+) -> tuple[Client, DeviceProcesses | None]:
+    node = provide_devices(identity, store, settings, nodes, watch)
+    try:
+        client = connect(identity, store, settings, node, watch)
+    except BaseException:
+        if node.processes is not None:
+            node.processes.kill()
+        raise
+    if node.processes is not None:
+        node.processes.hide()
+    return client, node.processes
 
 
 def _check_array(array: npt.NDArray[Any], op: str) -> None:

@@ -1,4 +1,4 @@
-"""`coarse run`: starts the workers of a job on this node, with torchrun's flags where they mean the same."""
+"""`coarse run`: starts the workers of a job, or of one of its nodes, with torchrun's flags where they mean the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from coarse.machine.host import read_cpu
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code."""
+set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code. A job
+over several nodes takes one such command on each, with the same --nnodes, --master-addr and --master-port and
+a --node-rank of its own."""
 
 _REDIRECTED_STREAMS: Mapping[str, frozenset[str]] = {
     "0": frozenset(),
@@ -38,6 +40,8 @@ _SESSION_FLAGS = (
     ("--algorithm", "COARSE_ALGORITHM", "how sync cores reduce: " + ", ".join(ALGORITHM_CHOICES)),
     ("--scheduling", "COARSE_SCHEDULING", "which shard comes next: " + ", ".join(SCHEDULING_CHOICES)),
     ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
+    ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
+    ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
     ("--spin-us", "COARSE_SPIN_US", "microseconds that an idle sync core looks for work before it sleeps"),
 )
 
@@ -72,11 +76,18 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="workers to start, or `cpu` for one per core (default: 1)",
     )
-    group.add_argument("--nnodes", default="1", metavar="1", help="number of nodes; only 1 for now")
-    group.add_argument("--node-rank", "--node_rank", default="0", metavar="0", help="only 0 for now")
     group.add_argument(
-        "--master-addr", "--master_addr", default="127.0.0.1", metavar="ADDR", help="of worker 0"
+        "--nnodes", default=1, type=_num_nodes, metavar="N", help="number of nodes (default: 1)"
     )
+    group.add_argument(
+        "--node-rank",
+        "--node_rank",
+        default=0,
+        type=_node_rank,
+        metavar="R",
+        help="which of the nodes this is, from 0 (default: 0)",
+    )
+    group.add_argument("--master-addr", "--master_addr", metavar="ADDR", help="of node 0 (default: loopback)")
     group.add_argument(
         "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
     )
@@ -125,6 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = JobPlan(
             command=command_of(arguments),
             environments=environments_of(arguments, os.environ),
+            first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
@@ -158,18 +170,23 @@ def environments_of(
     """Returns the environment of each worker: what is inherited, who it is, and the flags that were given.
 
     Raises:
-        UsageError: If more than one node is asked for, or a COARSE_* value makes no sense.
+        UsageError: If what is said of nodes contradicts itself, or a COARSE_* value makes no sense.
     """
-    _require_one_node(arguments)
+    _require_sound_nodes(arguments)
     num_workers: int = arguments.num_workers
     common = {**inherited, **_session_variables(arguments)}
     _require_sound_settings(common)
     common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
-    common["MASTER_ADDR"] = arguments.master_addr
+    common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
     common["MASTER_PORT"] = str(arguments.master_port or _free_port())
-    common["WORLD_SIZE"] = common["LOCAL_WORLD_SIZE"] = str(num_workers)
-    return tuple({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_workers))
+    common["WORLD_SIZE"] = str(arguments.nnodes * num_workers)
+    common["LOCAL_WORLD_SIZE"] = str(num_workers)
+    first_rank = _first_rank(arguments)
+    return tuple(
+        {**common, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        for local_rank in range(num_workers)
+    )
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
@@ -177,11 +194,24 @@ def threads_per_worker(num_cores: int, num_workers: int) -> int:
     return max(1, num_cores // num_workers)
 
 
-def _require_one_node(arguments: argparse.Namespace) -> None:
-    if arguments.nnodes not in ("1", "1:1"):
-        raise UsageError(f"--nnodes {arguments.nnodes}: only one node for now; use torchrun for more")
-    if arguments.node_rank != "0":
-        raise UsageError(f"--node-rank {arguments.node_rank}: only node 0 for now")
+def _first_rank(arguments: argparse.Namespace) -> int:
+    """As torchrun numbers workers: those of node 0 first, as many on each node."""
+    return int(arguments.node_rank * arguments.num_workers)
+
+
+def _require_sound_nodes(arguments: argparse.Namespace) -> None:
+    if arguments.node_rank >= arguments.nnodes:
+        raise UsageError(
+            f"--node-rank {arguments.node_rank} of --nnodes {arguments.nnodes}: nodes are numbered from 0"
+        )
+    if arguments.nnodes == 1:
+        return
+    if arguments.standalone:
+        raise UsageError(f"--standalone is for one node, not for --nnodes {arguments.nnodes}")
+    if not arguments.master_addr or not arguments.master_port:
+        raise UsageError(
+            f"--nnodes {arguments.nnodes}: needs --master-addr and --master-port, the same on every node"
+        )
 
 
 def _require_sound_settings(environment: Mapping[str, str]) -> None:
@@ -240,6 +270,18 @@ def _number(text: str, what: str, low: int, high: float) -> int:
 
 def _port(text: str) -> int:
     return _number(text, "a port from 1 to 65535", 1, 65535)
+
+
+def _num_nodes(text: str) -> int:
+    """Also reads torchrun's "2:2"; COARSE has no elastic jobs."""
+    low, _, high = text.partition(":")
+    if high not in ("", low):
+        raise argparse.ArgumentTypeError(f"{text!r}: the number of nodes cannot change; write one number")
+    return _number(low, "a whole number from 1 on", 1, float("inf"))
+
+
+def _node_rank(text: str) -> int:
+    return _number(text, "a whole number from 0 on", 0, float("inf"))
 
 
 def _num_workers(text: str) -> int:

@@ -43,13 +43,15 @@ class JobPlan:
     Args:
         command: Program and arguments, the same for each worker.
         environments: The whole environment of each worker; their number is the number of workers.
-        plain_first: Whether worker 0 gets the launcher's own stdout and stderr.
+        first_rank: Rank of the first of them; the others follow.
+        plain_first: Whether the first worker gets the launcher's own stdout and stderr.
         log_dir: An existing directory for one file per worker; None for none.
         console_streams: Which of "stdout" and "stderr" go to the launcher's; the others go to the log only.
     """
 
     command: tuple[str, ...]
     environments: tuple[Mapping[str, str], ...]
+    first_rank: int = 0
     plain_first: bool = False
     log_dir: Path | None = None
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
@@ -67,7 +69,9 @@ class JobPlan:
 
     def is_plain(self, rank: int) -> bool:
         """Whether this worker writes to the launcher's stdout and stderr itself."""
-        return self.log_dir is None and rank == 0 and (self.plain_first or self.num_workers == 1)
+        return (
+            self.log_dir is None and rank == self.first_rank and (self.plain_first or self.num_workers == 1)
+        )
 
 
 @dataclass(slots=True)
@@ -131,24 +135,27 @@ class Supervisor:
         try:
             self._start_workers()
         except OSError as error:
-            raise CannotStartError(f"cannot start worker {len(self._workers)}: {error}") from error
+            raise CannotStartError(
+                f"cannot start worker {self._plan.first_rank + len(self._workers)}: {error}"
+            ) from error
 
     def _start_workers(self) -> None:
-        for rank in range(self._plan.num_workers):
-            worker = self._spawn(rank)
+        for local_rank in range(self._plan.num_workers):
+            worker = self._spawn(local_rank)
             self._workers.append(worker)
             self._running[worker.process.pid] = worker
             for channel in worker.channels:
                 self._selector.register(channel.fd, selectors.EVENT_READ, partial(self._pump, channel))
 
-    def _spawn(self, rank: int) -> _Worker:
+    def _spawn(self, local_rank: int) -> _Worker:
         plan = self._plan
+        rank = plan.first_rank + local_rank
         output = None if plan.is_plain(rank) else subprocess.PIPE
         process = subprocess.Popen(
             plan.command,
             bufsize=0,
-            env=plan.environments[rank],
-            stdin=None if rank == 0 else subprocess.DEVNULL,
+            env=plan.environments[local_rank],
+            stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
@@ -160,7 +167,9 @@ class Supervisor:
 
     def _channels(self, worker: _Worker) -> Iterator[Channel]:
         log_fd = _open_log(self._plan.log_dir, worker.rank)
-        prefix = b"" if worker.rank == 0 and self._is_unmarked else b"[w%d] " % worker.rank
+        prefix = (
+            b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
+        )
         for name in ("stdout", "stderr"):
             pipe = getattr(worker.process, name)
             fd = os.dup(pipe.fileno())

@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
+from coarse.client.node_agreement import NodeAgreement
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -43,31 +44,35 @@ class Client:
     Thread safety: one caller at a time, whichever thread it is.
 
     Args:
-        rank: This worker, also its client number on this node.
-        num_clients: Workers of this node.
+        ranks: The workers of this node, by client number.
+        number: This worker's client number.
         local_device: The memory device that takes this worker's contributions, until links are measured.
         connections: One to each memory device; they have all welcomed this client.
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
         pace: How this node shares its processors.
+        agreement: Compares what is registered here with what other nodes have.
         fate_of_device: Tells in words how a memory device ended.
     """
 
     def __init__(
         self,
         *,
-        rank: int,
-        num_clients: int,
+        ranks: Sequence[int],
+        number: int,
         local_device: int,
         connections: Sequence[DeviceConnection],
         segment_fd: int,
         doorbells_fd: int,
         settings: Settings,
         pace: Pace,
+        agreement: NodeAgreement,
         fate_of_device: FateOfDevice,
     ) -> None:
-        self.rank = rank
-        self.num_clients = num_clients
+        self.ranks = ranks
+        self.rank = ranks[number]
+        self._number = number
+        self._agreement = agreement
         self._connections = connections
         self._settings = settings
         self._fate_of_device = fate_of_device
@@ -104,6 +109,13 @@ class Client:
         """The memory device that takes this worker's contributions, in words."""
         device = self._routing.bw_proxy
         return f"md{device} (pid {self._connections[device].pid})"
+
+    def describe_progress(self) -> str:
+        """What becomes of a tensor that all workers of this node have pushed, in words."""
+        elsewhere = self._agreement.ranks_elsewhere
+        if not elsewhere:
+            return "being reduced"
+        return f"pushed by worker(s) {_names(self.ranks)}; not pushed by, or not received from, {_names(elsewhere)}"
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
@@ -239,35 +251,46 @@ class Client:
         try:
             for connection in self._connections:
                 connection.send(schema.to_message(group))
-            fds = self._collect_memory(group, schema.name)
+            fds = self._collect_memory(group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             self._lost = self._explain_loss(error)
             raise self._lost from error
         except CoarseError:
             self._send_to_all({"type": "unregister", "group": group})
             raise
-        plan = schema.native_plan(group, self.num_clients)
+        plan = schema.native_plan(group, len(self.ranks))
         partition = schema.partition()
         routes = [
             self._routing.route(shard.num_elements * ITEM_BYTES[schema.specs[shard.tensor].dtype])
             for shard in partition.shards
         ]
         try:
-            slots = self._native.add_group(plan, self.rank, fds["control"], fds["slots"], routes)
+            slots = self._native.add_group(plan, self._number, fds["control"], fds["slots"], routes)
         finally:
             for fd in fds.values():
                 os.close(fd)
         self._groups[group] = TensorGroup(self, self._native, group, schema, partition.tensor_offsets, slots)
         return self._groups[group]
 
-    def _collect_memory(self, group: int, name: str) -> dict[str, int]:
-        replies = collect_replies(
-            self._connections,
-            kind="registered",
-            group=group,
-            timeout_s=self.timeout_s,
-            what=f"worker {self.rank}: registering {name}",
-        )
+    def _collect_memory(self, group: int, schema: GroupSchema) -> dict[str, int]:
+        """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
+        try:
+            replies = collect_replies(
+                self._connections,
+                kind="registered",
+                group=group,
+                timeout_s=self.timeout_s,
+                what=f"worker {self.rank}: registering {schema.name}",
+            )
+        except CoarseError as error:
+            self._agreement.refuse(group, error)
+            raise
+        try:
+            self._agreement.confirm(group, schema, lambda: check_peers(self._connections))
+        except BaseException:
+            for reply in replies.values():
+                reply.close()
+            raise
         fds: dict[str, int] = {}
         for reply in replies.values():
             fds.update(zip(reply.message["fds"], reply.fds, strict=True))
@@ -311,7 +334,7 @@ class Client:
         with selectors.DefaultSelector() as selector:
             for connection in self._connections:
                 selector.register(connection, selectors.EVENT_READ, connection)
-            while told is None or isinstance(told, MemoryDeviceLostError):
+            while told is None or type(told) is MemoryDeviceLostError:
                 gone = [connection for connection in self._connections if connection.is_gone]
                 if gone:
                     return self._device_loss(gone[0])
@@ -322,6 +345,8 @@ class Client:
                     told = _complaint(key.data) or told
         if isinstance(told, WorkerLostError):
             return WorkerLostError(f"worker {self.rank}: {told}")
+        if isinstance(told, OtherNodeLostError):
+            return MemoryDeviceLostError(f"worker {self.rank}: {told}")
         return told or MemoryDeviceLostError(f"worker {self.rank}: the memory devices gave the session up")
 
     def _device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
@@ -330,6 +355,10 @@ class Client:
             f"{self._fate_of_device(connection.device)}. Gradients of this step are lost, parameters are those of "
             "the step before. Start the job again from your last checkpoint."
         )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _complaint(connection: DeviceConnection) -> CoarseError | None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
 
-from coarse import errors
-from coarse.errors import CoarseError, MemoryDeviceLostError, ProtocolError, SyncTimeoutError
+from coarse.errors import (
+    CoarseError,
+    MemoryDeviceLostError,
+    ProtocolError,
+    SyncTimeoutError,
+    told_error,
+)
 from coarse.proxy.protocol import Channel, Message, Received
-
-_RAISABLE = {
-    name: getattr(errors, name)
-    for name in ("WorkerLostError", "MemoryDeviceLostError", "SchemaMismatchError", "OutOfDeviceMemoryError")
-}
 
 _SILENCE_S = 0.25
 
@@ -78,11 +79,30 @@ class DeviceConnection:
         self._channel.close()
 
 
+class OtherNodeLostError(MemoryDeviceLostError):
+    """A memory device of another node is lost: none that this worker is connected with."""
+
+
 def _error_of(message: Message) -> CoarseError:
-    kind = _RAISABLE.get(str(message.get("error")), CoarseError)
-    error = kind(str(message.get("text")))
-    assert isinstance(error, CoarseError)
-    return error
+    error = told_error(message.get("error"), message.get("text"))
+    is_elsewhere = isinstance(error, MemoryDeviceLostError) and message.get("is_elsewhere") is True
+    return OtherNodeLostError(str(error)) if is_elsewhere else error
+
+
+def check_peers(connections: Sequence[DeviceConnection]) -> None:
+    """Takes what memory devices say without being asked.
+
+    Raises:
+        CoarseError: What a device says has gone wrong, or that it is gone.
+    """
+    poll = select.poll()
+    by_fd = {connection.fileno(): connection for connection in connections}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    for fd, _ in poll.poll(0):
+        received = by_fd[fd].receive()
+        if received is not None:
+            received.close()
 
 
 def collect_replies(

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Settings, WorkerIdentity
-from coarse.errors import MemoryDeviceLostError, RendezvousError, WorkerLostError
+from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_pace, socket_path
-from coarse.rendezvous import PeerWatch
+from coarse.proxy.node_links import link_nodes
+from coarse.rendezvous import NodeMap, PeerWatch
 from coarse.store import Store
-
-_KEY = "devices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,62 +24,87 @@ class NodeDevices:
     """The memory devices of this node.
 
     Args:
+        nodes: Of the job.
+        node: This one.
         directory: Where their sockets are.
         table: Whom each serves.
         processes: The processes, on the worker that started them.
     """
 
+    nodes: NodeMap
+    node: int
     directory: str
     table: PartitionTable
     processes: DeviceProcesses | None = None
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The workers of this node, by client number."""
+        return self.nodes.ranks[self.node]
+
 
 def provide_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings, watch: PeerWatch
+    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
 ) -> NodeDevices:
     """Starts the memory devices of the node on its first worker, and finds them on the others.
 
     Raises:
-        RendezvousError: If the first worker has started none in time.
+        RendezvousError: If the first worker has started none in time, or could not connect them with other nodes.
         MemoryDeviceLostError: If it could not start them.
         ValueError: If the partition table does not fit.
     """
-    if identity.rank != 0:
-        return _find_devices(identity, store, settings, watch)
+    node = nodes.node_of(identity.rank)
+    leader = nodes.ranks[node][0]
+    key = f"devices/{node}"
+    if identity.rank != leader:
+        return _find_devices(identity, store, settings, nodes, watch)
     try:
         table = choose_partition_table(
-            settings.partition_table,
-            num_workers=identity.world_size,
-            num_devices=settings.memory_devices,
+            settings.partition_table, num_workers=len(nodes.ranks[node]), num_devices=settings.memory_devices
         )
-        processes = DeviceProcesses(table=table, settings=settings)
-    except (OSError, ValueError) as error:
-        store.set(_KEY, json.dumps({"error": str(error)}).encode())
-        if isinstance(error, ValueError):
+        with link_nodes(
+            nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
+        ) as links:
+            processes = DeviceProcesses(table=table, settings=settings, nodes=nodes, node=node, links=links)
+    except (OSError, ValueError, CoarseError) as error:
+        store.set(key, json.dumps({"error": str(error)}).encode())
+        if isinstance(error, ValueError | CoarseError):
             raise
-        raise MemoryDeviceLostError(f"worker 0 could not start memory devices: {error}") from error
+        raise MemoryDeviceLostError(f"worker {leader} could not start memory devices: {error}") from error
     workers = [device.workers for device in table.devices]
-    store.set(_KEY, json.dumps({"directory": processes.directory, "workers": workers}).encode())
-    return NodeDevices(directory=processes.directory, table=table, processes=processes)
-
-
-def _find_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings, watch: PeerWatch
-) -> NodeDevices:
-    try:
-        announcement = json.loads(watch.get(store, _KEY, settings.timeout_s))
-    except TimeoutError:
-        raise RendezvousError(
-            f"worker {identity.rank}: worker 0 has started no memory devices within {settings.timeout_s:.1f} s"
-        ) from None
-    if "error" in announcement:
-        raise MemoryDeviceLostError(f"worker 0 could not start memory devices: {announcement['error']}")
+    store.set(key, json.dumps({"directory": processes.directory, "workers": workers}).encode())
     return NodeDevices(
-        directory=announcement["directory"], table=PartitionTable.of_workers(announcement["workers"])
+        nodes=nodes, node=node, directory=processes.directory, table=table, processes=processes
     )
 
 
-def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, watch: PeerWatch) -> Client:
+def _find_devices(
+    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
+) -> NodeDevices:
+    node = nodes.node_of(identity.rank)
+    leader = nodes.ranks[node][0]
+    try:
+        announcement = json.loads(watch.get(store, f"devices/{node}", settings.timeout_s))
+    except TimeoutError:
+        raise RendezvousError(
+            f"worker {identity.rank}: worker {leader} has started no memory devices within "
+            f"{settings.timeout_s:.1f} s"
+        ) from None
+    if "error" in announcement:
+        raise MemoryDeviceLostError(
+            f"worker {leader} could not start memory devices: {announcement['error']}"
+        )
+    return NodeDevices(
+        nodes=nodes,
+        node=node,
+        directory=announcement["directory"],
+        table=PartitionTable.of_workers(announcement["workers"]),
+    )
+
+
+def connect(
+    identity: WorkerIdentity, store: Store, settings: Settings, node: NodeDevices, watch: PeerWatch
+) -> Client:
     """Joins every memory device of the node; returns when all workers have.
 
     Raises:
@@ -87,13 +112,14 @@ def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, wat
         MemoryDeviceLostError, WorkerLostError: If a process dies meanwhile.
     """
     connections: list[DeviceConnection] = []
+    number = node.ranks.index(identity.rank)
     watch.check()
     try:
         token = _read_token(node.directory)
         for device in range(node.table.num_devices):
             connections.append(DeviceConnection(device, socket_path(node.directory, device)))
         for connection in connections:
-            connection.send({"type": "hello", "token": token, "client": identity.rank})
+            connection.send({"type": "hello", "token": token, "client": number})
         replies = collect_replies(
             connections,
             kind="welcome",
@@ -106,14 +132,15 @@ def connect(identity: WorkerIdentity, settings: Settings, node: NodeDevices, wat
         for connection in connections:
             connection.pid = int(replies[connection.device].message["pid"])
         client = Client(
-            rank=identity.rank,
-            num_clients=identity.world_size,
-            local_device=node.table.local_device(identity.rank),
+            ranks=node.ranks,
+            number=number,
+            local_device=node.table.local_device(number),
             connections=connections,
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,
             settings=settings,
-            pace=choose_pace(settings, node.table.num_devices, identity.world_size),
+            pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
+            agreement=NodeAgreement(identity.rank, node.nodes, store, timeout_s=settings.timeout_s),
             fate_of_device=_died if node.processes is None else node.processes.fate,
         )
         os.close(segment_fd)

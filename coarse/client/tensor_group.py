@@ -101,13 +101,14 @@ class TensorGroup:
         return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more tensors" if len(waits) > 3 else "")
 
     def _describe_wait(self, index: int) -> str:
-        missing = self._native.missing_clients(self.id, index)
+        ranks = self._client.ranks
+        missing = [ranks[client] for client in self._native.missing_clients(self.id, index)]
         if self._client.rank in missing:
             whom = f"pushed, but not taken by memory device {self._client.local_device}; is that process stopped?"
         elif missing:
             whom = f"not pushed by worker(s) {', '.join(map(str, missing))}"
         else:
-            whom = "being reduced"
+            whom = self._client.describe_progress()
         return f"{self.specs[index].name!r} of {self.name} ({whom})"
 
     def _closed_error(self) -> SessionClosedError:

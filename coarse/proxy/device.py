@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import logging
 import os
 import selectors
@@ -31,6 +32,7 @@ from coarse.proxy.storage_service import StorageService
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_MOST_ABORT_CHARACTERS = 4000  # of what other nodes are told; a frame between nodes has its limit
 
 
 class _Worker:
@@ -66,6 +68,7 @@ class MemoryDevice:
         self._listener.setblocking(False)
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers: dict[int, Channel] = {}
+        self._link_fds = [fd for fds in job.link_fds for fd in fds]
         self._connections: list[_Worker] = []
         self._workers: dict[int, _Worker] = {}
         self._client_segments: dict[int, Segment] = {}
@@ -75,6 +78,10 @@ class MemoryDevice:
         self._registrar = Registrar(job, self._memory, self._send_to_client, self._send_to_peers)
         self._storage = StorageService(self._memory, self._send_to_client)
         self._is_aborted = False
+        self._left_elsewhere: set[int] = set()  # ranks of other nodes
+        self._ended_at: dict[
+            int, set[int]
+        ] = {}  # devices of this node that have seen the end of another node's
         self._deadline = time.monotonic() + job.join_timeout_s
 
     # ---- life ----
@@ -104,6 +111,7 @@ class MemoryDevice:
             self._proxy.stop()
         if not self._is_welcoming:
             self._remove_directory()
+        self._close_links()
         self._storage.close()
         for worker in self._connections:
             worker.close()
@@ -169,7 +177,7 @@ class MemoryDevice:
             self._selector.unregister(channel.fileno())
             self._abort(
                 "MemoryDeviceLostError",
-                f"memory device md{device} died; gradients of this step are lost",
+                f"memory device md{device}{self._of_this_node()} died; gradients of this step are lost",
             )
             return
         if received is not None:
@@ -184,7 +192,10 @@ class MemoryDevice:
         elif received.kind == "client":
             self._client_segments[int_field(message, "client")] = segments[0]
         elif received.kind == "abort":
-            self._abort(str(message["error"]), str(message["text"]))
+            is_elsewhere = message["is_elsewhere"] is True
+            self._abort(str(message["error"]), str(message["text"]), is_elsewhere=is_elsewhere)
+        elif received.kind == "node_ended":
+            self._node_ended(int_field(message, "node"), device)
         elif received.kind == "segments":
             self._registrar.take_peer_memory(message, segments, has_control=device == HOME_DEVICE)
 
@@ -265,7 +276,7 @@ class MemoryDevice:
             raise ProtocolError("hello with a wrong token")
         client = int_field(message, "client", high=self._job.num_clients - 1)
         if client in self._workers:
-            raise ProtocolError(f"worker {client} is here already")
+            raise ProtocolError(f"worker {self._job.rank(client)} is here already")
         worker.client = client
         self._workers[client] = worker
         self._watch_worker(worker)
@@ -310,29 +321,37 @@ class MemoryDevice:
         step = self._proxy.last_step(worker.client) if self._proxy is not None and self._is_welcoming else 0
         self._abort(
             "WorkerLostError",
-            f"worker {worker.client} (pid {worker.pid}) died; its last contribution was step {step}. "
+            f"worker {self._job.rank(worker.client)} (pid {worker.pid}) died; its last contribution was step {step}. "
             "Parameters are those of the last step that every worker finished. Start the job again from there.",
         )
         self._leave(worker)
 
     def _evict(self, worker: _Worker, reason: str) -> None:
         """Ends the session because of what `worker` sent."""
-        text = f"worker {worker.client} (pid {worker.pid}) was evicted because it {reason}"
+        text = f"worker {self._job.rank(worker.client)} (pid {worker.pid}) was evicted because it {reason}"
         logger.warning("[md%s] %s", self._job.device, text)
         self._abort("WorkerLostError", f"{text}. Start the job again from your last checkpoint.")
         self._leave(worker)
 
-    def _abort(self, error: str, text: str) -> None:
-        """Tells every worker once that nothing will complete any more; each through its local device."""
+    def _abort(self, error: str, text: str, *, is_elsewhere: bool = False) -> None:
+        """Tells every worker once that nothing will complete any more; each through its local device.
+
+        Args:
+            error, text: The error that workers raise.
+            is_elsewhere: Whether it is the loss of something on another node.
+        """
         if self._is_aborted:
             return
         self._is_aborted = True
-        self._send_to_peers({"type": "abort", "error": error, "text": text}, ())
+        loss = {"error": error, "text": text, "is_elsewhere": is_elsewhere}
+        self._send_to_peers({"type": "abort", **loss}, ())
+        if self._proxy is not None:
+            self._proxy.abort_nodes(json.dumps({"error": error, "text": text[:_MOST_ABORT_CHARACTERS]}))
         for client in self._job.local_clients:
             worker = self._workers.get(client)
             if worker is None or worker.has_left:
                 continue
-            self._send(worker, {"type": "aborted", "error": error, "text": text})
+            self._send(worker, {"type": "aborted", **loss})
             if self._is_welcoming and self._proxy is not None:
                 self._proxy.abort_client(client)
 
@@ -356,6 +375,8 @@ class MemoryDevice:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
         assert self._proxy is not None
+        for kind, node, rank, reason in self._proxy.take_node_events():
+            self._take_node_event(kind, node, rank, reason.decode(errors="replace"))
         for client, text in self._proxy.take_events():
             if text and client >= 0:
                 if not self._workers[client].has_left:
@@ -365,8 +386,39 @@ class MemoryDevice:
             else:
                 self._abort("WorkerLostError", self._departure())
 
+    def _take_node_event(self, kind: _native.NodeEventKind, node: int, rank: int, text: str) -> None:
+        assert self._proxy is not None
+        if kind == _native.NodeEventKind.LEFT:
+            self._left_elsewhere.add(rank)
+            self._proxy.worker_left_node(node)
+        elif kind == _native.NodeEventKind.ABORTED:
+            self._abort(*_read_loss(text), is_elsewhere=True)
+        elif kind == _native.NodeEventKind.LOST:
+            ranks = ", ".join(map(str, self._job.nodes[node]))
+            self._abort(
+                "MemoryDeviceLostError",
+                f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {text}. "
+                "Gradients of this step are lost, parameters are those of the step before. Start the job again from "
+                "your last checkpoint.",
+                is_elsewhere=True,
+            )
+        else:
+            self._send_to_peers({"type": "node_ended", "node": node}, ())
+            self._node_ended(node, self._job.device)
+
+    def _node_ended(self, node: int, device: int) -> None:
+        """Once all devices of this node have seen the end of another one's, nothing of it is on its way any more."""
+        seen = self._ended_at.setdefault(node, set())
+        seen.add(device)
+        if len(seen) == self._job.num_devices and self._proxy is not None:
+            self._proxy.node_ended(node)
+
+    def _of_this_node(self) -> str:
+        return f" of node {self._job.node}" if self._job.num_nodes > 1 else ""
+
     def _departure(self) -> str:
-        left = sorted(client for client, worker in self._workers.items() if worker.has_left)
+        here = {self._job.rank(client) for client, worker in self._workers.items() if worker.has_left}
+        left = sorted(here | self._left_elsewhere)
         return (
             f"worker(s) {', '.join(map(str, left))} closed the session while others still synchronise. "
             "Give every worker the same number of steps, or train inside model.join()."
@@ -389,7 +441,7 @@ class MemoryDevice:
 
     def _make_proxy(self) -> _native.Proxy:
         rings = self._job.ring_names()
-        return _native.Proxy(
+        proxy = _native.Proxy(
             device=self._job.device,
             num_devices=self._job.num_devices,
             num_clients=self._job.num_clients,
@@ -402,6 +454,16 @@ class MemoryDevice:
             ring_fds=[self._shared[name].fd for name in rings],
             event_fd=self._event_fd,
         )
+        if self._job.num_nodes > 1:
+            proxy.join_nodes(self._job.node, self._job.nodes, self._job.link_fds)
+            self._close_links()
+        return proxy
+
+    def _close_links(self) -> None:
+        """Gives up this process's own ends of the connections to other nodes, of which the proxy has duplicates."""
+        links, self._link_fds = self._link_fds, []
+        for fd in links:
+            os.close(fd)
 
     def _welcome(self, proxy: _native.Proxy) -> None:
         """All workers are here: the data path starts, and they are told."""
@@ -415,6 +477,14 @@ class MemoryDevice:
             self._send(worker, {"type": "welcome", "device": self._job.device, "pid": os.getpid()}, fds)
         for segment in self._client_segments.values():
             segment.close()
+
+
+def _read_loss(text: str) -> tuple[str, str]:
+    try:
+        loss = json.loads(text)
+        return str(loss["error"]), str(loss["text"])
+    except (ValueError, TypeError, KeyError):
+        return "WorkerLostError", f"another node ended the session: {text}"
 
 
 def _bytes(token: str) -> bytes:

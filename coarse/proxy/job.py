@@ -25,6 +25,8 @@ class DeviceJob:
         device: This device, 0 <= device < num_devices.
         num_devices: Memory devices of the node.
         num_clients: Workers of the node.
+        node: The node's number.
+        nodes: The ranks of the workers of every node, this one's by client number.
         local_clients: The workers whose slots lie in this device's memory.
         kind: Of memory, as in the partition table.
         num_sync_cores: Threads that reduce.
@@ -33,6 +35,7 @@ class DeviceJob:
         has_rings: Whether the ring algorithm may be used; its buffers take some memory.
         listen_fd: A listening SEQPACKET socket for workers.
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
+        link_fds: Connected stream sockets to devices of other nodes, by node.
         token: What a worker must show to be let in, hexadecimal.
         leader_pid: The process that started this device, which ends when it does.
         join_timeout_s: How long to wait for all workers to connect.
@@ -41,6 +44,8 @@ class DeviceJob:
     device: int
     num_devices: int
     num_clients: int
+    node: int
+    nodes: tuple[tuple[int, ...], ...]
     local_clients: tuple[int, ...]
     kind: str
     num_sync_cores: int
@@ -49,6 +54,7 @@ class DeviceJob:
     has_rings: bool
     listen_fd: int
     peer_fds: tuple[int, ...]
+    link_fds: tuple[tuple[int, ...], ...]
     token: str
     leader_pid: int
     join_timeout_s: float
@@ -57,6 +63,15 @@ class DeviceJob:
     def is_home(self) -> bool:
         """Whether this device keeps what all devices share."""
         return self.device == HOME_DEVICE
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job."""
+        return len(self.nodes)
+
+    def rank(self, client: int) -> int:
+        """What a worker of this node is called in messages."""
+        return self.nodes[self.node][client]
 
     def own_memory(self) -> dict[str, int]:
         """What this device allocates for all devices to share: bytes by name."""
@@ -88,4 +103,6 @@ class DeviceJob:
             values = json.load(stream)
         for name in ("local_clients", "peer_fds"):
             values[name] = tuple(values[name])
+        for name in ("nodes", "link_fds"):
+            values[name] = tuple(map(tuple, values[name]))
         return cls(**values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
@@ -17,6 +18,8 @@ from pathlib import Path
 from coarse.env import Settings
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.job import DeviceJob
+from coarse.proxy.node_links import NodeLinks
+from coarse.rendezvous import NodeMap
 
 TOKEN_FILE = "token"
 _BACKLOG = 256
@@ -37,12 +40,17 @@ class DeviceProcesses:
     Args:
         table: Which to start, and whom each serves.
         settings: Of the session.
+        nodes: Of the job.
+        node: This one.
+        links: Its connections with the others.
 
     Raises:
         OSError: If a process or socket cannot be made; what was made is undone.
     """
 
-    def __init__(self, *, table: PartitionTable, settings: Settings) -> None:
+    def __init__(
+        self, *, table: PartitionTable, settings: Settings, nodes: NodeMap, node: int, links: NodeLinks
+    ) -> None:
         num_devices, num_clients = table.num_devices, table.num_workers
         self.directory = tempfile.mkdtemp(prefix="coarse-")
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -57,6 +65,8 @@ class DeviceProcesses:
                         device=device,
                         num_devices=num_devices,
                         num_clients=num_clients,
+                        node=node,
+                        nodes=nodes.ranks,
                         local_clients=table.devices[device].workers,
                         kind=table.devices[device].kind,
                         num_sync_cores=num_sync_cores,
@@ -65,6 +75,7 @@ class DeviceProcesses:
                         has_rings=settings.algorithm == "ring" and num_devices > 1,
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
+                        link_fds=links.fds_of_device(device),
                         token=token,
                         leader_pid=os.getpid(),
                         join_timeout_s=settings.timeout_s,
@@ -153,7 +164,12 @@ _SPARING = Pace(spin_us=10, bytes_per_ring=16 << 20)
 
 def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
     read_end, write_end = os.pipe()
-    inherited = [read_end, job.listen_fd, *(fd for fd in job.peer_fds if fd >= 0)]
+    inherited = [
+        read_end,
+        job.listen_fd,
+        *(fd for fd in job.peer_fds if fd >= 0),
+        *itertools.chain(*job.link_fds),
+    ]
     # A process group of its own: the terminal's Ctrl-C is for workers, the device ends after them. Not a session
     # of its own: Linux schedules a session as a unit (autogroup), and then giving the processor away is in vain.
     process = subprocess.Popen(

@@ -63,6 +63,8 @@ class Registrar:
         """Another device has allocated its share of a group."""
         registration = self._registration(int_field(message, "group"))
         if has_control:
+            if self._job.num_nodes > 1:
+                registration.node_segment = segments.pop()
             registration.control = segments.pop()
         registration.slots.update(zip(message["clients"], segments, strict=True))
 
@@ -102,7 +104,12 @@ class Registrar:
     def _check_agreement(self, registration: Registration) -> None:
         first = min(registration.schemas)
         for client in sorted(registration.schemas):
-            check_agreement(first, registration.schemas[first], client, registration.schemas[client])
+            check_agreement(
+                self._job.rank(first),
+                registration.schemas[first],
+                self._job.rank(client),
+                registration.schemas[client],
+            )
 
     def _allocate(self, registration: Registration) -> None:
         schema = registration.schema
@@ -119,6 +126,7 @@ class Registrar:
                 )
             control_bytes = _native.group_control_bytes(len(plan.shards), self._job.num_clients)
             registration.control = self._memory.allocate(f"control of {schema.name}", control_bytes)
+            registration.node_segment = self._allocate_node_segment(registration)
         own = {}
         for client in self._job.local_clients:
             own[client] = self._memory.allocate(f"gradients of {schema.name}", plan.slot_bytes)
@@ -127,10 +135,23 @@ class Registrar:
         fds = [segment.fd for segment in own.values()]
         if self._job.is_home and registration.control is not None:
             fds.append(registration.control.fd)
+        if self._job.is_home and registration.node_segment is not None:
+            fds.append(registration.node_segment.fd)
         self._send_to_peers({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
 
+    def _allocate_node_segment(self, registration: Registration) -> Segment | None:
+        if self._job.num_nodes == 1:
+            return None
+        schema = registration.schema
+        plan = schema.native_plan(registration.group, self._job.num_clients)
+        num_bytes = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
+        return self._memory.allocate(f"other nodes' {schema.name}", num_bytes)
+
     def _check_fits(self, schema: GroupSchema) -> None:
-        needed = sum(spec.nbytes for spec in schema.specs) * self._job.num_clients
+        # A slot for each worker, and places for what other nodes contribute to the shards that this one owns.
+        tensor_bytes = sum(spec.nbytes for spec in schema.specs)
+        num_nodes = self._job.num_nodes
+        needed = tensor_bytes * self._job.num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
         available = self._memory.available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
@@ -147,6 +168,7 @@ class Registrar:
             registration.control.fd,
             [registration.slots[client].fd for client in clients],
             self._job.is_home,
+            registration.node_segment.fd if registration.node_segment is not None else -1,
         )
         registration.is_active = True
         control_fd = registration.control.read_only_fd()

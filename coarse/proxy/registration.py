@@ -150,6 +150,7 @@ class Registration:
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
     slots: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
     control: Segment | None = None
+    node_segment: Segment | None = None  # where there are several nodes
     is_allocated: bool = False
     is_active: bool = False
     refusal: Message | None = None
@@ -164,5 +165,6 @@ class Registration:
         """Gives up this process's descriptors."""
         for segment in self.slots.values():
             segment.close()
-        if self.control is not None:
-            self.control.close()
+        for shared in (self.control, self.node_segment):
+            if shared is not None:
+                shared.close()

@@ -87,10 +87,10 @@ def _close(session: Session, owner_pid: int) -> None:
 def _identity(process_group: Any, store: TorchStore) -> WorkerIdentity:
     """Who this process is among the workers of `process_group`, and which of them share its node."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    timeout_s = Settings.from_environment().timeout_s
-    host = host_identity().encode()
+    settings = Settings.from_environment()
+    host = host_identity(settings.node).encode()
     store.set(f"host/{rank}", host)
-    local = [peer for peer in range(world_size) if store.get(f"host/{peer}", timeout_s) == host]
+    local = [peer for peer in range(world_size) if store.get(f"host/{peer}", settings.timeout_s) == host]
     return WorkerIdentity(
         rank=rank, world_size=world_size, local_rank=local.index(rank), local_world_size=len(local)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import signal
 from pathlib import Path
@@ -116,8 +115,8 @@ def test_an_interrupt_ends_the_wait(job, monkeypatch):
 
 
 def test_a_rank_that_is_there_already_is_refused(job):
-    workers = [job.start_worker(rank, 2, joining({0: "set devices"})) for rank in (0, 1)]
-    assert workers[0].hear() == "set devices"
+    workers = [job.start_worker(rank, 2, joining({0: "set devices/0"})) for rank in (0, 1)]
+    assert workers[0].hear() == "set devices/0"
     twin = job.start_worker(1, 2, join_and_stay).finish()
     assert twin.error == "RendezvousError"
     assert "another process has joined as rank 1 already" in twin.message
@@ -153,20 +152,13 @@ def test_ranks_that_cannot_be_are_refused(numbers, match):
         )
 
 
-def test_workers_of_several_hosts_are_refused(job, monkeypatch):
-    monkeypatch.setattr(rendezvous, "host_identity", lambda: f"host of {os.getpid()}")
-    for outcome in job.outcomes(2, join_and_stay):
-        assert outcome.error == "RendezvousError"
-        assert "the workers run on 2 nodes or containers that share no memory" in outcome.message
-
-
 # ---- deaths ----
 
 PLACES = {
     "before the others have come": (1, {1: "get worker/2"}, 2),
-    "before the devices are there": (1, {1: "get devices", 0: "set devices"}, 3),
+    "before the devices are there": (1, {1: "get devices/0", 0: "set devices/0"}, 3),
     "the leader, before it starts devices": (0, {0: "get worker/1"}, 3),
-    "the leader, after it started devices": (0, {0: "set devices"}, 3),
+    "the leader, after it started devices": (0, {0: "set devices/0"}, 3),
 }
 
 
@@ -264,8 +256,8 @@ def test_devices_get_their_job_by_descriptor_and_no_secret_by_argv(job):
 
 
 def test_the_directory_of_a_session_is_private_while_it_starts(job):
-    workers = [job.start_worker(rank, 2, joining({0: "set devices"}, memory_devices=1)) for rank in (0, 1)]
-    assert workers[0].hear() == "set devices"
+    workers = [job.start_worker(rank, 2, joining({0: "set devices/0"}, memory_devices=1)) for rank in (0, 1)]
+    assert workers[0].hear() == "set devices/0"
     (directory,) = job.temporary.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in directory.iterdir()} == {"token", "md0.sock"}

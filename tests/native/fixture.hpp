@@ -196,6 +196,15 @@ class Cluster {
     }
   }
 
+  /// Makes these the devices of one of several nodes; `fds[device][node]` are their connections. Before
+  /// start().
+  void joinNodes(NodeIndex index, const std::vector<std::vector<int>>& ranks,
+                 const std::vector<std::vector<std::vector<int>>>& fds) {
+    index_ = index;
+    for (std::size_t device = 0; device < shape_.numDevices; ++device)
+      proxies_[device]->joinNodes(index.node, ranks, fds[device]);
+  }
+
   Cluster& start() {
     for (auto& proxy : proxies_) proxy->start();
     return *this;
@@ -225,9 +234,10 @@ class Cluster {
     for (std::size_t client = 0; client < shape_.numClients; ++client) addToClient(plan, client);
   }
   void addToProxies(const GroupPlan& plan) {
-    auto memory = std::make_unique<GroupMemory>(plan);
+    auto memory = std::make_unique<GroupMemory>(plan, index_);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
-      proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0);
+      proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0,
+                                 memory->nodeSegment.fd);
     const std::lock_guard<std::mutex> lock(memoryMutex_);
     memory_[plan.id] = std::move(memory);
   }
@@ -263,11 +273,12 @@ class Cluster {
 
  private:
   struct GroupMemory {
-    explicit GroupMemory(const GroupPlan& plan)
-        : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)) {
+    GroupMemory(const GroupPlan& plan, NodeIndex index)
+        : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
+          nodeSegment(NodeSegment::numBytes(plan, index)) {
       for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.slotBytes);
     }
-    Memory control;
+    Memory control, nodeSegment;
     std::vector<Memory> slots;
   };
 
@@ -295,6 +306,7 @@ class Cluster {
   }
 
   ClusterShape shape_;
+  NodeIndex index_;
   SharedState shared_;
   std::vector<Fd> clientSockets_, deviceSockets_, eventFds_;
   mutable std::mutex memoryMutex_;  // guards memory_

@@ -30,6 +30,27 @@ def test_each_worker_learns_who_it_is():
     assert {env["HOME"] for env in environments} == {"/root"}
 
 
+def test_nodes_number_their_workers_as_torchrun_does():
+    nodes = (
+        "--nnodes",
+        "3:3",
+        "--master-addr",
+        "10.0.0.1",
+        "--master-port",
+        "1234",
+        "-n",
+        "2",
+        "-m",
+        "train",
+    )
+    environments = [env for node in "012" for env in environments_of(parse("--node-rank", node, *nodes), {})]
+    assert [env["RANK"] for env in environments] == ["0", "1", "2", "3", "4", "5"]
+    assert [env["LOCAL_RANK"] for env in environments] == ["0", "1"] * 3
+    assert {env["WORLD_SIZE"] for env in environments} == {"6"}
+    assert {env["LOCAL_WORLD_SIZE"] for env in environments} == {"2"}
+    assert {(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in environments} == {("10.0.0.1", "1234")}
+
+
 def test_all_workers_share_one_free_port():
     ports = {env["MASTER_PORT"] for env in environments_of(parse("-n", "2", "-m", "train"), {})}
     assert len(ports) == 1

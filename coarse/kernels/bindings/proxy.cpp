@@ -1,6 +1,9 @@
 #include "coarse/proxy.hpp"
 
+#include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
+
+#include <tuple>
 
 #include "bindings.hpp"
 
@@ -10,6 +13,12 @@ namespace coarse {
 
 void registerProxy(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::native_enum<NodeEvent::Kind>(module, "NodeEventKind", "enum.IntEnum")
+      .value("LEFT", NodeEvent::Kind::kLeft)
+      .value("ABORTED", NodeEvent::Kind::kAborted)
+      .value("LOST", NodeEvent::Kind::kLost)
+      .value("ENDED", NodeEvent::Kind::kEnded)
+      .finalize();
   py::class_<Proxy>(module, "Proxy")
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
@@ -31,20 +40,31 @@ void registerProxy(py::module_& module) {
            py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
            py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1)
+      .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())
       .def("add_group", &Proxy::addGroup, py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"),
-           py::arg("initialise"), ReleaseGil())
+           py::arg("initialise"), py::arg("node_segment_fd"), ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
       .def("abort_client", &Proxy::abortClient, py::arg("client"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))
+      .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))
+      .def("node_ended", &Proxy::nodeEnded, py::arg("node"))
+      .def("abort_nodes", &Proxy::abortNodes, py::arg("text"))
       .def("last_step", &Proxy::lastStep, py::arg("client"))
       .def("take_events",
            [](Proxy& proxy) {
              std::vector<std::pair<int, std::string>> events;
              for (ProxyEvent& event : proxy.takeEvents())
                events.emplace_back(event.client, std::move(event.message));
+             return events;
+           })
+      .def("take_node_events",
+           [](Proxy& proxy) {
+             std::vector<std::tuple<NodeEvent::Kind, std::size_t, std::uint32_t, py::bytes>> events;
+             for (const NodeEvent& event : proxy.takeNodeEvents())
+               events.emplace_back(event.kind, event.node, event.rank, py::bytes(event.text));
              return events;
            })
       .def("statistics", [](const Proxy& proxy) {

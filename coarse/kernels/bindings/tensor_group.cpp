@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "bindings.hpp"
+#include "coarse/node_segment.hpp"
 
 namespace py = pybind11;
 
@@ -54,6 +55,12 @@ void registerTensorGroup(py::module_& module) {
   module.def(
       "exchange_logs_bytes", [](std::size_t numDevices) { return numDevices * sizeof(ExchangeLog); },
       py::arg("num_devices"));
+  module.def(
+      "node_segment_bytes",
+      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes) {
+        return NodeSegment::numBytes(plan, {node, numNodes});
+      },
+      py::arg("plan"), py::arg("node"), py::arg("num_nodes"));
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);
   module.attr("RING_LOG_CAPACITY") = kRingLogCapacity;

@@ -15,23 +15,6 @@ std::uint64_t queueCapacity(std::size_t numShards) noexcept {
 
 constexpr std::size_t kNumCounters = 2;  // tail and head of the ready queue
 
-/// Hands out consecutive, cache-line aligned arrays; without a base it only adds up their sizes.
-class Cursor {
- public:
-  explicit Cursor(std::byte* base) noexcept : base_(base) {}
-  template <typename T>
-  T* take(std::size_t count) noexcept {
-    T* array = reinterpret_cast<T*>(base_ + offset_);
-    offset_ = roundUp(offset_ + count * sizeof(T), kCacheLineBytes);
-    return array;
-  }
-  std::size_t offset() const noexcept { return offset_; }
-
- private:
-  std::byte* base_;
-  std::size_t offset_ = 0;
-};
-
 }  // namespace
 
 void Doorbell::ring() noexcept {
@@ -56,7 +39,7 @@ void Inbox::abort() noexcept {
 GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t numClients) noexcept
     : numClients_(numClients), mask_(queueCapacity(numShards) - 1) {
   doneStride_ = roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t));
-  Cursor cursor(base);
+  ArrayCursor cursor(base);
   counters_ = cursor.take<Counter>(kNumCounters);
   arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   contributors_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
@@ -67,7 +50,7 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
 }
 
 std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients) noexcept {
-  Cursor cursor(nullptr);
+  ArrayCursor cursor(nullptr);
   cursor.take<Counter>(kNumCounters);
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<std::atomic<std::uint32_t>>(numShards);

@@ -47,6 +47,8 @@ void ProxyConfig::validate() const {
   for (const std::size_t client : localClients) {
     if (client >= numClients) throw std::invalid_argument("localClients names a client that does not exist");
   }
+  if (!ranks.empty() && ranks.size() != numClients)
+    throw std::invalid_argument("every client needs a rank, or none has one");
 }
 
 Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds,
@@ -120,6 +122,24 @@ void Proxy::openRings(int ringLogsFd, const std::vector<int>& ringFds) {
 
 Proxy::~Proxy() { stop(); }
 
+void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
+                      const std::vector<std::vector<int>>& fds) {
+  config_.ranks = ranks.at(node);
+  config_.validate();
+  nodeExchange_ = std::make_unique<NodeExchange>(
+      node, std::move(ranks), fds,
+      [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+        count(shape);
+        for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+      },
+      [this](std::string message) { report(-1, std::move(message)); },
+      [this](NodeEvent event) {
+        const std::lock_guard<std::mutex> lock(controlMutex_);
+        nodeEvents_.push_back(std::move(event));
+        notify();
+      });
+}
+
 void Proxy::addClient(std::size_t client, int segmentFd) {
   auto added = std::make_unique<Client>();
   added->mapping = mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices),
@@ -136,6 +156,7 @@ void Proxy::start() {
   for (std::size_t core = 0; core < config_.numSyncCores; ++core) {
     threads_.emplace_back([this, core] { runSyncCore(core); });
   }
+  if (nodeExchange_) nodeExchange_->start();
 }
 
 void Proxy::stop() noexcept {
@@ -143,6 +164,7 @@ void Proxy::stop() noexcept {
   doorbells_[config_.device].ring();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  if (nodeExchange_) nodeExchange_->stop();
 }
 
 template <typename Change>
@@ -164,15 +186,17 @@ void Proxy::parkWhilePaused() {
   --numParked_;
 }
 
-void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise) {
+void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
+                     int nodeSegmentFd) {
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
   if (std::string reason = unsupported(plan); !reason.empty()) throw std::invalid_argument(reason);
   if (findGroup(id) != nullptr)
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
-  auto group = std::make_unique<TensorGroup>(std::move(plan), controlFd, slotFds);
+  auto group = std::make_shared<TensorGroup>(std::move(plan), controlFd, slotFds);
   if (initialise) group->control().initialise();
+  if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegmentFd);
   whilePaused([&] {
     groupList_.push_back(group.get());
     groups_.emplace(id, std::move(group));
@@ -184,6 +208,9 @@ std::string Proxy::unsupported(const GroupPlan& plan) const {
   for (const Shard& shard : plan.shards) {
     const Algorithm algorithm = shard.algorithm;
     if (algorithm == Algorithm::kProbe) continue;
+    if (nodeExchange_ != nullptr && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
+      return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
+             "starts";
     if (algorithm == Algorithm::kRing && ringCores_.empty() && config_.numDevices > 1)
       return "this session has no rings; choose the ring algorithm when it starts";
     if (algorithm == Algorithm::kExchange && deviceExchange_ == nullptr)
@@ -195,7 +222,8 @@ std::string Proxy::unsupported(const GroupPlan& plan) const {
 }
 
 void Proxy::removeGroup(std::uint32_t id) {
-  std::vector<std::unique_ptr<TensorGroup>> unused;  // unmapped after the sync cores run again
+  if (nodeExchange_) nodeExchange_->removeGroup(id);
+  std::vector<std::shared_ptr<TensorGroup>> unused;  // unmapped after the sync cores run again
   whilePaused([&] {
     const auto found = groups_.find(id);
     if (found == groups_.end()) return;
@@ -204,7 +232,7 @@ void Proxy::removeGroup(std::uint32_t id) {
     groups_.erase(found);
     // Clients have their results when their own devices are done with a shard; another device may still have
     // its last step around the ring before it.
-    const auto isInUse = [this](const std::unique_ptr<TensorGroup>& group) {
+    const auto isInUse = [this](const std::shared_ptr<TensorGroup>& group) {
       return std::any_of(ringCores_.begin(), ringCores_.end(),
                          [&](const auto& ringCore) { return ringCore->isWorkingOn(*group); });
     };
@@ -219,6 +247,21 @@ void Proxy::abortClient(std::size_t client) noexcept { clients_[client]->segment
 void Proxy::clientLeft(std::size_t client) {
   numLeft_.fetch_add(1, std::memory_order_seq_cst);
   if (hasUnfinishedShard()) report(static_cast<int>(client), "");
+  if (nodeExchange_) nodeExchange_->workerLeft(static_cast<std::uint32_t>(config_.ranks[client]));
+}
+
+void Proxy::workerLeftNode(std::size_t node) {
+  numLeft_.fetch_add(1, std::memory_order_seq_cst);
+  if (hasUnfinishedShard()) report(-1, "");
+  if (nodeExchange_) nodeExchange_->workerLeftNode(node);
+}
+
+void Proxy::nodeEnded(std::size_t node) {
+  if (nodeExchange_) nodeExchange_->nodeEnded(node);
+}
+
+void Proxy::abortNodes(const std::string& text) {
+  if (nodeExchange_) nodeExchange_->abort(text);
 }
 
 bool Proxy::hasUnfinishedShard() const noexcept {
@@ -246,6 +289,11 @@ std::uint32_t Proxy::lastStep(std::size_t client) const noexcept {
 std::vector<ProxyEvent> Proxy::takeEvents() {
   const std::lock_guard<std::mutex> lock(controlMutex_);
   return std::exchange(events_, {});
+}
+
+std::vector<NodeEvent> Proxy::takeNodeEvents() {
+  const std::lock_guard<std::mutex> lock(controlMutex_);
+  return std::exchange(nodeEvents_, {});
 }
 
 ProxyStatistics Proxy::statistics() const noexcept {
@@ -484,7 +532,7 @@ std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) c
                            static_cast<ReduceOp>(other.op)};
     if (shape.numElements == expected.numElements && shape.dtype == expected.dtype && shape.op == expected.op)
       continue;
-    return "workers disagree on a buffer: worker " + std::to_string(client) + " gave " + describe(shape) +
+    return "workers disagree on a buffer: worker " + nameOf(client) + " gave " + describe(shape) +
            ", another one " + describe(expected);
   }
   return {};
@@ -503,6 +551,10 @@ bool Proxy::reduceReadyShard() {
 }
 
 void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
+  if (nodeExchange_) {
+    nodeExchange_->contribute(group, entry);
+    return;
+  }
   const Shard& shard = group.plan().shards[entry.shard];
   std::array<const void*, kMostClients> inputs;
   std::array<void*, kMostClients> outputs;
@@ -539,6 +591,14 @@ TensorGroup* Proxy::findGroup(std::uint32_t group) const noexcept {
 void Proxy::report(int client, std::string message) {
   const std::lock_guard<std::mutex> lock(controlMutex_);
   events_.push_back({client, std::move(message)});
+  notify();
+}
+
+std::string Proxy::nameOf(std::size_t client) const {
+  return std::to_string(config_.ranks.empty() ? static_cast<int>(client) : config_.ranks[client]);
+}
+
+void Proxy::notify() noexcept {
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(eventFd_, &one, sizeof(one));
 }

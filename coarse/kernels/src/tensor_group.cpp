@@ -53,12 +53,16 @@ bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexc
   return (control_.contribution(shard, client).flags & kPresent) != 0;
 }
 
-std::uint32_t TensorGroup::divisor(std::uint32_t shard) const noexcept {
+std::uint32_t TensorGroup::numCounted(std::uint32_t shard) const noexcept {
   std::uint32_t count = 0;
   for (std::size_t client = 0; client < plan_.numClients; ++client) {
     if ((control_.contribution(shard, client).flags & kJoined) == 0) ++count;
   }
-  return std::max(count, 1U);
+  return count;
+}
+
+std::uint32_t TensorGroup::divisor(std::uint32_t shard) const noexcept {
+  return std::max(numCounted(shard), 1U);
 }
 
 std::uint32_t TensorGroup::numPresent(std::uint32_t shard) const noexcept {

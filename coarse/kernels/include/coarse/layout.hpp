@@ -20,6 +20,23 @@ constexpr std::size_t roundUp(std::size_t value, std::size_t multiple) noexcept 
   return (value + multiple - 1) / multiple * multiple;
 }
 
+/// Hands out consecutive, cache-line aligned arrays; without a base it only adds up their sizes.
+class ArrayCursor {
+ public:
+  explicit ArrayCursor(std::byte* base) noexcept : base_(base) {}
+  template <typename T>
+  T* take(std::size_t count) noexcept {
+    T* array = reinterpret_cast<T*>(base_ + offset_);
+    offset_ = roundUp(offset_ + count * sizeof(T), kCacheLineBytes);
+    return array;
+  }
+  std::size_t offset() const noexcept { return offset_; }
+
+ private:
+  std::byte* base_;
+  std::size_t offset_ = 0;
+};
+
 /// Where the sync cores of one memory device sleep. Written by whoever has work for them.
 struct alignas(kCacheLineBytes) Doorbell {
   std::atomic<std::uint32_t> rings;     // futex word: counts rings

@@ -16,6 +16,7 @@
 #include "coarse/device_exchange.hpp"
 #include "coarse/device_links.hpp"
 #include "coarse/layout.hpp"
+#include "coarse/node_exchange.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/ring.hpp"
 #include "coarse/shared_memory.hpp"
@@ -41,6 +42,7 @@ struct ProxyConfig {
   std::uint32_t spinMicroseconds = 50;    // how long an idle sync core looks for work before it sleeps
   int exchangeLogsFd = -1;  // an ExchangeLog per device, where groups are exchanged; stays the caller's
   int linkTableFd = -1;     // of Pacer, in an emulated session; stays the caller's
+  std::vector<int> ranks;   // of the clients, for messages; their numbers if there are none
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;
@@ -76,15 +78,21 @@ class Proxy {
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
+  /// Makes this the device of one of several nodes; parameters as for NodeExchange. Before start().
+  void joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
+                 const std::vector<std::vector<int>>& fds);
   /// Starts to serve a client. Before start().
   void addClient(std::size_t client, int segmentFd);
   /// Starts the sync cores. @pre every client has been added.
   void start();
+  /// Ends the threads; other nodes get what they wait for before it returns. Idempotent.
   void stop() noexcept;
 
-  /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory.
+  /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory;
+  /// `nodeSegmentFd` is needed where there are several nodes.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already.
-  void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise);
+  void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
+                int nodeSegmentFd = -1);
   /// Unmaps a tensor group, unless a ring is still at it: then the next call unmaps it. @pre every shard that
   /// was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
@@ -97,6 +105,14 @@ class Proxy {
   std::uint32_t lastStep(std::size_t client) const noexcept;
   /// What has gone wrong since the last call.
   std::vector<ProxyEvent> takeEvents();
+  /// What other nodes have said or suffered since the last call.
+  std::vector<NodeEvent> takeNodeEvents();
+  /// A worker of another node will push no more; otherwise as clientLeft().
+  void workerLeftNode(std::size_t node);
+  /// All devices of another node have ended. What still waits for them can never complete, and is an event.
+  void nodeEnded(std::size_t node);
+  /// Tells all other nodes that the session is over; does nothing where there is one.
+  void abortNodes(const std::string& text);
   ProxyStatistics statistics() const noexcept;
 
  private:
@@ -137,6 +153,8 @@ class Proxy {
   TensorGroup* findGroup(std::uint32_t group) const noexcept;
   void wakeOthers() noexcept;
   void report(int client, std::string message);
+  void notify() noexcept;
+  std::string nameOf(std::size_t client) const;
   bool hasUnfinishedShard() const noexcept;
   template <typename Change>
   void whilePaused(Change change);
@@ -157,9 +175,9 @@ class Proxy {
   std::vector<std::unique_ptr<Client>> clients_;
 
   // Read by sync cores; changed only while they are parked.
-  std::unordered_map<std::uint32_t, std::unique_ptr<TensorGroup>> groups_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<TensorGroup>> groups_;
   std::vector<TensorGroup*> groupList_;
-  std::vector<std::unique_ptr<TensorGroup>> retiredGroups_;  // removed while a ring was still at them
+  std::vector<std::shared_ptr<TensorGroup>> retiredGroups_;  // removed while a ring was still at them
 
   std::optional<RingEntry> blocker_;  // first-come-first-serve: the shard that blocks the proxy
 
@@ -170,13 +188,17 @@ class Proxy {
   std::atomic<bool> isStopping_{false};
   std::atomic<bool> isPausing_{false};
   std::atomic<int> numLeft_{0};
-  std::mutex controlMutex_;  // guards numParked_, events_
+  std::mutex controlMutex_;  // guards numParked_, events_, nodeEvents_
   std::condition_variable controlChanged_;
   std::size_t numParked_ = 0;
   std::vector<ProxyEvent> events_;
+  std::vector<NodeEvent> nodeEvents_;
   int eventFd_;
   std::atomic<std::uint64_t> numShards_{0};
   std::atomic<std::uint64_t> numBytes_{0};
+
+  std::unique_ptr<NodeExchange>
+      nodeExchange_;  // where there are several nodes. Last: its thread uses the rest
 };
 
 }  // namespace coarse

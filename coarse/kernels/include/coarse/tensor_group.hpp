@@ -73,6 +73,8 @@ class TensorGroup {
     return control_.contribution(shard, client).device;
   }
   /// Number of clients that share in a mean: those that have not run out of inputs.
+  std::uint32_t numCounted(std::uint32_t shard) const noexcept;
+  /// The same, but 1 at least.
   std::uint32_t divisor(std::uint32_t shard) const noexcept;
   std::uint32_t numPresent(std::uint32_t shard) const noexcept;
 

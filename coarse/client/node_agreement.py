@@ -1,0 +1,98 @@
+"""What the workers of different nodes register must be the same: they compare it through the rendezvous store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from coarse.errors import CoarseError, SyncTimeoutError, told_error
+from coarse.proxy.registration import GroupSchema, check_agreement
+from coarse.rendezvous import NodeMap
+from coarse.store import Store
+
+_LOOK_INTERVAL_S = 0.1  # how often a wait for another node looks at this one's memory devices
+
+
+class NodeAgreement:
+    """One worker's part in the agreement of all nodes. Costs nothing where there is one.
+
+    The memory devices of a node compare what its own workers register. Then the node's first worker publishes it,
+    and every worker waits for all nodes. So every device of every node has mapped a tensor group before anybody
+    pushes to it.
+
+    Args:
+        rank: This worker.
+        nodes: Of the job.
+        store: Of the session.
+        timeout_s: How long to wait for other nodes.
+    """
+
+    def __init__(self, rank: int, nodes: NodeMap, store: Store, *, timeout_s: float) -> None:
+        self._rank = rank
+        self._nodes = nodes
+        self._node = nodes.node_of(rank)
+        self._store = store
+        self._timeout_s = timeout_s
+
+    @property
+    def ranks_elsewhere(self) -> tuple[int, ...]:
+        """The workers of all other nodes."""
+        return tuple(r for node, ranks in enumerate(self._nodes.ranks) if node != self._node for r in ranks)
+
+    def confirm(self, group: int, schema: GroupSchema, look_around: Callable[[], None]) -> None:
+        """Returns when all nodes have registered `schema` as `group`.
+
+        Args:
+            group: Its number.
+            schema: What this node's workers have registered.
+            look_around: Called while waiting; may raise.
+
+        Raises:
+            SchemaMismatchError: If a node has registered something else; names the first difference.
+            OutOfDeviceMemoryError: If a node cannot hold it.
+            SyncTimeoutError: If a node does not come in time.
+        """
+        if self._nodes.num_nodes == 1:
+            return
+        self._publish(group, schema.to_message(group))
+        first = self._schema(group, 0, schema, look_around)
+        for node in range(1, self._nodes.num_nodes):
+            check_agreement(
+                self._nodes.ranks[0][0],
+                first,
+                self._nodes.ranks[node][0],
+                self._schema(group, node, schema, look_around),
+            )
+
+    def refuse(self, group: int, error: CoarseError) -> None:
+        """Lets other nodes know that this one does not register `group`."""
+        if self._nodes.num_nodes > 1:
+            self._publish(group, {"error": type(error).__name__, "text": str(error)})
+
+    def _publish(self, group: int, message: dict[str, object]) -> None:
+        if self._rank == self._nodes.ranks[self._node][0]:
+            self._store.set(f"group/{group}/{self._node}", json.dumps(message).encode())
+
+    def _schema(
+        self, group: int, node: int, own: GroupSchema, look_around: Callable[[], None]
+    ) -> GroupSchema:
+        if node == self._node:
+            return own
+        message = json.loads(self._wait(group, node, own.name, look_around))
+        if "error" in message:
+            raise told_error(message["error"], f"{self._nodes.describe(node)} refused: {message['text']}")
+        return GroupSchema.from_message(message)
+
+    def _wait(self, group: int, node: int, name: str, look_around: Callable[[], None]) -> bytes:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return self._store.get(f"group/{group}/{node}", _LOOK_INTERVAL_S)
+            except TimeoutError:
+                look_around()
+            if time.monotonic() >= deadline:
+                raise SyncTimeoutError(
+                    f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not done so within "
+                    f"{self._timeout_s:.1f} s. A worker that has not reached this point holds up all others."
+                )

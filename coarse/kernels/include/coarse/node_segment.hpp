@@ -1,0 +1,71 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "coarse/layout.hpp"
+#include "coarse/shared_memory.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+
+/// Which of the nodes of a job this one is.
+struct NodeIndex {
+  std::size_t node = 0;
+  std::size_t numNodes = 1;
+
+  /// The node that reduces what all nodes have contributed to `shard`.
+  std::size_t ownerOf(std::size_t shard) const noexcept { return shard % numNodes; }
+  bool owns(std::size_t shard) const noexcept { return ownerOf(shard) == node; }
+};
+
+/// What one node brought into a shard, kept at the node that owns the shard.
+struct NodeContribution {
+  std::atomic<std::uint32_t> step;  // stored last: the rest belongs to this step
+  std::uint32_t numElements;
+  std::uint32_t numPresent;  // workers that contributed
+  std::uint32_t numCounted;  // workers that share in a mean
+  std::uint8_t dtype;
+  std::uint8_t op;
+  std::uint16_t reserved;
+};
+static_assert(sizeof(NodeContribution) == 20);
+
+/// The memory through which the devices of one node take the contributions of other nodes to one tensor group
+/// (docs/design/nodes.md). Every owned shard has a place for each other node's contribution, which is also
+/// where the result for that node waits to be sent: a node contributes to the next step only after it has had
+/// the result of the last, so a place is never needed twice at once.
+class NodeSegment {
+ public:
+  /// Maps `fd`, which stays the caller's. @throws std::invalid_argument if it is unsealed or too small.
+  NodeSegment(const GroupPlan& plan, NodeIndex index, int fd);
+  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index);
+
+  /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.
+  std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
+  /// Nodes that have contributed to the step under way. @pre the shard is owned, as for all that follow.
+  std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
+    return arrivals_[shard / index_.numNodes];
+  }
+  NodeContribution& contribution(std::size_t shard, std::size_t node) const noexcept {
+    return contributions_[shard / index_.numNodes * index_.numNodes + node];
+  }
+  /// @pre `node` is another node.
+  std::byte* place(std::size_t shard, std::size_t node) const noexcept;
+
+ private:
+  static std::vector<std::size_t> placeOffsets(const GroupPlan& plan, NodeIndex index);
+  static std::size_t headBytes(std::size_t numShards, NodeIndex index) noexcept;
+
+  NodeIndex index_;
+  std::vector<std::size_t> placeOffsets_;  // of each owned shard; then the end
+  Mapping mapping_;
+  std::atomic<std::uint32_t>* rounds_ = nullptr;
+  std::atomic<std::uint32_t>* arrivals_ = nullptr;
+  NodeContribution* contributions_ = nullptr;
+  std::byte* places_ = nullptr;
+};
+
+}  // namespace coarse

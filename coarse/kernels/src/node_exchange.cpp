@@ -1,0 +1,380 @@
+#include "coarse/node_exchange.hpp"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/copy.hpp"
+#include "coarse/reduce.hpp"
+
+namespace coarse {
+namespace {
+
+constexpr std::size_t kMostInputs = 512;
+
+/// What nodes send to the owner are sums; only the owner turns them into means.
+ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
+
+std::string describe(const ShardShape& shape) {
+  return std::to_string(shape.numElements) + " elements of dtype " +
+         std::to_string(static_cast<int>(shape.dtype)) + " with op " +
+         std::to_string(static_cast<int>(shape.op));
+}
+
+bool areEqual(const ShardShape& a, const ShardShape& b) noexcept {
+  return a.numElements == b.numElements && a.dtype == b.dtype && a.op == b.op;
+}
+
+ShardShape shapeOf(const NodeContribution& contribution) noexcept {
+  return {contribution.numElements, static_cast<DType>(contribution.dtype),
+          static_cast<ReduceOp>(contribution.op)};
+}
+
+ShardShape shapeOf(const FrameHeader& header) noexcept {
+  return {header.numElements, static_cast<DType>(header.dtype), static_cast<ReduceOp>(header.op)};
+}
+
+std::size_t numBytes(const ShardShape& shape) { return shape.numElements * itemBytes(shape.dtype); }
+
+/// Whether a shard of the plan can have the shape that a frame claims.
+bool fits(const Shard& shard, const FrameHeader& header) {
+  if (header.dtype >= kNumDTypes || header.op >= kNumReduceOps) return false;
+  const ShardShape shape = shapeOf(header);
+  if (shard.isDynamic) return numBytes(shape) <= shard.numElements;
+  return areEqual(shape, {shard.numElements, shard.dtype, shard.op});
+}
+
+FrameHeader headerOf(FrameKind kind, const RingEntry& entry, const ShardShape& shape,
+                     std::uint32_t numPresent) {
+  FrameHeader header;
+  header.kind = kind;
+  header.group = entry.group;
+  header.shard = entry.shard;
+  header.step = entry.step;
+  header.dtype = static_cast<std::uint8_t>(shape.dtype);
+  header.op = static_cast<std::uint8_t>(shape.op);
+  header.numElements = shape.numElements;
+  header.numPresent = numPresent;
+  header.payloadBytes = numPresent == 0 ? 0 : numBytes(shape);
+  return header;
+}
+
+void record(NodeContribution& contribution, std::uint32_t step, const ShardShape& shape,
+            std::uint32_t numPresent, std::uint32_t numCounted) noexcept {
+  contribution.numElements = shape.numElements;
+  contribution.numPresent = numPresent;
+  contribution.numCounted = numCounted;
+  contribution.dtype = static_cast<std::uint8_t>(shape.dtype);
+  contribution.op = static_cast<std::uint8_t>(shape.op);
+  contribution.step.store(step, std::memory_order_release);
+}
+
+RingEntry entryOf(const FrameHeader& header) noexcept { return {header.group, header.shard, header.step}; }
+
+std::string nameOf(const FrameHeader& header) {
+  return "step " + std::to_string(header.step) + " of shard " + std::to_string(header.shard) +
+         " of tensor group " + std::to_string(header.group);
+}
+
+}  // namespace
+
+NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
+                           const std::vector<std::vector<int>>& fds, FinishShard finishShard, Report report,
+                           std::function<void(NodeEvent)> onEvent)
+    : index_{node, ranks.size()},
+      ranks_(std::move(ranks)),
+      finishShard_(std::move(finishShard)),
+      report_(std::move(report)),
+      hasLeft_(new std::atomic<bool>[index_.numNodes]()),
+      links_(node, fds,
+             {[this](std::size_t from, const FrameHeader& header) { return open(from, header); },
+              [this](std::size_t from, const FrameHeader& header, const FramePayload& payload) {
+                close(from, header, payload);
+              },
+              std::move(onEvent)}) {
+  if (index_.numNodes > kMostNodes)
+    throw std::invalid_argument("a job has at most " + std::to_string(kMostNodes) + " nodes");
+  if (node >= index_.numNodes || fds.size() != index_.numNodes)
+    throw std::invalid_argument(
+        "node must be below the number of nodes, and each needs a list of connections");
+}
+
+// ---- groups ----
+
+void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, int segmentFd) {
+  const std::uint32_t id = group->plan().id;
+  NodeSegment segment(group->plan(), index_, segmentFd);
+  auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  groups_[id] = std::move(added);
+}
+
+void NodeExchange::removeGroup(std::uint32_t group) {
+  GroupPointer unused;  // unmapped after the lock is given back
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) return;
+  unused = std::move(found->second);
+  groups_.erase(found);
+}
+
+NodeExchange::GroupPointer NodeExchange::find(std::uint32_t group) {
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? nullptr : found->second;
+}
+
+std::vector<NodeExchange::GroupPointer> NodeExchange::allGroups() {
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  std::vector<GroupPointer> groups;
+  for (const auto& [id, group] : groups_) groups.push_back(group);
+  return groups;
+}
+
+// ---- contributions ----
+
+void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry) {
+  const GroupPointer group = find(tensors.plan().id);
+  if (group == nullptr) return;
+  if (!index_.owns(entry.shard)) {
+    sendPartial(group, entry);
+    return;
+  }
+  record(group->segment.contribution(entry.shard, index_.node), entry.step, tensors.shape(entry.shard),
+         tensors.numPresent(entry.shard), tensors.numCounted(entry.shard));
+  arrive(group, entry);
+}
+
+/// Reduces what this node's workers contributed, into the slot of the first of them, and sends it from there:
+/// the slot belongs to the memory devices until the result is in it.
+void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry) {
+  const TensorGroup& tensors = *group->tensors;
+  const Shard& shard = tensors.plan().shards[entry.shard];
+  std::array<const void*, kMostInputs> inputs;
+  std::size_t numInputs = 0;
+  std::byte* partial = nullptr;
+  for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+    if (!tensors.isPresent(entry.shard, client)) continue;
+    std::byte* slot = tensors.slot(client, shard);
+    if (numInputs == 0) partial = slot;
+    inputs[numInputs++] = slot;
+  }
+  const ShardShape shape = tensors.shape(entry.shard);
+  if (numInputs > 1) {
+    void* outputs[] = {partial};
+    reduce(shape.dtype, partialOp(shape.op), inputs.data(), numInputs, outputs, 1, shape.numElements, 1);
+  }
+  FrameHeader header = headerOf(FrameKind::kPartial, entry, shape, static_cast<std::uint32_t>(numInputs));
+  header.numCounted = tensors.numCounted(entry.shard);
+  // release: whoever takes the result, at whichever device, sees that it is one.
+  group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
+  links_.send(index_.ownerOf(entry.shard), header, {partial, group});
+}
+
+/// @pre the contribution was recorded.
+void NodeExchange::arrive(const GroupPointer& group, const RingEntry& entry) {
+  std::atomic<std::uint32_t>& arrivals = group->segment.arrivals(entry.shard);
+  // At least acq_rel: the last arrival sees what every other one recorded. seq_cst pairs with
+  // workerLeftNode(): either it sees this arrival, or we see that somebody left.
+  const std::uint32_t arrived = arrivals.fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (arrived == index_.numNodes) {
+    arrivals.store(0, std::memory_order_relaxed);
+    reduceOwned(group, entry);
+  } else if (lacksOneThatLeft(*group, entry.shard)) {
+    report_({});
+  }
+}
+
+// ---- the owner ----
+
+void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry) {
+  if (std::string difference = disagreement(*group, entry.shard); !difference.empty()) {
+    report_(std::move(difference));
+    return;
+  }
+  TensorGroup& tensors = *group->tensors;
+  const NodeSegment& segment = group->segment;
+  const Shard& shard = tensors.plan().shards[entry.shard];
+  std::array<const void*, kMostInputs> inputs;
+  std::array<void*, kMostInputs> outputs;
+  std::size_t numInputs = 0;
+  std::size_t numOutputs = 0;
+  // In the order of the nodes, so that results do not depend on who came when. Each partial is one term;
+  // those of this node's workers are terms of their own, which saves a pass over them.
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (node != index_.node) {
+      outputs[numOutputs] = segment.place(entry.shard, node);
+      if (segment.contribution(entry.shard, node).numPresent > 0) inputs[numInputs++] = outputs[numOutputs];
+      ++numOutputs;
+      continue;
+    }
+    for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+      outputs[numOutputs] = tensors.slot(client, shard);
+      if (tensors.isPresent(entry.shard, client)) inputs[numInputs++] = outputs[numOutputs];
+      ++numOutputs;
+    }
+  }
+  const ShardShape shape = tensors.shape(entry.shard);
+  const std::uint32_t divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
+  if (numInputs > 0) {
+    reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), numOutputs, shape.numElements,
+           divisor);
+  }
+  const std::uint32_t numPresent = total(*group, entry.shard, &NodeContribution::numPresent);
+  tensors.control().contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
+  // release: the next contributions, which another device may take, come after this step.
+  segment.round(entry.shard).store(entry.step, std::memory_order_release);
+  sendResults(group, entry, shape, numPresent);
+  finishShard_(tensors, entry, shape);
+}
+
+void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
+                               std::uint32_t numPresent) {
+  const FrameHeader header = headerOf(FrameKind::kResult, entry, shape, numPresent);
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (node == index_.node) continue;
+    links_.send(node, header, {group->segment.place(entry.shard, node), group});
+  }
+}
+
+std::uint32_t NodeExchange::total(const Group& group, std::uint32_t shard,
+                                  std::uint32_t NodeContribution::* count) const noexcept {
+  std::uint32_t sum = 0;
+  for (std::size_t node = 0; node < index_.numNodes; ++node)
+    sum += group.segment.contribution(shard, node).*count;
+  return sum;
+}
+
+std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) const {
+  const ShardShape own = shapeOf(group.segment.contribution(shard, index_.node));
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    const ShardShape other = shapeOf(group.segment.contribution(shard, node));
+    if (areEqual(own, other)) continue;
+    return "workers disagree on a buffer: " + workersOf(node) + " gave " + describe(other) + ", " +
+           workersOf(index_.node) + " gave " + describe(own);
+  }
+  return {};
+}
+
+std::string NodeExchange::workersOf(std::size_t node) const {
+  std::string names;
+  for (const int rank : ranks_[node]) names += (names.empty() ? "worker(s) " : ", ") + std::to_string(rank);
+  return names;
+}
+
+// ---- frames of other nodes ----
+
+FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
+  const GroupPointer group = find(header.group);
+  if (group == nullptr)
+    throw LinkError("it sent " + nameOf(header) + ", which this node has not registered or has closed");
+  const GroupPlan& plan = group->tensors->plan();
+  if (header.shard >= plan.shards.size())
+    throw LinkError("it sent " + nameOf(header) + ", which has " + std::to_string(plan.shards.size()) +
+                    " shards");
+  if (!fits(plan.shards[header.shard], header))
+    throw LinkError("it sent " + nameOf(header) + " as " + describe(shapeOf(header)));
+  const std::size_t expected = header.numPresent == 0 ? 0 : numBytes(shapeOf(header));
+  if (header.payloadBytes != expected)
+    throw LinkError("it sent " + nameOf(header) + " with " + std::to_string(header.payloadBytes) +
+                    " bytes instead of " + std::to_string(expected));
+  return header.kind == FrameKind::kPartial ? openPartial(group, node, header)
+                                            : openResult(group, node, header);
+}
+
+FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t node,
+                                       const FrameHeader& header) {
+  if (!index_.owns(header.shard))
+    throw LinkError("it sent its part of " + nameOf(header) + ", which belongs to another node");
+  const NodeSegment& segment = group->segment;
+  const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
+  const std::uint32_t done = segment.round(header.shard).load(std::memory_order_acquire);
+  if (header.step != done + 1 || last == header.step)
+    throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
+  return {segment.place(header.shard, node), group};
+}
+
+FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t node,
+                                      const FrameHeader& header) {
+  TensorGroup& tensors = *group->tensors;
+  const std::uint32_t contributed = group->segment.round(header.shard).load(std::memory_order_acquire);
+  const std::uint32_t done = tensors.control().done(0, header.shard).load(std::memory_order_acquire);
+  const bool isAwaited =
+      index_.ownerOf(header.shard) == node && contributed == header.step && done + 1 == header.step;
+  if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
+    throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
+  return {tensors.slot(0, tensors.plan().shards[header.shard]), group};
+}
+
+void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
+  const auto group = std::const_pointer_cast<Group>(std::static_pointer_cast<const Group>(payload.keeper));
+  if (header.kind == FrameKind::kPartial) {
+    takePartial(group, node, header);
+  } else {
+    takeResult(group, header);
+  }
+}
+
+void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
+  record(group->segment.contribution(header.shard, node), header.step, shapeOf(header), header.numPresent,
+         header.numCounted);
+  arrive(group, entryOf(header));
+}
+
+void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& header) {
+  TensorGroup& tensors = *group->tensors;
+  const Shard& shard = tensors.plan().shards[header.shard];
+  for (std::size_t client = 1; header.payloadBytes > 0 && client < tensors.plan().numClients; ++client)
+    copyBytes(tensors.slot(client, shard), tensors.slot(0, shard), header.payloadBytes);
+  tensors.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
+  finishShard_(tensors, entryOf(header), shapeOf(header));
+}
+
+// ---- leaving ----
+
+void NodeExchange::workerLeft(std::uint32_t rank) {
+  FrameHeader header;
+  header.kind = FrameKind::kLeft;
+  header.shard = rank;
+  links_.sendToAll(header);
+  workerLeftNode(index_.node);
+}
+
+void NodeExchange::workerLeftNode(std::size_t node) {
+  hasLeft_[node].store(true, std::memory_order_seq_cst);
+  for (const GroupPointer& group : allGroups()) {
+    const std::size_t numShards = group->tensors->plan().shards.size();
+    for (std::size_t shard = index_.node; shard < numShards; shard += index_.numNodes) {
+      if (!lacksOneThatLeft(*group, static_cast<std::uint32_t>(shard))) continue;
+      report_({});
+      return;
+    }
+  }
+}
+
+/// Whether a step of an owned shard is under way to which a node that somebody has left did not contribute.
+bool NodeExchange::lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept {
+  if (group.segment.arrivals(shard).load(std::memory_order_seq_cst) == 0) return false;
+  const std::uint32_t step = group.segment.round(shard).load(std::memory_order_acquire) + 1;
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (hasLeft_[node].load(std::memory_order_seq_cst) &&
+        group.segment.contribution(shard, node).step.load(std::memory_order_acquire) != step)
+      return true;
+  }
+  return false;
+}
+
+void NodeExchange::nodeEnded(std::size_t node) {
+  for (const GroupPointer& group : allGroups()) {
+    const std::size_t numShards = group->tensors->plan().shards.size();
+    for (std::size_t shard = node; shard < numShards; shard += index_.numNodes) {
+      const std::uint32_t contributed = group->segment.round(shard).load(std::memory_order_acquire);
+      if (contributed == group->tensors->control().done(0, shard).load(std::memory_order_acquire)) continue;
+      report_({});
+      return;
+    }
+  }
+}
+
+}  // namespace coarse

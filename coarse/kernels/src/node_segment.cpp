@@ -1,0 +1,56 @@
+#include "coarse/node_segment.hpp"
+
+namespace coarse {
+namespace {
+
+std::size_t numOwned(std::size_t numShards, NodeIndex index) noexcept {
+  return (numShards + index.numNodes - 1 - index.node) / index.numNodes;
+}
+
+std::size_t shardBytes(const Shard& shard) {
+  return shard.numElements * (shard.isDynamic ? 1 : itemBytes(shard.dtype));
+}
+
+}  // namespace
+
+NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, int fd)
+    : index_(index),
+      placeOffsets_(placeOffsets(plan, index)),
+      mapping_(mapSealed(fd, numBytes(plan, index), Mapping::Access::kReadWrite, "node segment")) {
+  const std::size_t numShards = plan.shards.size();
+  ArrayCursor cursor(mapping_.data());
+  rounds_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
+  arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
+  contributions_ = cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
+  places_ = mapping_.data() + cursor.offset();
+}
+
+std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index) {
+  return headBytes(plan.shards.size(), index) + placeOffsets(plan, index).back();
+}
+
+std::byte* NodeSegment::place(std::size_t shard, std::size_t node) const noexcept {
+  const std::size_t owned = shard / index_.numNodes;
+  const std::size_t stride = (placeOffsets_[owned + 1] - placeOffsets_[owned]) / (index_.numNodes - 1);
+  const std::size_t other = node < index_.node ? node : node - 1;
+  return places_ + placeOffsets_[owned] + other * stride;
+}
+
+std::vector<std::size_t> NodeSegment::placeOffsets(const GroupPlan& plan, NodeIndex index) {
+  std::vector<std::size_t> offsets{0};
+  for (std::size_t shard = index.node; shard < plan.shards.size(); shard += index.numNodes) {
+    const std::size_t stride = roundUp(shardBytes(plan.shards[shard]), kCacheLineBytes);
+    offsets.push_back(offsets.back() + stride * (index.numNodes - 1));
+  }
+  return offsets;
+}
+
+std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index) noexcept {
+  ArrayCursor cursor(nullptr);
+  cursor.take<std::atomic<std::uint32_t>>(numShards);
+  cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
+  cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
+  return cursor.offset();
+}
+
+}  // namespace coarse

@@ -1,0 +1,387 @@
+"""Connects the memory devices of the nodes of a job: done by the leader of each node before it starts its devices.
+
+Each node listens on one address for a while, publishes it in the rendezvous store, and connects to every node of a
+lower number. Both ends prove that they know the job's secret, which goes through the store and never over these
+connections; whoever cannot is turned away. docs/design/nodes.md has the handshake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from coarse.env import Settings, master_address
+from coarse.errors import RendezvousError
+from coarse.rendezvous import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
+from coarse.store import Store
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"COARSE node link"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_HELLO = struct.Struct(f"<{len(_MAGIC)}sIII{_NONCE_BYTES}s")  # magic, from node, to node, connection, nonce
+_WELCOME = b"\1"
+_BACKLOG = 256
+_HANDSHAKE_TIMEOUT_S = 5.0
+_LOOK_INTERVAL_S = 0.25
+_RETRY_INTERVAL_S = 0.05
+_MOST_HANDSHAKES = 64
+_LOOPBACK = "127.0.0.1"
+
+
+class _StrangerError(Exception):
+    """Who is at the other end does not belong to this job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAddress:
+    """Where a node can be reached while the job starts.
+
+    Args:
+        host, port: Of its listener.
+        num_devices: Memory devices that it will have.
+    """
+
+    host: str
+    port: int
+    num_devices: int
+
+
+class NodeLinks:
+    """Connected sockets from one node to all others. A context manager that closes them.
+
+    Two nodes with K and L memory devices share max(K, L) connections; connection c belongs to device c mod K of the
+    one and c mod L of the other, so that every device of either has one at least.
+    """
+
+    def __init__(self, num_nodes: int, num_devices: int) -> None:
+        self._num_nodes = num_nodes
+        self._num_devices = num_devices
+        self._sockets: dict[tuple[int, int], socket.socket] = {}
+
+    def add(self, node: int, connection: int, link: socket.socket) -> None:
+        """Takes a connection. One of the same number that was there before had failed: it is closed."""
+        link.settimeout(None)
+        before = self._sockets.pop((node, connection), None)
+        if before is not None:
+            before.close()
+        self._sockets[node, connection] = link
+
+    def has(self, node: int, connection: int) -> bool:
+        """Whether a connection is there."""
+        return (node, connection) in self._sockets
+
+    def fds_of_device(self, device: int) -> tuple[tuple[int, ...], ...]:
+        """Descriptors of the connections of one of this node's devices, by the node they lead to."""
+        return tuple(
+            tuple(
+                link.fileno()
+                for (other, connection), link in sorted(self._sockets.items(), key=lambda item: item[0])
+                if other == node and connection % self._num_devices == device
+            )
+            for node in range(self._num_nodes)
+        )
+
+    def close(self) -> None:
+        """Closes this process's descriptors; devices that inherited them keep theirs. Idempotent."""
+        while self._sockets:
+            self._sockets.popitem()[1].close()
+
+    def __enter__(self) -> NodeLinks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def address_of_this_node(settings: Settings) -> str:
+    """The address on which this node listens for others: never all of them.
+
+    Raises:
+        RendezvousError: If MASTER_ADDR cannot be resolved.
+    """
+    master = settings.node_address or master_address() or _LOOPBACK
+    try:
+        family, _, _, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            if settings.node_address:
+                return str(target[0])
+            probe.connect(target)  # sends nothing; chooses the interface
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousError(
+            f"no interface of this node leads to {master!r} ({error}); set COARSE_NODE_ADDRESS to an address of "
+            "this node that the others can reach"
+        ) from None
+
+
+def link_nodes(
+    nodes: NodeMap,
+    node: int,
+    store: Store,
+    *,
+    num_devices: int,
+    settings: Settings,
+    watch: PeerWatch,
+) -> NodeLinks:
+    """Connects this node with all others; returns when all connections are there, at once if there is one node.
+
+    Args:
+        nodes: Of the job.
+        node: This one.
+        store: Where nodes find each other.
+        num_devices: Memory devices that this node will have.
+        settings: Of the session.
+        watch: Notices deaths meanwhile.
+
+    Raises:
+        RendezvousError: If a node does not come in time, or this one cannot listen.
+        WorkerLostError: If a worker dies meanwhile.
+    """
+    links = NodeLinks(nodes.num_nodes, num_devices)
+    if nodes.num_nodes == 1:
+        return links
+    host = address_of_this_node(settings)
+    try:
+        listener = _listen(host)
+    except OSError as error:
+        raise RendezvousError(
+            f"{nodes.describe(node)} cannot listen on {host}: {error}. Set COARSE_NODE_ADDRESS to an address of this "
+            "node that the others can reach."
+        ) from error
+    try:
+        if node == 0:
+            store.set("node secret", secrets.token_bytes(_PROOF_BYTES))
+        own = NodeAddress(host=host, port=listener.getsockname()[1], num_devices=num_devices)
+        store.set(f"node/{node}", json.dumps(asdict(own)).encode())
+        _Linking(nodes, node, store, links, watch, settings.timeout_s).run(listener, own)
+    except BaseException:
+        links.close()
+        raise
+    finally:
+        listener.close()
+    return links
+
+
+class _Linking:
+    """One node's way to connections with all others."""
+
+    def __init__(
+        self, nodes: NodeMap, node: int, store: Store, links: NodeLinks, watch: PeerWatch, timeout_s: float
+    ) -> None:
+        self._nodes = nodes
+        self._node = node
+        self._store = store
+        self._links = links
+        self._watch = watch
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout_s
+        self._next_report = self._started + PROGRESS_INTERVAL_S
+
+    def run(self, listener: socket.socket, own: NodeAddress) -> None:
+        secret = self._await_key("node secret", 0)
+        doorman = _Doorman(listener, self._node, secret)
+        try:
+            for node in range(self._nodes.num_nodes):
+                if node == self._node:
+                    continue
+                address = NodeAddress(**json.loads(self._await_key(f"node/{node}", node)))
+                self._check_reachable(node, address)
+                for connection in range(max(own.num_devices, address.num_devices)):
+                    if node < self._node:
+                        self._links.add(node, connection, self._call(node, connection, address, secret))
+                    else:
+                        self._await_call(node, connection, doorman)
+        finally:
+            doorman.close()
+
+    def _check_reachable(self, node: int, address: NodeAddress) -> None:
+        is_loopback = address.host.startswith("127.") or address.host == "::1"
+        if is_loopback and self._nodes.boots[node] != self._nodes.boots[self._node]:
+            raise RendezvousError(
+                f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. Set "
+                "MASTER_ADDR to an address of worker 0's machine that is none of its loopback addresses, or "
+                "COARSE_NODE_ADDRESS on each machine."
+            )
+
+    def _await_key(self, key: str, node: int) -> bytes:
+        while True:
+            try:
+                return self._watch.get(self._store, key, _LOOK_INTERVAL_S)
+            except TimeoutError:
+                self._look_around(node, "to say where it is")
+
+    def _call(self, node: int, connection: int, address: NodeAddress, secret: bytes) -> socket.socket:
+        hello = (_MAGIC, self._node, node, connection)
+        while True:
+            try:
+                return _call(address, hello, secret)
+            except (OSError, _StrangerError) as error:
+                self._look_around(node, f"to answer at {address.host} port {address.port} ({error})")
+                time.sleep(_RETRY_INTERVAL_S)
+
+    def _await_call(self, node: int, connection: int, doorman: _Doorman) -> None:
+        while not self._links.has(node, connection):
+            try:
+                caller, number, link = doorman.visitors.get(timeout=_LOOK_INTERVAL_S)
+            except queue.Empty:
+                self._look_around(node, "to connect")
+            else:
+                self._links.add(caller, number, link)
+
+    def _look_around(self, node: int, what: str) -> None:
+        self._watch.check()
+        now = time.monotonic()
+        waiting = f"node {self._node} waits for {self._nodes.describe(node)} {what}"
+        if now > self._deadline:
+            raise RendezvousError(
+                f"after {now - self._started:.1f} s {waiting}. Look at the output of its workers, and at what lies "
+                "between the nodes: firewalls, or an interface that COARSE_NODE_ADDRESS should name."
+            )
+        if now > self._next_report:
+            self._next_report = now + PROGRESS_INTERVAL_S
+            logger.warning("%.0f s: %s", now - self._started, waiting)
+
+
+class _Doorman:
+    """Lets in who proves to belong to the job; each caller has a thread of its own, so that none holds up another.
+
+    Args:
+        listener: Stays the caller's.
+        node: This node.
+        secret: Of the job.
+    """
+
+    def __init__(self, listener: socket.socket, node: int, secret: bytes) -> None:
+        self.visitors: queue.Queue[tuple[int, int, socket.socket]] = queue.Queue()
+        self._listener = listener
+        self._node = node
+        self._secret = secret
+        self._slots = threading.Semaphore(_MOST_HANDSHAKES)
+        self._lock = threading.Lock()
+        self._in_handshake: set[socket.socket] = set()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._start(self._serve)
+
+    def close(self) -> None:
+        """Turns everybody away who is not through yet. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for link in self._in_handshake:
+                with contextlib.suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        for thread in self._threads:
+            thread.join()
+        while not self.visitors.empty():
+            self.visitors.get()[2].close()
+
+    def _start(self, run: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, name="coarse-node-links", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self._slots.acquire()
+            try:
+                link, address = self._listener.accept()
+            except OSError:
+                return
+            with self._lock:
+                if self._is_closed:
+                    link.close()
+                    return
+                self._in_handshake.add(link)
+            self._start(lambda link=link, address=address: self._receive(link, address))  # type: ignore[misc]
+
+    def _receive(self, link: socket.socket, address: object) -> None:
+        try:
+            link.settimeout(_HANDSHAKE_TIMEOUT_S)
+            node, connection = _answer(link, self._node, self._secret)
+        except (OSError, _StrangerError) as error:
+            if not self._is_closed:
+                logger.warning("refused a connection from %s: %s", address, error)
+            self._forget(link)
+            link.close()
+        else:
+            self._forget(link)
+            self.visitors.put((node, connection, link))
+        finally:
+            self._slots.release()
+
+    def _forget(self, link: socket.socket) -> None:
+        with self._lock:
+            self._in_handshake.discard(link)
+
+
+# ---- the handshake ----
+
+
+def _call(address: NodeAddress, hello: tuple[bytes, int, int, int], secret: bytes) -> socket.socket:
+    link = socket.create_connection((address.host, address.port), timeout=_HANDSHAKE_TIMEOUT_S)
+    try:
+        greeting = _HELLO.pack(*hello, secrets.token_bytes(_NONCE_BYTES))
+        link.sendall(greeting)
+        nonce = _receive_exactly(link, _NONCE_BYTES)
+        _check(_receive_exactly(link, _PROOF_BYTES), secret, b"listener", greeting + nonce)
+        link.sendall(_prove(secret, b"caller", greeting + nonce))
+        if _receive_exactly(link, len(_WELCOME)) != _WELCOME:
+            raise _StrangerError("it answers with something else")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _answer(link: socket.socket, own_node: int, secret: bytes) -> tuple[int, int]:
+    greeting = _receive_exactly(link, _HELLO.size)
+    magic, caller, node, connection, _ = _HELLO.unpack(greeting)
+    if magic != _MAGIC:
+        raise _StrangerError("it speaks another protocol")
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    link.sendall(nonce + _prove(secret, b"listener", greeting + nonce))
+    _check(_receive_exactly(link, _PROOF_BYTES), secret, b"caller", greeting + nonce)
+    if node != own_node:
+        raise _StrangerError(f"it looks for node {node}")
+    link.sendall(_WELCOME)
+    return caller, connection
+
+
+def _prove(secret: bytes, role: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, role + b"|" + challenge, "sha256")
+
+
+def _check(proof: bytes, secret: bytes, role: bytes, challenge: bytes) -> None:
+    if not hmac.compare_digest(proof, _prove(secret, role, challenge)):
+        raise _StrangerError("it does not know the secret of this job")
+
+
+def _receive_exactly(link: socket.socket, num_bytes: int) -> bytes:
+    deadline = time.monotonic() + _HANDSHAKE_TIMEOUT_S
+    received = bytearray()
+    while len(received) < num_bytes:
+        link.settimeout(max(0.001, deadline - time.monotonic()))
+        part = link.recv(num_bytes - len(received))
+        if not part:
+            raise _StrangerError("it closed the connection before it was let in")
+        received += part
+    return bytes(received)
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)

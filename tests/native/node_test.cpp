@@ -1,0 +1,526 @@
+/// Several nodes: what was pushed on any of them comes back reduced, exactly, on all; and what a node cannot
+/// say.
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <vector>
+
+#include "contributions.hpp"
+#include "fixture.hpp"
+
+namespace coarse::test {
+namespace {
+
+std::pair<Fd, Fd> streamPair() {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) std::abort();
+  return {Fd(ends[0]), Fd(ends[1])};
+}
+
+/// The devices and workers of several nodes in one process. Worker ranks count through all nodes.
+class Nodes {
+ public:
+  explicit Nodes(const std::vector<ClusterShape>& shapes) : fds_(shapes.size()) {
+    int rank = 0;
+    for (std::size_t node = 0; node < shapes.size(); ++node) {
+      clusters_.push_back(std::make_unique<Cluster>(shapes[node]));
+      ranks_.emplace_back();
+      for (std::size_t client = 0; client < shapes[node].numClients; ++client)
+        ranks_.back().push_back(rank++);
+      fds_[node].assign(shapes[node].numDevices, std::vector<std::vector<int>>(shapes.size()));
+    }
+    for (std::size_t a = 0; a < shapes.size(); ++a) {
+      for (std::size_t b = 0; b < a; ++b) connect(a, b);
+    }
+    for (std::size_t node = 0; node < shapes.size(); ++node)
+      clusters_[node]->joinNodes({node, shapes.size()}, ranks_, fds_[node]);
+    sockets_.clear();  // proxies have duplicates
+  }
+
+  /// The last word of each node goes out before the next one stops.
+  ~Nodes() {
+    together(clusters_.size(), [&](std::size_t node) { clusters_[node].reset(); });
+  }
+
+  Nodes& start() {
+    for (auto& cluster : clusters_) cluster->start();
+    return *this;
+  }
+  /// The plan's number of clients is that of each node.
+  void addGroup(GroupPlan plan) {
+    for (auto& cluster : clusters_) {
+      plan.numClients = cluster->shape().numClients;
+      cluster->addGroup(plan);
+    }
+  }
+  Cluster& node(std::size_t node) { return *clusters_[node]; }
+  std::size_t numWorkers() const { return static_cast<std::size_t>(ranks_.back().back()) + 1; }
+  Cluster& clusterOf(std::size_t rank) { return *clusters_[place(rank).first]; }
+  Client& worker(std::size_t rank) { return clusterOf(rank).client(place(rank).second); }
+  void stop(std::size_t node) { clusters_[node].reset(); }
+
+  std::vector<NodeEvent> nodeEvents(std::size_t node, std::size_t device = 0) {
+    std::vector<NodeEvent> events;
+    eventually([&] { return !(events = clusters_[node]->proxy(device).takeNodeEvents()).empty(); });
+    return events;
+  }
+
+ private:
+  std::pair<std::size_t, std::size_t> place(std::size_t rank) const {
+    std::size_t node = 0;
+    while (static_cast<int>(rank) > ranks_[node].back()) ++node;
+    return {node, rank - static_cast<std::size_t>(ranks_[node].front())};
+  }
+  void connect(std::size_t a, std::size_t b) {
+    for (std::size_t i = 0; i < std::max(fds_[a].size(), fds_[b].size()); ++i) {
+      auto [forA, forB] = streamPair();
+      fds_[a][i % fds_[a].size()][b].push_back(forA);
+      fds_[b][i % fds_[b].size()][a].push_back(forB);
+      sockets_.push_back(std::move(forA));
+      sockets_.push_back(std::move(forB));
+    }
+  }
+
+  std::vector<std::vector<int>> ranks_;
+  std::vector<std::vector<std::vector<std::vector<int>>>> fds_;  // by node, device, other node
+  std::vector<Fd> sockets_;
+  std::vector<std::unique_ptr<Cluster>> clusters_;
+};
+
+std::vector<TensorSpec> variousTensors() {
+  std::vector<TensorSpec> tensors;
+  std::uint32_t numElements = 1;
+  for (const Algorithm algorithm : {Algorithm::kGather, Algorithm::kDirect}) {
+    for (const DType dtype : kEveryDType) {
+      for (const ReduceOp op : kEveryOp) {
+        tensors.push_back({numElements, dtype, op, algorithm});
+        numElements = numElements * 3 % 1009;
+      }
+    }
+  }
+  return tensors;
+}
+
+constexpr std::uint32_t kShardElements = 200;
+
+struct NodesShape {
+  const char* name;
+  std::vector<ClusterShape> shapes;
+};
+
+void PrintTo(const NodesShape& shape, std::ostream* out) { *out << shape.name; }
+
+class SeveralNodes : public testing::TestWithParam<NodesShape> {
+ protected:
+  std::vector<std::size_t> everyone() {
+    std::vector<std::size_t> ranks(nodes_.numWorkers());
+    std::iota(ranks.begin(), ranks.end(), std::size_t{0});
+    return ranks;
+  }
+  /// All workers push and pull all tensors; those of `flags` that are not kPresent contribute nothing.
+  void synchronise(const std::vector<TensorSpec>& tensors, std::uint32_t step,
+                   const std::vector<std::uint8_t>& flags) {
+    std::vector<std::size_t> present;
+    std::uint32_t divisor = 0;
+    for (std::size_t rank = 0; rank < flags.size(); ++rank) {
+      if (flags[rank] == kPresent) present.push_back(rank);
+      if (flags[rank] != kJoined) ++divisor;
+    }
+    together(nodes_.numWorkers(), [&](std::size_t rank) {
+      Client& worker = nodes_.worker(rank);
+      for (std::uint32_t tensor = 0; tensor < tensors.size(); ++tensor) {
+        const TensorSpec& spec = tensors[tensor];
+        const Bytes data = contribution(spec.dtype, spec.numElements, rank, step);
+        ASSERT_EQ(worker.push(1, tensor, flags[rank], data.data()), WaitStatus::kDone);
+      }
+      for (std::uint32_t tensor = 0; tensor < tensors.size(); ++tensor) {
+        const TensorSpec& spec = tensors[tensor];
+        Bytes data(spec.numElements * itemBytes(spec.dtype));
+        ASSERT_EQ(worker.pull(1, tensor, data.data(), kPatienceSeconds), WaitStatus::kDone)
+            << "tensor " << tensor << " at step " << step << " on worker " << rank;
+        ASSERT_EQ(worker.contributors(1, tensor), present.size());
+        const Bytes expected = present.empty()
+                                   ? contribution(spec.dtype, spec.numElements, rank, step)
+                                   : result(spec.dtype, spec.op, spec.numElements, present, step, divisor);
+        ASSERT_TRUE(data == expected) << "tensor " << tensor << " at step " << step << " on worker " << rank;
+      }
+    });
+  }
+  Nodes nodes_{GetParam().shapes};
+};
+
+TEST_P(SeveralNodes, ReduceEveryTypeAndOperation) {
+  const std::vector<TensorSpec> tensors = variousTensors();
+  nodes_.start().addGroup(makePlan(1, 1, tensors, kShardElements));
+  for (std::uint32_t step = 1; step <= 6; ++step)
+    synchronise(tensors, step, std::vector<std::uint8_t>(nodes_.numWorkers(), kPresent));
+}
+
+TEST_P(SeveralNodes, ReduceWhatSomeWorkersLeaveOut) {
+  const std::vector<TensorSpec> tensors = variousTensors();
+  nodes_.start().addGroup(makePlan(1, 1, tensors, kShardElements));
+  const std::size_t numWorkers = nodes_.numWorkers();
+  for (std::uint32_t step = 1; step <= 12; ++step) {
+    std::vector<std::uint8_t> flags(numWorkers, kPresent);
+    for (std::size_t rank = 0; rank < numWorkers; ++rank) {
+      if ((step * 7 + rank) % 3 == 1) flags[rank] = 0;
+      if ((step * 7 + rank) % 3 == 2) flags[rank] = kJoined;
+    }
+    if (step % 4 == 0) std::fill(flags.begin(), flags.end(), std::uint8_t{0});
+    synchronise(tensors, step, flags);
+  }
+}
+
+TEST_P(SeveralNodes, ReduceBuffersThatAreNotRegistered) {
+  nodes_.start().addGroup(makeDynamicPlan(1, 1, 4, 4096, Algorithm::kDirect));
+  const std::vector<std::size_t> all = everyone();
+  together(nodes_.numWorkers(), [&](std::size_t rank) {
+    for (const DType dtype : kEveryDType) {
+      const std::size_t numElements = 3000 + static_cast<std::size_t>(dtype);
+      Bytes buffer = contribution(dtype, numElements, rank, 1);
+      ASSERT_EQ(nodes_.worker(rank).allReduce(1, buffer.data(), numElements, dtype, ReduceOp::kSum, true,
+                                              kPatienceSeconds),
+                WaitStatus::kDone);
+      ASSERT_TRUE(buffer == result(dtype, ReduceOp::kSum, numElements, all, 1, 1));
+      // A broadcast of the last worker.
+      const bool isRoot = rank == all.back();
+      buffer = contribution(dtype, numElements, rank, 2);
+      ASSERT_EQ(nodes_.worker(rank).allReduce(1, buffer.data(), numElements, dtype, ReduceOp::kSum, isRoot,
+                                              kPatienceSeconds),
+                WaitStatus::kDone);
+      ASSERT_TRUE(buffer == contribution(dtype, numElements, all.back(), 2));
+    }
+  });
+}
+
+TEST_P(SeveralNodes, GiveTheSameBitsInEveryRun) {
+  const std::vector<TensorSpec> tensors = {{5000, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect}};
+  std::vector<Bytes> seen;
+  for (int run = 0; run < 3; ++run) {
+    Nodes nodes(GetParam().shapes);
+    nodes.start().addGroup(makePlan(1, 1, tensors, kShardElements));
+    std::vector<Bytes> results(nodes.numWorkers());
+    together(nodes.numWorkers(), [&](std::size_t rank) {
+      std::vector<float> values(5000);
+      for (std::size_t i = 0; i < values.size(); ++i)
+        values[i] = 1.0f / static_cast<float>(1 + (i * 31 + rank * 17) % 101);
+      results[rank].resize(values.size() * sizeof(float));
+      ASSERT_EQ(nodes.worker(rank).push(1, 0, kPresent, values.data()), WaitStatus::kDone);
+      ASSERT_EQ(nodes.worker(rank).pull(1, 0, results[rank].data(), kPatienceSeconds), WaitStatus::kDone);
+    });
+    seen.insert(seen.end(), results.begin(), results.end());
+  }
+  EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [&](const Bytes& each) { return each == seen[0]; }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodes,
+                         testing::Values(NodesShape{"TwoOfTwo", {{2, 2, 1}, {2, 2, 1}}},
+                                         NodesShape{"ThreeOfOne", {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}}},
+                                         NodesShape{"Uneven", {{1, 1, 2}, {3, 3, 1}}},
+                                         NodesShape{"ThreeUneven", {{2, 1, 1}, {1, 2, 2}, {1, 3, 1}}}),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// ---- what nodes do not agree on ----
+
+TEST(NodeDisagreement, OnABufferIsAnEventAtItsOwner) {
+  Nodes nodes({{1, 1, 1}, {1, 1, 1}});
+  nodes.start().addGroup(makeDynamicPlan(2, 1, 2, 4096, Algorithm::kDirect));
+  for (std::size_t node = 0; node < 2; ++node) {
+    Descriptor descriptor;
+    descriptor.group = 2;
+    descriptor.step = 1;
+    descriptor.flags = kPresent;
+    descriptor.numElements = static_cast<std::uint32_t>(10 + node);
+    nodes.node(node).tell(0, 0, descriptor);
+  }
+  const std::vector<ProxyEvent> events = nodes.node(0).events(0);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].client, -1);
+  EXPECT_EQ(
+      events[0].message,
+      "workers disagree on a buffer: worker(s) 1 gave 11 elements of dtype 0 with op 0, worker(s) 0 gave 10 "
+      "elements of dtype 0 with op 0");
+}
+
+// ---- leaving ----
+
+class LeavingNodes : public testing::Test {
+ protected:
+  void SetUp() override { nodes_.start().addGroup(makePlan(1, 1, tensors_)); }
+  void synchronise() {
+    together(nodes_.numWorkers(), [&](std::size_t rank) {
+      for (std::uint32_t tensor = 0; tensor < tensors_.size(); ++tensor)
+        ASSERT_EQ(nodes_.worker(rank).push(1, tensor, kPresent, nullptr), WaitStatus::kDone);
+      ASSERT_EQ(nodes_.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+    });
+  }
+  /// Worker 1, alone on node 1, says goodbye; node 0's control thread hears of it.
+  void workerLeaves() {
+    nodes_.node(1).proxy(0).clientLeft(0);
+    const std::vector<NodeEvent> events = nodes_.nodeEvents(0);
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_EQ(events[0].kind, NodeEvent::Kind::kLeft);
+    EXPECT_EQ(events[0].rank, 1u);
+    nodes_.node(0).proxy(0).workerLeftNode(1);
+  }
+  void push(std::size_t rank, std::uint32_t tensor) {
+    ASSERT_EQ(nodes_.worker(rank).push(1, tensor, kPresent, nullptr), WaitStatus::kDone);
+    nodes_.worker(rank).flush();
+  }
+  void expectDeparture(std::size_t node) {
+    const std::vector<ProxyEvent> events = nodes_.node(node).events(0);
+    ASSERT_FALSE(events.empty());
+    EXPECT_EQ(events[0].message, "");
+  }
+  const std::vector<TensorSpec> tensors_{{100}, {100}};  // one owned by each node
+  Nodes nodes_{{{1, 1, 1}, {1, 1, 1}}};
+};
+
+TEST_F(LeavingNodes, AfterTheLastStepIsNoEvent) {
+  synchronise();
+  workerLeaves();
+  EXPECT_TRUE(nodes_.node(0).events(0, kMomentSeconds).empty());
+  nodes_.stop(1);
+  const std::vector<NodeEvent> ended = nodes_.nodeEvents(0);
+  ASSERT_EQ(ended.size(), 1u);
+  EXPECT_EQ(ended[0].kind, NodeEvent::Kind::kEnded);
+  nodes_.node(0).proxy(0).nodeEnded(1);
+  EXPECT_TRUE(nodes_.node(0).events(0, kMomentSeconds).empty());
+}
+
+TEST_F(LeavingNodes, BeforeAPushIsAnEventOfThePusher) {
+  synchronise();
+  workerLeaves();
+  push(0, 0);
+  expectDeparture(0);
+}
+
+TEST_F(LeavingNodes, AfterAPushIsAnEventAtTheOwner) {
+  synchronise();
+  push(0, 0);
+  ASSERT_TRUE(eventually([&] { return nodes_.node(0).proxy(0).lastStep(0) == 2; }));
+  workerLeaves();
+  expectDeparture(0);
+}
+
+TEST_F(LeavingNodes, OfTheOwnerIsAnEventThereWhenAContributionComes) {
+  synchronise();
+  nodes_.node(1).proxy(0).clientLeft(0);
+  push(0, 1);
+  expectDeparture(1);
+}
+
+TEST_F(LeavingNodes, OfAllOfTheOwnerIsAnEventWhereItsResultIsAwaited) {
+  synchronise();
+  push(0, 1);
+  ASSERT_TRUE(eventually([&] { return nodes_.node(0).proxy(0).lastStep(0) == 2; }));
+  nodes_.stop(1);
+  EXPECT_EQ(nodes_.nodeEvents(0)[0].kind, NodeEvent::Kind::kEnded);
+  // The push was recorded; that it was sent is what a sync core does next.
+  ASSERT_TRUE(eventually([&] {
+    nodes_.node(0).proxy(0).nodeEnded(1);
+    return !nodes_.node(0).proxy(0).takeEvents().empty();
+  }));
+}
+
+TEST_F(LeavingNodes, AnAbortTellsWhy) {
+  nodes_.node(1).proxy(0).abortNodes("because");
+  const std::vector<NodeEvent> events = nodes_.nodeEvents(0);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].kind, NodeEvent::Kind::kAborted);
+  EXPECT_EQ(events[0].node, 1u);
+  EXPECT_EQ(events[0].text, "because");
+}
+
+// ---- frames that cannot be ----
+
+/// One node, and the test in the place of the other.
+class Frames : public testing::Test {
+ protected:
+  Frames() {
+    cluster_.joinNodes({0, 2}, {{0}, {1}}, {{{}, {ours_.second}}});
+    ours_.second.close();
+    // Shards 0 and 2 belong to the node, shard 1 to us.
+    plan_ = makePlan(1, 1, {{100}, {100}, {100}});
+    cluster_.start().addGroup(plan_);
+  }
+  ~Frames() override { ours_.first.close(); }
+  FrameHeader partial(std::uint32_t shard = 0, std::uint32_t step = 1) const {
+    FrameHeader header;
+    header.magic = kFrameMagic;
+    header.kind = FrameKind::kPartial;
+    header.group = 1;
+    header.shard = shard;
+    header.step = step;
+    header.numElements = 100;
+    header.numPresent = header.numCounted = 1;
+    header.payloadBytes = 400;
+    return header;
+  }
+  void send(const FrameHeader& header, std::size_t payloadBytes) {
+    std::vector<std::byte> bytes(sizeof(header) + payloadBytes);
+    std::memcpy(bytes.data(), &header, sizeof(header));
+    sendBytes(bytes);
+  }
+  void sendBytes(const std::vector<std::byte>& bytes) {
+    // The node may close the connection while we are at it.
+    [[maybe_unused]] const auto sent = ::send(ours_.first, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  }
+  void expectLost(const std::string& reason) {
+    std::vector<NodeEvent> events;
+    ASSERT_TRUE(eventually([&] { return !(events = cluster_.proxy(0).takeNodeEvents()).empty(); }));
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_EQ(events[0].kind, NodeEvent::Kind::kLost);
+    EXPECT_NE(events[0].text.find(reason), std::string::npos) << events[0].text;
+  }
+  std::pair<Fd, Fd> ours_ = streamPair();
+  GroupPlan plan_;
+  Cluster cluster_{{1, 1, 1}};
+};
+
+TEST_F(Frames, OfAStepAreTaken) {
+  send(partial(), 400);
+  const std::vector<float> values(100, 3);
+  ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, values.data()), WaitStatus::kDone);
+  ASSERT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+  FrameHeader answer;
+  ASSERT_EQ(::recv(ours_.first, &answer, sizeof(answer), MSG_WAITALL), static_cast<ssize_t>(sizeof(answer)));
+  EXPECT_EQ(answer.kind, FrameKind::kResult);
+  EXPECT_EQ(answer.numPresent, 2u);
+  std::vector<float> payload(100);
+  ASSERT_EQ(::recv(ours_.first, payload.data(), 400, MSG_WAITALL), 400);
+  EXPECT_EQ(payload, values);
+}
+
+TEST_F(Frames, MayComeByteByByte) {
+  const FrameHeader header = partial();
+  std::vector<std::byte> bytes(sizeof(header) + 400);
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  for (const std::byte byte : bytes) sendBytes({byte});
+  ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
+  EXPECT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+}
+
+TEST_F(Frames, ThatCannotBeEndTheConnection) {
+  const auto refused = [](auto change, const std::string& reason) {
+    struct Once : Frames {
+      void TestBody() override {}
+      using Frames::expectLost;
+      using Frames::partial;
+      using Frames::send;
+    } once;
+    FrameHeader header = once.partial();
+    change(header);
+    once.send(header, 400);
+    once.expectLost(reason);
+  };
+  refused([](FrameHeader& header) { header.magic = 0; }, "no frame");
+  refused([](FrameHeader& header) { header.kind = static_cast<FrameKind>(9); }, "kind 9");
+  refused([](FrameHeader& header) { header.group = 2; }, "has not registered");
+  refused([](FrameHeader& header) { header.shard = 3; }, "which has 3 shards");
+  refused([](FrameHeader& header) { header.shard = 1; }, "belongs to another node");
+  refused([](FrameHeader& header) { header.step = 0; }, "after that of step 0");
+  refused([](FrameHeader& header) { header.step = 2; }, "after that of step 0");
+  refused([](FrameHeader& header) { header.numElements = 101; }, "101 elements");
+  refused([](FrameHeader& header) { header.dtype = 1; }, "dtype 1");
+  refused([](FrameHeader& header) { header.dtype = 200; }, "dtype 200");
+  refused([](FrameHeader& header) { header.op = 2; }, "op 2");
+  refused([](FrameHeader& header) { header.payloadBytes = 404; }, "404 bytes instead of 400");
+  refused([](FrameHeader& header) { header.payloadBytes = ~std::uint64_t{0}; }, "instead of 400");
+  refused([](FrameHeader& header) { header.numPresent = 0; }, "400 bytes instead of 0");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kResult; }, "nobody waits");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kResult, header.shard = 1; }, "nobody waits");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kBye; }, "400 bytes");
+  refused([](FrameHeader& header) { header.kind = FrameKind::kAbort, header.payloadBytes = 1 << 20; },
+          "1048576 bytes");
+}
+
+TEST_F(Frames, OfOneStepComeOnce) {
+  send(partial(), 400);
+  send(partial(), 400);
+  expectLost("after that of step 1");
+}
+
+TEST_F(Frames, AreNotResultsOfWhatTheNodeOwns) {
+  ASSERT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
+  cluster_.client(0).flush();
+  FrameHeader header = partial();
+  header.kind = FrameKind::kResult;
+  send(header, 400);
+  expectLost("nobody waits");
+}
+
+TEST_F(Frames, AfterAGoodbyeEndTheConnection) {
+  FrameHeader bye;
+  bye.magic = kFrameMagic;
+  send(bye, 0);
+  send(partial(), 400);
+  expectLost("after its goodbye");
+}
+
+TEST_F(Frames, ThatEndWithoutAGoodbyeMeanALoss) {
+  send(partial(), 13);
+  ours_.first.close();
+  expectLost("closed from the other end");
+}
+
+TEST_F(Frames, OfARemovedGroupAreSentToTheirEnd) {
+  const GroupPlan large = makePlan(2, 1, {{4 << 20}});
+  cluster_.addGroup(large);
+  FrameHeader header = partial();
+  header.group = 2;
+  header.numElements = 4 << 20;
+  header.payloadBytes = 16 << 20;
+  std::vector<std::byte> bytes(sizeof(header) + (16 << 20));
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  std::vector<float> values(4 << 20, 3);
+  together(2, [&](std::size_t who) {
+    if (who == 0) {
+      ASSERT_EQ(::send(ours_.first, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+      return;
+    }
+    ASSERT_EQ(cluster_.client(0).push(2, 0, kPresent, values.data()), WaitStatus::kDone);
+    ASSERT_EQ(cluster_.client(0).pull(2, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+  });
+  cluster_.client(0).removeGroup(2);
+  cluster_.removeFromProxies(2);
+  std::vector<std::byte> answer(sizeof(header) + (16 << 20));
+  ASSERT_EQ(::recv(ours_.first, answer.data(), answer.size(), MSG_WAITALL),
+            static_cast<ssize_t>(answer.size()));
+  EXPECT_EQ(std::memcmp(answer.data() + sizeof(header), values.data(), 16 << 20), 0);
+}
+
+// ---- what cannot be set up ----
+
+TEST(NodeSetUp, RefusesWhatDoesNotFit) {
+  Cluster cluster({1, 1, 1});
+  const auto [ours, theirs] = streamPair();
+  Proxy& proxy = cluster.proxy(0);
+  const int fd = theirs;
+  EXPECT_THROW(proxy.joinNodes(0, {{0, 1}, {2}}, {{}, {fd}}), std::invalid_argument) << "there is one client";
+  EXPECT_THROW(proxy.joinNodes(0, {{0}, {1}}, {{}, {}}), std::invalid_argument) << "no way to node 1";
+  EXPECT_THROW(proxy.joinNodes(0, {{0}, {1}}, {{fd}, {fd}}), std::invalid_argument) << "a way to itself";
+  EXPECT_THROW(proxy.joinNodes(0, {{0}, {1}}, {{}}), std::invalid_argument) << "too few nodes";
+}
+
+TEST(NodeSetUp, RefusesRingsAndMemoryThatIsTooSmall) {
+  Cluster cluster({1, 1, 1});
+  const auto [ours, theirs] = streamPair();
+  const int fd = theirs;
+  cluster.joinNodes({0, 2}, {{0}, {1}}, {{{}, {fd}}});
+  GroupPlan plan = makePlan(1, 1, {{100}});
+  const Memory control(GroupControl::numBytes(1, 1)), slots(plan.slotBytes), small(64);
+  EXPECT_THROW(cluster.proxy(0).addGroup(plan, control.fd, {slots.fd}, true, small.fd),
+               std::invalid_argument);
+  plan.shards[0].algorithm = Algorithm::kRing;
+  EXPECT_THROW(cluster.proxy(0).addGroup(plan, control.fd, {slots.fd}, true, small.fd),
+               std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace coarse::test
