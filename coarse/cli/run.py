@@ -1,4 +1,4 @@
-"""`coarse run`: starts the workers of a job, or of one of its nodes, with torchrun's flags where they mean the same."""
+"""`coarse run`: starts the workers of a job, or of one of its nodes, with flags that mean what torchrun's do."""
 
 from __future__ import annotations
 

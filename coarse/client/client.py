@@ -162,19 +162,19 @@ class Client:
         self._check_usable()
         connection = self._keeper(key)
         connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
-        reserved = self._ask(connection, "reserved", key)
+        reserved = self._ask(connection, "reserved", f"storage of {key!r}")
         with mmap.mmap(reserved.fds[0], value.nbytes) as target:
             target[:] = value
         reserved.close()
         connection.send({"type": "commit"})
-        return int(self._ask(connection, "committed", key).message["version"])
+        return int(self._ask(connection, "committed", f"storage of {key!r}").message["version"])
 
     def load(self, key: str) -> StoredValue:
         """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
         self._check_usable()
         connection = self._keeper(key)
         connection.send({"type": "lookup", "key": key})
-        found = self._ask(connection, "found", key)
+        found = self._ask(connection, "found", f"storage of {key!r}")
         version = int(found.message["version"])
         if not found.fds:
             return StoredValue(version=version, value=memoryview(b""))
@@ -185,8 +185,8 @@ class Client:
     def _keeper(self, key: str) -> DeviceConnection:
         return self._connections[zlib.crc32(key.encode()) % len(self._connections)]
 
-    def _ask(self, connection: DeviceConnection, kind: str, key: str) -> Received:
-        what = f"worker {self.rank}: storage of {key!r}"
+    def _ask(self, connection: DeviceConnection, kind: str, about: str) -> Received:
+        what = f"worker {self.rank}: {about}"
         replies = collect_replies([connection], kind=kind, group=None, timeout_s=self.timeout_s, what=what)
         return replies[connection.device]
 
@@ -286,7 +286,7 @@ class Client:
             self._agreement.refuse(group, error)
             raise
         try:
-            self._agreement.confirm(group, schema, lambda: check_peers(self._connections))
+            self._agreement.confirm(group, schema, self._departed)
         except BaseException:
             for reply in replies.values():
                 reply.close()
@@ -295,6 +295,12 @@ class Client:
         for reply in replies.values():
             fds.update(zip(reply.message["fds"], reply.fds, strict=True))
         return fds
+
+    def _departed(self) -> set[int]:
+        """Workers of other nodes that have closed the session, if the memory devices still live."""
+        check_peers(self._connections)
+        self._connections[0].send({"type": "departures"})
+        return set(self._ask(self._connections[0], "departures", "departures").message["ranks"])
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 
-from coarse.errors import CoarseError, SyncTimeoutError, told_error
+from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError, told_error
 from coarse.proxy.registration import GroupSchema, check_agreement
 from coarse.rendezvous import NodeMap
 from coarse.store import Store
@@ -40,29 +40,30 @@ class NodeAgreement:
         """The workers of all other nodes."""
         return tuple(r for node, ranks in enumerate(self._nodes.ranks) if node != self._node for r in ranks)
 
-    def confirm(self, group: int, schema: GroupSchema, look_around: Callable[[], None]) -> None:
+    def confirm(self, group: int, schema: GroupSchema, departed: Callable[[], set[int]]) -> None:
         """Returns when all nodes have registered `schema` as `group`.
 
         Args:
             group: Its number.
             schema: What this node's workers have registered.
-            look_around: Called while waiting; may raise.
+            departed: Tells who has closed the session; called while waiting, and raises if the session is lost.
 
         Raises:
             SchemaMismatchError: If a node has registered something else; names the first difference.
             OutOfDeviceMemoryError: If a node cannot hold it.
+            WorkerLostError: If a node has left instead.
             SyncTimeoutError: If a node does not come in time.
         """
         if self._nodes.num_nodes == 1:
             return
         self._publish(group, schema.to_message(group))
-        first = self._schema(group, 0, schema, look_around)
+        first = self._schema(group, 0, schema, departed)
         for node in range(1, self._nodes.num_nodes):
             check_agreement(
                 self._nodes.ranks[0][0],
                 first,
                 self._nodes.ranks[node][0],
-                self._schema(group, node, schema, look_around),
+                self._schema(group, node, schema, departed),
             )
 
     def refuse(self, group: int, error: CoarseError) -> None:
@@ -75,22 +76,30 @@ class NodeAgreement:
             self._store.set(f"group/{group}/{self._node}", json.dumps(message).encode())
 
     def _schema(
-        self, group: int, node: int, own: GroupSchema, look_around: Callable[[], None]
+        self, group: int, node: int, own: GroupSchema, departed: Callable[[], set[int]]
     ) -> GroupSchema:
         if node == self._node:
             return own
-        message = json.loads(self._wait(group, node, own.name, look_around))
+        message = json.loads(self._wait(group, node, own.name, departed))
         if "error" in message:
             raise told_error(message["error"], f"{self._nodes.describe(node)} refused: {message['text']}")
         return GroupSchema.from_message(message)
 
-    def _wait(self, group: int, node: int, name: str, look_around: Callable[[], None]) -> bytes:
+    def _wait(self, group: int, node: int, name: str, departed: Callable[[], set[int]]) -> bytes:
         deadline = time.monotonic() + self._timeout_s
+        leader = self._nodes.ranks[node][0]
+        has_left = False
         while True:
             try:
-                return self._store.get(f"group/{group}/{node}", _LOOK_INTERVAL_S)
+                return self._store.get(f"group/{group}/{node}", 0.0 if has_left else _LOOK_INTERVAL_S)
             except TimeoutError:
-                look_around()
+                pass
+            if has_left:
+                raise WorkerLostError(
+                    f"worker(s) {leader} closed the session while others still register {name}. "
+                    "Wrap the same models on every worker."
+                )
+            has_left = leader in departed()  # and has published what it registered before
             if time.monotonic() >= deadline:
                 raise SyncTimeoutError(
                     f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not done so within "

@@ -32,6 +32,10 @@ from coarse.proxy.storage_service import StorageService
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_AFTER_A_LOSS = (
+    "Gradients of this step are lost, parameters are those of the step before. Start the job again from your last "
+    "checkpoint."
+)
 _MOST_ABORT_CHARACTERS = 4000  # of what other nodes are told; a frame between nodes has its limit
 
 
@@ -177,7 +181,7 @@ class MemoryDevice:
             self._selector.unregister(channel.fileno())
             self._abort(
                 "MemoryDeviceLostError",
-                f"memory device md{device}{self._of_this_node()} died; gradients of this step are lost",
+                f"memory device md{device}{self._of_this_node()} died. {_AFTER_A_LOSS}",
             )
             return
         if received is not None:
@@ -265,6 +269,8 @@ class MemoryDevice:
             self._storage.commit(worker.client, message)
         elif received.kind == "lookup":
             self._storage.look_up(worker.client, message)
+        elif received.kind == "departures":
+            self._send(worker, {"type": "departures", "ranks": sorted(self._left_elsewhere)})
         elif received.kind == "bye":
             self._leave(worker)
         else:
@@ -398,8 +404,7 @@ class MemoryDevice:
             self._abort(
                 "MemoryDeviceLostError",
                 f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {text}. "
-                "Gradients of this step are lost, parameters are those of the step before. Start the job again from "
-                "your last checkpoint.",
+                f"{_AFTER_A_LOSS}",
                 is_elsewhere=True,
             )
         else:

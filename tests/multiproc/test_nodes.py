@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import os
 import random
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from test_sync import EVERY_KIND, SMALL_SHARDS, contribution, expected, floats, slot, sync
+from harness import LIMIT_S, PROMPT_S
+from test_start import TellingHandler
+from test_sync import (
+    EVERY_KIND,
+    SMALL_SHARDS,
+    contribution,
+    expected,
+    floats,
+    leave_together,
+    slot,
+    sync,
+    together,
+)
+
+from coarse.client import join
+from coarse.errors import SchemaMismatchError
+from coarse.proxy import node_links
 
 SHAPES = [  # workers of each node, memory devices of each, sync cores
     ((2, 2), 2, 1),
@@ -81,3 +107,380 @@ def test_all_reduce_broadcast_and_barrier_of_arrays(job, shape):
                 session.barrier()
 
     job.run(world_size, worker)
+
+
+# ---- models and settings that differ ----
+
+
+def test_models_that_differ_between_nodes_are_refused_on_every_worker(job):
+    def worker(me):
+        with me.join(node=node_of(me.rank, (2, 2))) as session:
+            names = "ac" if me.rank >= 2 else "ab"
+            with pytest.raises(SchemaMismatchError) as caught:
+                session.register("model", floats(names))
+            # A refusal is no loss: the session goes on.
+            group = session.register("model", floats("ab"))
+            group.push(0)
+            assert group.pull(0) == 4
+            session.barrier()
+        return str(caught.value)
+
+    for message in job.run(4, worker):
+        assert message.startswith("model: workers 0 and 2 differ: tensor 1 is 'b' of 1000 x float32 (sum)")
+        assert "on worker 0, 'c' of" in message
+
+
+def test_models_that_differ_within_a_node_are_refused_on_the_others_too(job):
+    def worker(me):
+        with me.join(node=node_of(me.rank, (2, 2))) as session:
+            with pytest.raises(SchemaMismatchError) as caught:
+                session.register("model", floats("ac" if me.rank == 3 else "ab"))
+            session.barrier()
+        return str(caught.value)
+
+    messages = job.run(4, worker)
+    assert "workers 2 and 3 differ" in messages[2]
+    assert messages[2] == messages[3]
+    assert messages[0] == messages[1] == f"node 1 (worker(s) 2, 3) refused: {messages[2]}"
+
+
+def test_workers_of_different_nodes_that_disagree_on_an_array_are_told(job):
+    def worker(me):
+        with me.join(node=node_of(me.rank, (2, 1))) as session:
+            try:
+                session.all_reduce(np.ones(10 + me.rank // 2, dtype=np.float32))
+            finally:
+                leave_together(me)
+
+    for outcome in together(job, 3, worker):
+        assert outcome.error == "SchemaMismatchError", outcome
+        assert "worker(s) 2 gave 11 elements" in outcome.message
+        assert "worker(s) 0, 1 gave 10 elements" in outcome.message
+
+
+def test_memory_that_one_node_cannot_have_is_refused_on_all(job, monkeypatch):
+    def worker(me):
+        if me.rank == 2:  # its memory devices inherit it
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(small_memory), os.environ["PYTHONPATH"]]))
+        with me.join(node=node_of(me.rank, (2, 1))) as session:
+            with pytest.raises(MemoryError) as caught:
+                session.register("model", floats("ab", 2_000_000))
+            session.barrier()
+        return str(caught.value)
+
+    small_memory = job.directory / "small"
+    small_memory.mkdir()
+    (small_memory / "sitecustomize.py").write_text(
+        "from coarse.proxy.memory import HostMemory\nHostMemory.available_bytes = lambda self: 10_000_000\n"
+    )
+    messages = job.run(3, worker)
+    assert messages[2].startswith("model: 1 workers need")
+    assert messages[0] == messages[1] == f"node 1 (worker(s) 2) refused: {messages[2]}"
+
+
+def test_rings_across_nodes_are_refused(job):
+    def worker(me):
+        me.join(node=f"n{me.rank}", algorithm="ring")
+
+    for outcome in job.outcomes(2, worker):
+        assert outcome.error == "RendezvousError"
+        assert "'ring' works within one node, and this job has 2; set COARSE_ALGORITHM" in outcome.message
+
+
+# ---- losses ----
+
+
+def training(shape, **settings):
+    """A worker that synchronises until it fails; the test is told when everybody does."""
+
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape), **settings) as session:
+            group = session.register("weights", floats("ab"))
+            session.barrier()
+            me.tell(session.device_pids)
+            while True:
+                group.push(0)
+                group.push(1)
+                group.pull_all()
+
+    return worker
+
+
+def started(job, shape, worker):
+    """Running workers that synchronise, and the pids of the memory devices of each node."""
+    workers = job.start(sum(shape), worker)
+    pids = [running.hear() for running in workers]
+    return workers, [of_worker for of_worker in pids if of_worker]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1)])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_death_of_a_worker_is_told_on_all_nodes(job, shape, victim):
+    workers, _ = started(job, shape, training(shape))
+    killed_s = workers[victim].kill()
+    for survivor in workers:
+        if survivor.rank == victim:
+            continue
+        outcome = survivor.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert outcome.message.startswith(
+            f"worker {survivor.rank}: worker {victim} (pid {workers[victim].pid}) died; its last"
+        )
+        assert outcome.ended_s - killed_s < PROMPT_S
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1)])
+def test_the_death_of_a_memory_device_is_told_on_all_nodes(job, shape):
+    workers, device_pids = started(job, shape, training(shape, memory_devices=2))
+    killed_s = job.kill_device(device_pids[1][1])
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "MemoryDeviceLostError", outcome
+        assert re.search(r"memory device (md1 .*|of )node 1|md1 \(pid", outcome.message)
+        assert "Start the job again from your last checkpoint" in outcome.message
+        assert outcome.ended_s - killed_s < 2 * PROMPT_S
+
+
+@pytest.mark.parametrize("use", ["register", "all_reduce"])
+def test_a_death_ends_every_kind_of_wait(job, use):
+    shape = (1, 2)
+
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape)) as session:
+            session.barrier()
+            me.tell()
+            if me.rank == 2:
+                me.hear()
+            if use == "register":
+                session.register("more", floats("ab"))
+            else:
+                session.all_reduce(np.ones(1000))
+
+    workers = job.start(3, worker)
+    for running in workers:
+        running.hear()
+    killed_s = workers[2].kill()
+    for survivor in workers[:2]:
+        outcome = survivor.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert f"worker 2 (pid {workers[2].pid}) died" in outcome.message
+        assert outcome.ended_s - killed_s < PROMPT_S
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 1, 1)])
+@pytest.mark.parametrize("use", ["pull", "register", "all_reduce"])
+def test_a_worker_that_leaves_while_other_nodes_go_on_is_told(job, use, shape):
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape)) as session:
+            group = session.register("weights", floats("ab"))
+            session.barrier()
+            if me.rank == 2:
+                return
+            me.tell()
+            me.hear()
+            if use == "register":
+                session.register("more", floats("ab"))
+            elif use == "all_reduce":
+                session.all_reduce(np.ones(10))
+            else:
+                group.push(0)
+                group.push(1)
+                group.pull_all()
+
+    workers = job.start(3, worker)
+    workers[2].finish()
+    for running in workers[:2]:
+        running.hear()
+        running.tell()
+    for running in workers[:2]:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert "worker(s) 2 closed the session while others still" in outcome.message
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1)])
+def test_workers_may_leave_one_after_the_other(job, shape):
+    """A last step that is complete is not lost because somebody was faster."""
+    world_size = sum(shape)
+
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape), memory_devices=2) as session:
+            group = session.register("weights", floats("abc", 100_000))
+            for _ in range(10):
+                for index in range(3):
+                    group.push(index)
+                assert group.pull_all() == [world_size] * 3
+
+    for _ in range(5):
+        job.run(world_size, worker)
+        for path in (job.directory / "store").iterdir():
+            path.unlink()
+
+
+def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
+    def worker(me):
+        with me.join(node=f"n{me.rank}", timeout_s=2.0) as session:
+            group = session.register("weights", floats("ab"))
+            session.barrier()
+            me.tell()
+            if me.rank == 1:
+                me.hear()
+            group.push(0)
+            try:
+                group.pull_all()
+            finally:
+                me.tell()
+                me.hear()
+
+    workers = job.start(2, worker)
+    for running in workers:
+        running.hear()
+    workers[0].hear()
+    workers[0].tell()
+    outcome = workers[0].finish()
+    assert outcome.error == "SyncTimeoutError"
+    assert "'a' of weights (pushed by worker(s) 0; not pushed by, or not received from, 1)" in outcome.message
+
+
+# ---- the start ----
+
+
+def test_a_node_that_never_connects_is_named_after_the_time_out(job, monkeypatch):
+    def worker(me):
+        if me.rank == 2:
+            monkeypatch.setattr(join, "link_nodes", lambda *_, **__: me.hear())
+        me.join(node=f"n{me.rank}", timeout_s=2.0)
+
+    workers = job.start(3, worker)
+    for running in workers[:2]:
+        outcome = running.finish()
+        assert outcome.error == "RendezvousError", outcome
+        assert "waits for node 2 (worker(s) 2)" in outcome.message
+
+
+def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job, monkeypatch):
+    def worker(me):
+        def link_late(*arguments, **named):
+            me.tell("linking")
+            me.hear()
+
+        if me.rank == 2:
+            monkeypatch.setattr(join, "link_nodes", link_late)
+        me.join(node=node_of(me.rank, (2, 2)))
+
+    workers = job.start(4, worker)
+    assert workers[2].hear() == "linking"
+    killed_s = workers[2].kill()
+    for running in (workers[0], workers[1], workers[3]):
+        outcome = running.finish()
+        assert outcome.error in ("WorkerLostError", "MemoryDeviceLostError"), outcome
+        assert f"worker 2 (pid {workers[2].pid}) died" in outcome.message
+        assert outcome.ended_s - killed_s < 2 * PROMPT_S
+
+
+def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):
+    """Whoever finds the port and cannot prove the secret gets nothing, and holds nobody up."""
+
+    def worker(me):
+        def call_as_a_stranger(address, hello, secret):
+            refused = []
+            for greeting in (b"GET / HTTP/1.1\r\n" * 10, node_links._HELLO.pack(*hello, bytes(32)), b""):
+                stranger = socket.create_connection((address.host, address.port), timeout=LIMIT_S)
+                stranger.sendall(greeting + bytes(node_links._PROOF_BYTES))
+                if greeting:
+                    with contextlib.suppress(ConnectionError):
+                        while stranger.recv(100):
+                            pass
+                    stranger.close()
+                refused.append(stranger)  # the last one says nothing more, and stays
+            with pytest.raises(node_links._StrangerError, match="does not know the secret"):
+                call(address, hello, bytes(32))
+            strangers.extend(refused)
+            return call(address, hello, secret)
+
+        strangers = []
+        if me.rank == 1:
+            monkeypatch.setattr(node_links, "_call", call_as_a_stranger)
+        else:
+            logging.getLogger("coarse").addHandler(TellingHandler(me))
+        with me.join(node=f"n{me.rank}", memory_devices=1) as session:
+            session.barrier()
+        for stranger in strangers:
+            stranger.close()
+
+    call = node_links._call
+    workers = job.start(2, worker)
+    said = [workers[0].hear() for _ in range(3)]
+    assert all(text.startswith("refused a connection from ('127.0.0.1', ") for text in said)
+    assert "it speaks another protocol" in said[0]
+    assert "it does not know the secret of this job" in said[1]
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
+def test_no_device_listens_once_the_job_has_started(job):
+    def worker(me):
+        with me.join(node=f"n{me.rank}") as session:
+            session.barrier()
+            me.tell(session.device_pids)
+            me.hear()
+
+    workers = job.start(2, worker)
+    pids = [os.getpid(), *(pid for running in workers for pid in (running.pid, *running.hear()))]
+    inodes = {
+        target.removeprefix("socket:[").rstrip("]")
+        for pid in pids[1:]
+        for target in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())
+        if target.startswith("socket:[")
+    }
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert not [line for line in listening if line[3] == "0A" and line[9] in inodes]
+    for running in workers:
+        running.tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
+# ---- several machines ----
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable."""
+    if shutil.which("ip") is None:
+        pytest.skip("`ip` is missing; install iproute2")
+    names = [f"coarse-{os.getpid()}-{node}" for node in range(2)]
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"-n {names[0]} link add cable type veth peer name cable netns {names[1]}")
+    for node, name in enumerate(names):
+        commands.append(f"-n {name} addr add 10.77.0.{node + 1}/24 dev cable")
+        commands.append(f"-n {name} link set cable up")
+        commands.append(f"-n {name} link set lo up")
+    try:
+        for command in commands:
+            made = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if made.returncode != 0:
+                pytest.skip(f"network namespaces cannot be made: ip {command}: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def enter_namespace(name: str) -> None:
+    clone_new_net = 0x40000000
+    with open(f"/run/netns/{name}") as namespace:
+        assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_new_net) == 0
+
+
+def test_nodes_in_network_namespaces_of_their_own_find_each_other(job):
+    """Each node has a network of its own, and reaches the other over an interface that MASTER_ADDR leads to."""
+    with namespaces() as names:
+
+        def worker(me):
+            enter_namespace(names[me.rank // 2])
+            os.environ["MASTER_ADDR"] = "10.77.0.1"
+            with me.join(node=node_of(me.rank, (2, 2)), memory_devices=2) as session:
+                array = np.full(1_000_000, 2**me.rank)
+                session.all_reduce(array)
+                assert (array == 15).all()
+
+        job.run(4, worker)

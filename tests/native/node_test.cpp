@@ -273,8 +273,8 @@ class LeavingNodes : public testing::Test {
     nodes_.worker(rank).flush();
   }
   void expectDeparture(std::size_t node) {
-    const std::vector<ProxyEvent> events = nodes_.node(node).events(0);
-    ASSERT_FALSE(events.empty());
+    std::vector<ProxyEvent> events;
+    ASSERT_TRUE(eventually([&] { return !(events = nodes_.node(node).proxy(0).takeEvents()).empty(); }));
     EXPECT_EQ(events[0].message, "");
   }
   const std::vector<TensorSpec> tensors_{{100}, {100}};  // one owned by each node
