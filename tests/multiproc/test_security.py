@@ -34,8 +34,8 @@ def hello(token, client):
 @pytest.fixture
 def device_socket(job):
     """The path of a memory device's socket while workers still join, and the token; then they go on."""
-    workers = [job.start_worker(rank, 2, joining({0: "set devices"}, memory_devices=1)) for rank in (0, 1)]
-    assert workers[0].hear() == "set devices"
+    workers = [job.start_worker(rank, 2, joining({0: "set devices/0"}, memory_devices=1)) for rank in (0, 1)]
+    assert workers[0].hear() == "set devices/0"
     (directory,) = job.temporary.iterdir()
     yield directory / "md0.sock", (directory / "token").read_text()
     workers[0].tell()
