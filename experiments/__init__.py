@@ -1,0 +1,1 @@
+"""The paper's experiments, run on this project. `python -m experiments --help`."""

@@ -1,0 +1,70 @@
+"""`make experiments`: runs all experiments, or those that are named, and rewrites the tables of results.
+
+python -m experiments                                        # everything
+python -m experiments fig15_routing --quick --results /some/folder
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from experiments.common import Experiment, Options, run_experiment, write_tables
+from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
+from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
+from experiments.fig14_bandwidth_by_size.run import EXPERIMENT as FIG14
+from experiments.fig15_routing.run import EXPERIMENT as FIG15
+
+EXPERIMENTS = (FIG08, FIG10, FIG14, FIG15)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if an experiment came out otherwise than the paper says."""
+    names = [experiment.name for experiment in EXPERIMENTS]
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments", description="Runs the paper's experiments."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="EXPERIMENT", help=f"of {', '.join(names)} (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that they work")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write results below it, no tables")
+    arguments = parser.parse_args(argv)
+    unknown = sorted(set(arguments.names) - set(names))
+    if unknown:
+        parser.error(f"no experiment is named {', '.join(unknown)}; there are {', '.join(names)}")
+    if arguments.quick and arguments.results is None:
+        parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")
+    chosen = [each for each in EXPERIMENTS if each.name in (arguments.names or names)]
+    agrees = [_run(each, arguments.quick, arguments.results) for each in chosen]
+    if arguments.results is None:
+        write_tables(chosen)
+    return 0 if all(agrees) else 1
+
+
+def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> bool:
+    """Runs one with a line at its begin and its end; returns whether all came out as the paper says."""
+    print(f"{experiment.figure}: {experiment.name}", flush=True)
+    options = Options(is_quick=is_quick, progress=_say)
+    if results is not None:
+        options = replace(options, results=results / experiment.name)
+    begin = time.monotonic()
+    outcome = run_experiment(experiment, options)
+    unlike = [finding for finding in outcome.findings if finding.agrees is False]
+    for finding in unlike:
+        _say(f"NOT AS EXPECTED: {finding.ran}: expected {finding.expected}, got {finding.found}")
+    as_expected = sum(finding.agrees is True for finding in outcome.findings)
+    _say(f"{time.monotonic() - begin:.1f} s, {as_expected} of {as_expected + len(unlike)} as the paper says")
+    return not unlike
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What all experiments share: arguments, results with their provenance, and the tables in the READMEs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from coarse.bench.record import Provenance
+from coarse.profiler.figures import save_figure
+from coarse.profiler.profile import PROFILE_KINDS
+
+FOLDER = Path(__file__).resolve().parent
+PAPER_MACHINES = ("aws-g4dn", "aws-p3", "sdsc-p100")
+"""In the order of the paper's Figure 15: T4, V100, P100."""
+
+TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
+_TABLE_HEAD = "| figure | what is run here | expected by the paper | what came out | as expected | kind |"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line asks for.
+
+    Args:
+        machines: Names of machine profiles, where an experiment is about some.
+        is_quick: Fewer repeats: seconds, to see that it works; not for figures to be kept.
+        results: Where results go; the experiment's own folder by default.
+        progress: Called with a line of text now and then.
+    """
+
+    machines: tuple[str, ...] = PAPER_MACHINES
+    is_quick: bool = False
+    results: Path | None = None
+    progress: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A row of the results table.
+
+    Args:
+        ran: What is run here, on which machine.
+        expected: By the paper, with its section or figure.
+        found: What came out.
+        agrees: Whether that is as expected; None where the paper says nothing that could be compared.
+        kind: Measured, emulated or simulated.
+
+    Raises:
+        ValueError: If the kind is unknown, or a text would break the table.
+    """
+
+    ran: str
+    expected: str
+    found: str
+    agrees: bool | None
+    kind: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in PROFILE_KINDS:
+            raise ValueError(f"kind {self.kind!r} is none of {', '.join(PROFILE_KINDS)}")
+        for text in (self.ran, self.expected, self.found):
+            if "|" in text or "\n" in text:
+                raise ValueError(f"a cell of a table holds no | and no line break: {text!r}")
+
+    def cells(self) -> list[str]:
+        """The row, less its first cell."""
+        agrees = "" if self.agrees is None else "yes" if self.agrees else "**no**"
+        return [self.ran, self.expected, self.found, agrees, self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run of an experiment gives.
+
+    Args:
+        findings: Rows of the results table.
+        data: The figures behind them: JSON values, each with its "kind".
+        pictures: By file name without suffix.
+    """
+
+    findings: Sequence[Finding]
+    data: Sequence[Mapping[str, Any]]
+    pictures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for values in self.data:
+            if values.get("kind") not in PROFILE_KINDS:
+                raise ValueError(f"figures without a kind: {values!r:.200}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """An experiment: its folder, and how to run it.
+
+    Args:
+        name: Of its folder.
+        figure: The paper's figure, e.g. "Fig 8".
+        run: Runs it.
+    """
+
+    name: str
+    figure: str
+    run: Callable[[Options], Outcome]
+
+    @property
+    def folder(self) -> Path:
+        """Where its README, script and results are."""
+        return FOLDER / self.name
+
+
+@cache
+def provenance() -> Provenance:
+    """Commit and machine, as they are before the first results are written: those make the checkout dirty."""
+    return Provenance.here()
+
+
+def run_experiment(experiment: Experiment, options: Options) -> Outcome:
+    """Runs an experiment and writes its results: results.json and pictures."""
+    provenance()
+    outcome = experiment.run(options)
+    results = options.results or experiment.folder / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    document = {
+        "experiment": experiment.name,
+        "figure": experiment.figure,
+        "is_quick": options.is_quick,
+        **asdict(provenance()),
+        "findings": [asdict(finding) for finding in outcome.findings],
+        "data": list(outcome.data),
+    }
+    (results / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for name, figure in outcome.pictures.items():
+        save_figure(figure, results / name)
+    return outcome
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
+    """The command line of one experiment; returns 1 if something came out otherwise than the paper says."""
+    options = parse_options(argv, prog=f"python -m experiments.{experiment.name}.run")
+    outcome = run_experiment(experiment, options)
+    for finding in outcome.findings:
+        print(" | ".join(finding.cells()))
+    if options.results is None:
+        write_tables([experiment])
+    return 0 if all(finding.agrees is not False for finding in outcome.findings) else 1
+
+
+def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
+    """Reads the arguments that all experiments take."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument(
+        "--machine",
+        action="append",
+        metavar="NAME",
+        help="machine profile, may be given several times (default: the paper's three)",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that it works")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write results there instead")
+    arguments = parser.parse_args(argv)
+    if (arguments.quick or arguments.machine) and arguments.results is None:
+        parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")
+    return Options(
+        machines=tuple(arguments.machine or PAPER_MACHINES),
+        is_quick=arguments.quick,
+        results=arguments.results,
+        progress=lambda text: print(f"  {text}", flush=True),
+    )
+
+
+# ---- tables ----
+
+
+def write_tables(experiments: Sequence[Experiment]) -> None:
+    """Rewrites the table in each experiment's README from its results, and the index of all in the README here."""
+    for experiment in experiments:
+        replace_table(experiment.folder / "README.md", table_lines([_results(experiment)]))
+    everything = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*/results/results.json"))]
+    replace_table(FOLDER / "README.md", table_lines(everything, is_index=True))
+
+
+def table_lines(results: Sequence[Mapping[str, Any]], *, is_index: bool = False) -> list[str]:
+    """A table in Markdown of what results.json files say; in the index, figures link to their experiments."""
+    lines = [_TABLE_HEAD, "|---|---|---|---|---|---|"]
+    for document in results:
+        figure = document["figure"]
+        if is_index:
+            figure = f"[{figure}]({document['experiment']}/README.md)"
+        for values in document["findings"]:
+            lines.append(f"| {' | '.join([figure, *Finding(**values).cells()])} |")
+    commits = sorted({f"{document['commit']} on {_words(document['machine'])}" for document in results})
+    return [*lines, "", f"Of commit {'; '.join(commits)}."]
+
+
+def replace_table(readme: Path, lines: Sequence[str]) -> None:
+    """Puts lines between the marks of a README.
+
+    Raises:
+        ValueError: If the marks are not there, once and in order.
+    """
+    text = readme.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(TABLE_BEGIN)
+    _, end, after = rest.partition(TABLE_END)
+    if not begin or not end:
+        raise ValueError(f"{readme}: needs a line {TABLE_BEGIN} and a later one {TABLE_END}")
+    readme.write_text("\n".join([before + begin, *lines, end + after]), encoding="utf-8")
+
+
+def _results(experiment: Experiment) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((experiment.folder / "results" / "results.json").read_text())
+    return document
+
+
+def _words(machine: Mapping[str, Any]) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB"

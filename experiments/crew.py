@@ -1,0 +1,142 @@
+"""Worker processes of an experiment: real workers in processes of their own, who meet in real sessions."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from coarse.env import Settings, WorkerIdentity
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+LIMIT_S = 120.0
+"""How long a crew's driver waits for a message."""
+
+
+class CrewError(Exception):
+    """A worker failed; the message ends with its traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A worker's end: who it is, where the others are met, and a pipe to the driver."""
+
+    rank: int
+    num_workers: int
+    folder: Path
+    pipe: Connection
+
+    def join(self, store: str, **settings: Any) -> Session:
+        """Joins the session that the others join under the same name."""
+        folder = self.folder / store
+        folder.mkdir(mode=0o700, exist_ok=True)
+        identity = WorkerIdentity(
+            rank=self.rank,
+            world_size=self.num_workers,
+            local_rank=self.rank,
+            local_world_size=self.num_workers,
+        )
+        return Session.join(identity=identity, store=DirectoryStore(folder), settings=Settings(**settings))
+
+    def tell(self, value: Any) -> None:
+        """Sends a value to the driver."""
+        self.pipe.send(("value", value))
+
+    def hear(self) -> Any:
+        """Waits for the driver's next value.
+
+        Raises:
+            EOFError: If the driver is gone.
+        """
+        return self.pipe.recv()
+
+
+class Crew:
+    """Worker processes that each run one function. Context manager; leaves no process behind.
+
+    Args:
+        num_workers: How many.
+        work: What each runs; importable, with a Seat as its only argument.
+    """
+
+    def __init__(self, num_workers: int, work: Callable[[Seat], None]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="coarse-crew-"))
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(num_workers)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(target=_work, args=(work, rank, num_workers, self._folder, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
+            process.start()
+            theirs.close()
+
+    def tell(self, value: Any) -> None:
+        """Sends a value to every worker."""
+        for pipe in self._pipes:
+            pipe.send(value)
+
+    def hear(self, limit_s: float = LIMIT_S) -> list[Any]:
+        """The next value of every worker, by rank.
+
+        Raises:
+            CrewError: If one failed or ended.
+            TimeoutError: If one says nothing for `limit_s`.
+        """
+        return [self._hear(rank, pipe, limit_s) for rank, pipe in enumerate(self._pipes)]
+
+    def ask(self, value: Any, limit_s: float = LIMIT_S) -> list[Any]:
+        """Sends a value to every worker and returns what they answer, by rank."""
+        self.tell(value)
+        return self.hear(limit_s)
+
+    def close(self) -> None:
+        """Ends all workers: those that listen by themselves, the others killed. Idempotent."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hear(self, rank: int, pipe: Connection, limit_s: float) -> Any:
+        if not pipe.poll(limit_s):
+            raise TimeoutError(f"worker {rank} has said nothing for {limit_s} s")
+        try:
+            what, value = pipe.recv()
+        except EOFError:
+            raise CrewError(f"worker {rank} has ended without a word") from None
+        if what == "error":
+            raise CrewError(f"worker {rank} failed:\n{value}")
+        return value
+
+
+def _work(work: Callable[[Seat], None], rank: int, num_workers: int, folder: Path, pipe: Connection) -> None:
+    for name in [name for name in os.environ if name.startswith("COARSE_")]:
+        del os.environ[name]  # an experiment's settings are its own
+    try:
+        work(Seat(rank=rank, num_workers=num_workers, folder=folder, pipe=pipe))
+    except (EOFError, KeyboardInterrupt):
+        pass  # the driver is gone, or has been interrupted
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))

@@ -1,0 +1,96 @@
+"""Figure 8: bidirectional bandwidth between every worker and memory device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from coarse.profiler.figures import draw_bandwidth_matrix
+from coarse.profiler.profile import BOTH, Profile
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.profiles import get_profile
+
+PAPER_GBYTES_PER_S = {"aws-p3": (9.0, 16.0), "sdsc-p100": (25.0, 18.0)}
+"""Figure 8: local and remote, both directions in sum, by machine."""
+
+ALIKE = ("aws-g4dn",)
+"""Machines where local and remote make no difference (section V-C)."""
+
+TOLERANCE = 0.1
+"""How far a bandwidth may be from the paper's."""
+
+
+def bandwidths(profile: Profile) -> list[list[float]]:
+    """GB/s of both directions in sum, by worker and memory device."""
+    return [
+        [
+            2 * profile.curve(BOTH, worker, device).peak_gbytes_per_s
+            for device in range(profile.key.num_devices)
+        ]
+        for worker in range(profile.key.num_workers)
+    ]
+
+
+def compare(profile: Profile) -> Finding:
+    """All local pairs and all remote ones beside the paper's two figures."""
+    matrix, local_devices = bandwidths(profile), profile.key.local_devices
+    local = [matrix[worker][device] for worker, device in enumerate(local_devices)]
+    remote = [
+        gbytes_per_s
+        for worker, row in enumerate(matrix)
+        for device, gbytes_per_s in enumerate(row)
+        if device != local_devices[worker]
+    ]
+    expected, agrees = _expectation(profile.key.machine, local, remote)
+    found = f"local {_range(local)}" + (f", remote {_range(remote)}" if remote else "")
+    return Finding(
+        ran=f"bandwidth both ways, {profile.key.machine}",
+        expected=expected,
+        found=f"{found} GB/s",
+        agrees=agrees,
+        kind=profile.kind,
+    )
+
+
+def run(options: Options) -> Outcome:
+    """Profiles each machine."""
+    profiles = [get_profile(machine) for machine in options.machines]
+    return Outcome(
+        findings=[compare(profile) for profile in profiles],
+        data=[_as_json(profile) for profile in profiles],
+        pictures={f"matrix-{profile.key.machine}": draw_bandwidth_matrix(profile) for profile in profiles},
+    )
+
+
+def _expectation(machine: str, local: Sequence[float], remote: Sequence[float]) -> tuple[str, bool | None]:
+    if machine in PAPER_GBYTES_PER_S:
+        near, far = PAPER_GBYTES_PER_S[machine]
+        agrees = _all_near(local, near) and _all_near(remote, far)
+        return f"local {near:g}, remote {far:g} GB/s (Fig 8)", agrees
+    if machine in ALIKE:
+        return "local and remote alike (V-C)", _all_near([*local, *remote], local[0])
+    return "nothing", None
+
+
+def _all_near(values: Sequence[float], expected: float) -> bool:
+    return all(abs(value - expected) <= TOLERANCE * expected for value in values)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _as_json(profile: Profile) -> dict[str, Any]:
+    return {
+        "kind": profile.kind,
+        "machine": profile.key.machine,
+        "local_devices": list(profile.key.local_devices),
+        "gbytes_per_s_both_directions": bandwidths(profile),
+    }
+
+
+EXPERIMENT = Experiment(name="fig08_bandwidth_matrix", figure="Fig 8", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))

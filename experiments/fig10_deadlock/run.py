@@ -1,0 +1,230 @@
+"""Figure 10: random orders of pushes under first-come-first-serve and under a queue for each client.
+
+Two workers push the same tensors, each in an order of its own, each to the memory device beside it, and then wait
+for all of them. Real runs: a deadlock is a run in which no tensor arrives within the time limit.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from coarse.client.schema import TensorSpec
+from coarse.errors import SyncTimeoutError
+from coarse.profiler.figures import LOCAL_STYLE, REMOTE_STYLE
+from coarse.profiler.profile import MEASURED
+from coarse.session import AnyTensorGroup
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.crew import Crew, Seat
+
+NUM_WORKERS = NUM_DEVICES = 2
+FCFS, QUEUES = "fcfs", "queues"
+LABELS = {FCFS: "first-come-first-serve", QUEUES: "a queue for each client"}
+TENSOR_ELEMENTS = 16384  # 64 KiB of float32
+LIMIT_S = 3.0
+"""What counts as a deadlock; a run without one takes about a thousandth of it."""
+
+NUM_CREWS = 3  # at once under first-come-first-serve, most of which only wait for the limit
+
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One pair of orders under one scheduling.
+
+    Args:
+        num_tensors: That each worker pushed.
+        seconds: Until all tensors had arrived at the slower worker; LIMIT_S or more of a deadlock.
+        is_deadlock: Whether it ended by the limit.
+        orders_differ: Whether the workers pushed in different orders, on which first-come-first-serve must
+            deadlock: at the first difference each memory device holds on to a tensor that the other lacks.
+    """
+
+    num_tensors: int
+    seconds: float
+    is_deadlock: bool
+    orders_differ: bool
+
+
+def random_orders(num_tensors: int, seed: int) -> tuple[Order, Order]:
+    """An order of pushes for each worker; the same for the same seed."""
+    shuffle = random.Random(f"{num_tensors} {seed}")
+    first, second = (tuple(shuffle.sample(range(num_tensors), num_tensors)) for _ in range(NUM_WORKERS))
+    return first, second
+
+
+def expected_share(num_tensors: int) -> float:
+    """The share of random pairs of orders that differ: 1 - 1/n!."""
+    return 1 - 1 / math.factorial(num_tensors)
+
+
+def run_orders(scheduling: str, cases: Sequence[tuple[Order, Order]]) -> list[Run]:
+    """Runs pairs of orders, each on memory devices that no deadlock before has left stuck."""
+    runs: list[Run] = []
+    while len(runs) < len(cases):
+        with Crew(NUM_WORKERS, _work) as crew:
+            crew.ask(scheduling)
+            for orders in cases[len(runs) :]:
+                answers = crew.ask(orders)
+                runs.append(_run_of(orders, answers))
+                if runs[-1].is_deadlock:
+                    break
+    return runs
+
+
+def _run_of(orders: tuple[Order, Order], answers: Sequence[tuple[bool, float]]) -> Run:
+    return Run(
+        num_tensors=len(orders[0]),
+        seconds=max(seconds for _, seconds in answers),
+        is_deadlock=any(is_deadlock for is_deadlock, _ in answers),
+        orders_differ=orders[0] != orders[1],
+    )
+
+
+def _work(seat: Seat) -> None:
+    """A worker: hears a scheduling, then orders; answers whether each deadlocked, and its seconds."""
+    scheduling = seat.hear()
+    with seat.join(
+        "session", scheduling=scheduling, memory_devices=NUM_DEVICES, timeout_s=LIMIT_S
+    ) as session:
+        seat.tell("ready")
+        while True:
+            order: Order = seat.hear()[seat.rank]
+            specs = [
+                TensorSpec(name=f"tensor {i}", dtype="float32", num_elements=TENSOR_ELEMENTS, op="sum")
+                for i in range(len(order))
+            ]
+            group = session.register("figure 10", specs)
+            session.barrier()
+            is_deadlock, seconds = _push_and_pull(group, order, seat.rank)
+            seat.tell((is_deadlock, seconds))
+            if is_deadlock:
+                seat.hear()  # who leaves first would be an error to the other
+            group.close()
+
+
+def _push_and_pull(group: AnyTensorGroup, order: Order, rank: int) -> tuple[bool, float]:
+    begin = time.perf_counter()
+    for index in order:
+        np.frombuffer(group.buffer(index), np.float32)[:] = 2**rank
+        group.push(index)
+    try:
+        for index in order:
+            group.pull(index)
+    except SyncTimeoutError:
+        return True, time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    for index in order:
+        if not (np.frombuffer(group.buffer(index), np.float32) == 2**NUM_WORKERS - 1).all():
+            raise AssertionError(f"tensor {index} is not the sum of both workers'")
+    return False, seconds
+
+
+# ---- the experiment ----
+
+
+def run(options: Options) -> Outcome:
+    """Runs the same orders under both schedulings."""
+    counts, num_orders = ((2, 3), 3) if options.is_quick else ((2, 3, 4, 5), 10)
+    runs: dict[str, list[Run]] = {QUEUES: [], FCFS: []}
+    for num_tensors in counts:
+        cases = [random_orders(num_tensors, seed) for seed in range(num_orders)]
+        runs[QUEUES] += run_orders(QUEUES, cases)
+        options.progress(f"{num_tensors} tensors, {num_orders} orders: queues done")
+        with ThreadPoolExecutor(NUM_CREWS) as pool:
+            for part in pool.map(
+                lambda some: run_orders(FCFS, some), (cases[i::NUM_CREWS] for i in range(NUM_CREWS))
+            ):
+                runs[FCFS] += part
+        options.progress(f"{num_tensors} tensors, {num_orders} orders: first-come-first-serve done")
+    return Outcome(
+        findings=findings(runs),
+        data=[
+            {
+                "kind": MEASURED,
+                "scheduling": scheduling,
+                "limit_s": LIMIT_S,
+                "runs": [asdict(each) for each in some],
+            }
+            for scheduling, some in runs.items()
+        ],
+        pictures={"deadlock": draw(runs)},
+    )
+
+
+def findings(runs: dict[str, list[Run]]) -> list[Finding]:
+    """What the runs say beside the paper's Figure 10."""
+    fcfs, queues = runs[FCFS], runs[QUEUES]
+    ran = f"{{}}, {len(fcfs)} random orders of {fcfs[0].num_tensors} to {fcfs[-1].num_tensors} tensors"
+    stuck = sum(each.is_deadlock for each in fcfs)
+    differ = sum(each.orders_differ for each in fcfs)
+    slowest_ms = max(each.seconds for each in queues) * 1e3
+    return [
+        Finding(
+            ran=ran.format(LABELS[FCFS]),
+            expected="deadlock where the workers' orders differ (III-F)",
+            found=f"{stuck} deadlocks; the orders differ in {differ}",
+            agrees=all(each.is_deadlock == each.orders_differ for each in fcfs),
+            kind=MEASURED,
+        ),
+        Finding(
+            ran=ran.format(LABELS[QUEUES]),
+            expected="no deadlock (III-F)",
+            found=f"{sum(each.is_deadlock for each in queues)} deadlocks; the slowest took {slowest_ms:.2g} ms",
+            agrees=not any(each.is_deadlock for each in queues),
+            kind=MEASURED,
+        ),
+    ]
+
+
+def draw(runs: dict[str, list[Run]]) -> Figure:
+    """Share of deadlocks, and the time of every run, by the number of tensors."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    shares, times = figure.subplots(1, 2)
+    counts = sorted({each.num_tensors for each in runs[FCFS]})
+    for scheduling, style in ((FCFS, REMOTE_STYLE), (QUEUES, LOCAL_STYLE)):
+        by_count = [[each for each in runs[scheduling] if each.num_tensors == count] for count in counts]
+        stuck = [statistics.mean(each.is_deadlock for each in some) for some in by_count]
+        shares.plot(counts, stuck, label=LABELS[scheduling], **style)
+        _draw_times(times, runs[scheduling], scheduling, style)
+    shares.plot(
+        counts, [expected_share(count) for count in counts], "k:", label="orders that differ: 1 - 1/n!"
+    )
+    times.axhline(LIMIT_S * 1e3, color="black", linestyle=":", label="time limit: deadlocks")
+    for axes in (shares, times):
+        axes.set_xticks(counts)
+        axes.set_xlabel("tensors")
+        axes.grid(color="0.9")
+        axes.legend(fontsize="small", loc="center right")
+    shares.set_ylabel("share of orders that deadlock")
+    shares.set_ylim(-0.05, 1.05)
+    times.set_ylabel("time of each run, ms")
+    times.set_yscale("log")
+    title = f"Random orders of pushes, {NUM_WORKERS} workers, {NUM_DEVICES} memory devices ({MEASURED})"
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _draw_times(axes: Axes, runs: Sequence[Run], scheduling: str, style: Mapping[str, Any]) -> None:
+    """A mark for each run, those of a scheduling side by side."""
+    shift = 0.1 if scheduling == FCFS else -0.2
+    positions = [each.num_tensors + shift + 0.01 * (i % 10) for i, each in enumerate(runs)]
+    marks = {**style, "linestyle": "none", "markersize": 4, "alpha": 0.7}
+    axes.plot(positions, [each.seconds * 1e3 for each in runs], label=LABELS[scheduling], **marks)
+
+
+EXPERIMENT = Experiment(name="fig10_deadlock", figure="Fig 10", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))

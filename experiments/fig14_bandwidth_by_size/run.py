@@ -1,0 +1,52 @@
+"""Figure 14: from which size on a transfer fills its link."""
+
+from __future__ import annotations
+
+from coarse.profiler.figures import draw_by_size, format_size
+from coarse.profiler.profile import Profile
+from coarse.profiler.routing import plan_routing
+from coarse.profiler.shard_size import plan_shard_size
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.profiles import curves_as_json, get_profile
+
+FULL_FROM_BYTES = 2 << 20
+"""Section III-E: below 2 MB the bus is not saturated; Figure 14: at 2 MB or higher it is."""
+
+OBSERVED_ON = ("aws-p3", "sdsc-p100")
+"""The machines of which section III-E says so. Figure 14 itself is of the paper's FPGA board."""
+
+
+def compare(profile: Profile) -> Finding:
+    """The smallest size that reaches full bandwidth, which is also the size of shards."""
+    shard = plan_shard_size(profile, plan_routing(profile))
+    is_observed = profile.key.machine in OBSERVED_ON
+    return Finding(
+        ran=f"pushes and pulls by size, {profile.key.machine}",
+        expected="full bandwidth from 2 MB on (III-E, Fig 14)" if is_observed else "nothing",
+        found=f"{shard.full_fraction:.0%} of {shard.peak_gbytes_per_s:.3g} GB/s each way from "
+        f"{format_size(shard.nbytes)} on",
+        agrees=shard.nbytes == FULL_FROM_BYTES if is_observed else None,
+        kind=profile.kind,
+    )
+
+
+def run(options: Options) -> Outcome:
+    """Profiles each machine; the picture is of its worker 0."""
+    profiles = [get_profile(machine) for machine in options.machines]
+    pictures = {}
+    for profile in profiles:
+        tables = plan_routing(profile)
+        pictures[f"by-size-{profile.key.machine}"] = draw_by_size(
+            profile, table=tables[0], shard_bytes=plan_shard_size(profile, tables).nbytes
+        )
+    return Outcome(
+        findings=[compare(profile) for profile in profiles],
+        data=[curves_as_json(profile) for profile in profiles],
+        pictures=pictures,
+    )
+
+
+EXPERIMENT = Experiment(name="fig14_bandwidth_by_size", figure="Fig 14", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))

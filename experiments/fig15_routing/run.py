@@ -1,0 +1,70 @@
+"""Figure 15: the routing table of each machine, local against remote memory devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from coarse.profiler.figures import draw_normalised, format_size
+from coarse.profiler.profile import Profile
+from coarse.profiler.routing import RoutingTable, plan_routing
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.profiles import curves_as_json, get_profile
+
+ALWAYS_LOCAL = "always local"
+LOCAL_THEN_REMOTE = "local for small, remote for large"
+ALWAYS_REMOTE = "always remote"
+REMOTE_THEN_LOCAL = "remote for small, local for large"
+
+PAPER_ROUTES = {"aws-g4dn": ALWAYS_LOCAL, "aws-p3": LOCAL_THEN_REMOTE, "sdsc-p100": ALWAYS_LOCAL}
+"""Section V-C, by machine: T4, V100, P100."""
+
+
+def name_route(table: RoutingTable, local_device: int) -> str:
+    """A routing table in the paper's words."""
+    is_small_local, is_large_local = table.lat_proxy == local_device, table.bw_proxy == local_device
+    if is_small_local:
+        return ALWAYS_LOCAL if is_large_local else LOCAL_THEN_REMOTE
+    return REMOTE_THEN_LOCAL if is_large_local else ALWAYS_REMOTE
+
+
+def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
+    """Routes of all workers beside what the paper says of the machine."""
+    routes = [
+        name_route(table, device) for table, device in zip(tables, profile.key.local_devices, strict=True)
+    ]
+    expected = PAPER_ROUTES.get(profile.key.machine)
+    sizes = sorted(table.threshold_bytes for table in tables if table.threshold_bytes)
+    thresholds = list(dict.fromkeys(format_size(nbytes) for nbytes in sizes))
+    found = "; ".join(dict.fromkeys(routes))
+    return Finding(
+        ran=f"routing tables, {profile.key.machine}",
+        expected=f"{expected} (V-C)" if expected else "nothing",
+        found=f"{found}, from {' to '.join(_ends(thresholds))} on" if thresholds else found,
+        agrees=None if expected is None else set(routes) == {expected},
+        kind=profile.kind,
+    )
+
+
+def run(options: Options) -> Outcome:
+    """Profiles each machine and plans its routes."""
+    profiles = [get_profile(machine) for machine in options.machines]
+    tables = [plan_routing(profile) for profile in profiles]
+    return Outcome(
+        findings=[compare(profile, table) for profile, table in zip(profiles, tables, strict=True)],
+        data=[
+            {**curves_as_json(profile), "routing_tables": [asdict(table) for table in of_machine]}
+            for profile, of_machine in zip(profiles, tables, strict=True)
+        ],
+        pictures={"routing": draw_normalised(profiles, [of_machine[0] for of_machine in tables])},
+    )
+
+
+def _ends(texts: Sequence[str]) -> Sequence[str]:
+    return texts if len(texts) < 2 else (texts[0], texts[-1])
+
+
+EXPERIMENT = Experiment(name="fig15_routing", figure="Fig 15", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))

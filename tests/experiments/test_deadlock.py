@@ -1,0 +1,72 @@
+"""Figure 10, with one pair of orders: real workers and memory devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.crew import Crew, CrewError
+from experiments.fig10_deadlock import run as fig10
+
+OPPOSITE = ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize("scheduling", [fig10.FCFS, fig10.QUEUES])
+def test_opposite_orders_deadlock_first_come_first_serve_alone(scheduling):
+    (run,) = fig10.run_orders(scheduling, [OPPOSITE])
+    assert run.orders_differ
+    assert run.is_deadlock == (scheduling == fig10.FCFS)
+    assert (run.seconds >= fig10.LIMIT_S) == run.is_deadlock
+
+
+def test_the_same_order_never_deadlocks():
+    runs = fig10.run_orders(fig10.FCFS, [((1, 0, 2), (1, 0, 2))] * 3)
+    assert [(run.is_deadlock, run.orders_differ) for run in runs] == [(False, False)] * 3
+
+
+def test_random_orders_are_the_same_for_the_same_seed():
+    assert fig10.random_orders(5, 1) == fig10.random_orders(5, 1)
+    assert fig10.random_orders(5, 1) != fig10.random_orders(5, 2)
+    orders = [fig10.random_orders(2, seed) for seed in range(400)]
+    differ = sum(first != second for first, second in orders)
+    assert differ / 400 == pytest.approx(fig10.expected_share(2), abs=0.1)
+
+
+def run_of(**changes):
+    values = {"num_tensors": 2, "seconds": 0.001, "is_deadlock": False, "orders_differ": True}
+    return fig10.Run(**{**values, **changes})
+
+
+def test_a_deadlock_too_few_or_too_many_is_not_what_the_paper_says():
+    stuck, fine = run_of(is_deadlock=True), run_of()
+    same = run_of(orders_differ=False)
+
+    def agreements(fcfs, queues):
+        return [finding.agrees for finding in fig10.findings({fig10.FCFS: fcfs, fig10.QUEUES: queues})]
+
+    assert agreements([stuck, same], [fine, same]) == [True, True]
+    assert agreements([fine, same], [fine, same]) == [False, True]
+    assert agreements([stuck, same], [stuck, same]) == [True, False]
+
+
+# ---- crews ----
+
+
+def fail(seat):
+    seat.tell(seat.rank)
+    raise ValueError(f"worker {seat.rank} does not want to")
+
+
+def test_a_failed_worker_is_an_error_with_its_traceback():
+    with Crew(2, fail) as crew:
+        assert crew.hear() == [0, 1]
+        with pytest.raises(CrewError, match="worker 0 does not want to"):
+            crew.hear()
+
+
+def test_silence_has_a_limit():
+    with Crew(1, wait) as crew, pytest.raises(TimeoutError, match="worker 0 has said nothing"):
+        crew.hear(limit_s=0.01)
+
+
+def wait(seat):
+    seat.hear()
