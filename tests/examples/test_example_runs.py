@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,43 @@ def run(launcher: str, script: str, *arguments: str) -> str:
     assert done.returncode == 0, done.stdout
     assert "Traceback" not in done.stdout
     return done.stdout
+
+
+def test_an_example_runs_on_two_nodes_of_torchrun(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    )
+    script = (str(EXAMPLES / "torch_digits.py"), "--epochs", "1", "--report", str(tmp_path / "report.json"))
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--node-rank", rank, *nodes, *script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COARSE_NODE": f"node {rank}"},
+        )
+        for rank in "01"
+    ]
+    try:
+        shown = [process.communicate(timeout=150)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running] == [0, 0], "\n".join(shown)
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert [entry["rank"] for entry in reports] == [0, 1]
+    assert len({entry["param_hash"] for entry in reports}) == 1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -358,6 +358,23 @@ def test_a_node_that_never_connects_is_named_after_the_time_out(job, monkeypatch
         assert "waits for node 2 (worker(s) 2)" in outcome.message
 
 
+def test_who_is_waited_for_is_told(job, monkeypatch):
+    def worker(me):
+        if me.rank == 1:
+            link_nodes = join.link_nodes
+            monkeypatch.setattr(join, "link_nodes", lambda *a, **named: me.hear() or link_nodes(*a, **named))
+        else:
+            logging.getLogger("coarse").addHandler(TellingHandler(me))
+        with me.join(node=f"n{me.rank}") as session:
+            session.barrier()
+
+    monkeypatch.setattr(node_links, "PROGRESS_INTERVAL_S", 0.1)
+    workers = job.start(2, worker)
+    assert workers[0].hear().endswith("s: node 0 waits for node 1 (worker(s) 1) to say where it is")
+    workers[1].tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
 def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job, monkeypatch):
     def worker(me):
         def link_late(*arguments, **named):

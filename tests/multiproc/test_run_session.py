@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from subprocess import PIPE
@@ -49,6 +50,27 @@ def test_a_worker_that_is_killed_is_the_one_that_is_named(train):
     assert done.returncode == 137, done.stderr
     assert re.fullmatch(r"worker 1 \(pid \d+\) was killed by SIGKILL", said[0])
     assert "WorkerLostError" in done.stderr
+
+
+def test_two_launchers_start_two_nodes_of_one_job(train):
+    """The store in a directory stands for one that all nodes reach; loopback for the network between them."""
+    nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "1")
+    with contextlib.ExitStack() as stack:
+        launchers = [
+            stack.enter_context(
+                spawned(
+                    "--node-rank", rank, "--node", f"n{rank}", *nodes, *train, "go", stdout=PIPE, stderr=PIPE
+                )
+            )
+            for rank in "01"
+        ]
+        said = [launcher.communicate(timeout=LIMIT_S) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    for first, (stdout, _) in zip((0, 2), said, strict=True):
+        assert len(re.findall(rb"\[w\d\] device\d+ ", stdout)) == 2
+        assert set(re.findall(rb"\[w(\d)\] worker(\d)", stdout)) == {
+            (b"%d" % rank, b"%d" % rank) for rank in (first, first + 1)
+        }
 
 
 def test_memory_devices_go_with_a_launcher_that_is_killed(train):

@@ -23,3 +23,10 @@ def coarse_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool("coarse")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_node_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse", num_nodes=2)
+    yield pool
+    pool.close()

@@ -27,13 +27,14 @@ class ScenarioError(AssertionError):
 
 
 class WorkerPool:
-    """Two workers of one strategy ("ddp" or "coarse") that run scenarios together.
+    """Two workers of one strategy ("ddp" or "coarse") that run scenarios together, on one node or on one each.
 
     A pool whose workers failed to answer in time is killed; the next scenario starts a new one.
     """
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, *, num_nodes: int = 1) -> None:
         self._strategy = strategy
+        self._num_nodes = num_nodes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -77,7 +78,7 @@ class WorkerPool:
             with open(self._log(rank), "wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, str(_HERE / "parity_worker.py"), *arguments],
-                    env=environment,
+                    env={**environment, "COARSE_NODE": str(rank * self._num_nodes // WORLD_SIZE)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -16,11 +16,36 @@ from parity_pool import WorkerPool
 from parity_scenarios import SCENARIOS
 
 PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
+ACROSS_NODES = [
+    "averages_gradients",
+    "trains_convolutions_and_batch_norm",
+    "trains_float64",
+    "trains_bfloat16",
+    "trains_float16",
+    "trains_mixed_dtypes",
+    "starts_from_worker_0_with_large_and_strided_parameters",
+    "broadcasts_buffers_before_each_forward",
+    "no_sync_accumulates_locally",
+    "branches_may_differ_between_workers",
+    "join_divides_by_remaining_workers",
+    "join_with_buffers",
+    "two_models_trained_in_turn",
+    "takes_a_sub_group",
+]
 COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    compare(name, ddp_pool, coarse_pool)
+
+
+@pytest.mark.parametrize("name", ACROSS_NODES)
+def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
+    compare(name, ddp_pool, two_node_pool)
+
+
+def compare(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
     ddp_pool.submit(name)
     coarse_pool.submit(name)
     try:
