@@ -11,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from coarse.client.client import Client
-from coarse.client.join import connect, provide_devices
+from coarse.client.join import NodeDevices, connect, provide_devices
+from coarse.client.link_probes import LinkProbes
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, SessionClosedError
+from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.store import Store
@@ -41,12 +43,12 @@ class Session:
         identity: WorkerIdentity,
         settings: Settings,
         client: Client | SoloClient,
-        devices: DeviceProcesses | None,
+        node: NodeDevices | None,
     ) -> None:
         self.identity = identity
         self.settings = settings
         self._client: Client | SoloClient | None = client
-        self._devices = devices
+        self._node = node
         self._pid = os.getpid()
 
     @classmethod
@@ -78,11 +80,11 @@ class Session:
             if nodes.num_nodes > 1:
                 watch.follow(store)
             try:
-                client, devices = _come_together(identity, store, settings, nodes, watch)
+                client, node = _come_together(identity, store, settings, nodes, watch)
             except CoarseError as error:
                 watch.tell(error)
                 raise
-        return cls(identity, settings, client, devices)
+        return cls(identity, settings, client, node)
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
@@ -154,6 +156,18 @@ class Session:
         """
         return self._open().load(key)
 
+    def open_probes(self, largest_bytes: int) -> LinkProbes:
+        """Takes memory for probes of links of up to `largest_bytes`; every worker calls it alike.
+
+        Raises:
+            OutOfDeviceMemoryError: If the memory devices have too little.
+            ValueError: If there is one worker only, and no link.
+        """
+        client = self._open()
+        if isinstance(client, SoloClient):
+            raise ValueError("a session of one worker has no links")
+        return client.open_probes(largest_bytes)
+
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
@@ -164,8 +178,8 @@ class Session:
         if client is None:
             return
         client.close()
-        if self._devices is not None and os.getpid() == self._pid:
-            self._devices.reap(_DEVICE_EXIT_TIMEOUT_S)
+        if self._processes is not None and os.getpid() == self._pid:
+            self._processes.reap(_DEVICE_EXIT_TIMEOUT_S)
 
     def __enter__(self) -> Session:
         return self
@@ -176,9 +190,28 @@ class Session:
         self.close()
 
     @property
+    def node_workers(self) -> tuple[int, ...]:
+        """The ranks of this node's workers, by client number: how profiles and partition tables count them."""
+        return (self.identity.rank,) if self._node is None else self._node.ranks
+
+    @property
+    def most_workers_of_a_node(self) -> int:
+        """Of all nodes of the job."""
+        return 1 if self._node is None else max(map(len, self._node.nodes.ranks))
+
+    @property
+    def partition_table(self) -> PartitionTable | None:
+        """Whom each memory device of this node serves, by client number; None in a job of one worker."""
+        return None if self._node is None else self._node.table
+
+    @property
     def device_pids(self) -> tuple[int, ...]:
         """Process ids of the memory devices that this worker started; empty on other workers."""
-        return () if self._devices is None else self._devices.pids
+        return () if self._processes is None else self._processes.pids
+
+    @property
+    def _processes(self) -> DeviceProcesses | None:
+        return None if self._node is None else self._node.processes
 
     def _open(self) -> Client | SoloClient:
         if self._client is None:
@@ -196,7 +229,7 @@ def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
 
 def _come_together(
     identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
-) -> tuple[Client, DeviceProcesses | None]:
+) -> tuple[Client, NodeDevices]:
     node = provide_devices(identity, store, settings, nodes, watch)
     try:
         client = connect(identity, store, settings, node, watch)
@@ -206,7 +239,7 @@ def _come_together(
         raise
     if node.processes is not None:
         node.processes.hide()
-    return client, node.processes
+    return client, node
 
 
 def _check_array(array: npt.NDArray[Any], op: str) -> None:

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "device": "coarse.cli.device",
         "bench": "coarse.cli.bench",
         "machine": "coarse.cli.machine",
+        "profile": "coarse.cli.profile",
         "plan": "coarse.cli.plan",
     }
 )

@@ -133,10 +133,7 @@ def plan_profile(name: str) -> Basis:
     """
     from coarse.errors import ProfileError
     from coarse.machine.host import read_host
-    from coarse.profiler.dual_sync import SyncCosts
     from coarse.profiler.profile import Profile, current_versions, host_key, newest_cached
-    from coarse.profiler.routing import plan_routing
-    from coarse.profiler.shard_size import plan_shard_size
 
     path = newest_cached(host_key(read_host()), current_versions()) if name == _CACHED else Path(name)
     if path is None:
@@ -144,12 +141,20 @@ def plan_profile(name: str) -> Basis:
             "no profile of this machine is cached. Measure one with `coarse profile`, name a file with --profile, "
             "or plan for another machine with --machine."
         )
-    profile = Profile.load(path)
+    return basis_of(Profile.load(path), str(path))
+
+
+def basis_of(profile: Profile, origin: str) -> Basis:
+    """Plans from a profile; `origin` says where it comes from."""
+    from coarse.profiler.dual_sync import SyncCosts
+    from coarse.profiler.routing import plan_routing
+    from coarse.profiler.shard_size import plan_shard_size
+
     tables = plan_routing(profile)
     size = plan_shard_size(profile, tables)
     return Basis(
         profile=profile,
-        origin=str(path),
+        origin=origin,
         tables=tables,
         size=size,
         costs=SyncCosts.of_profile(profile, tables, shard_bytes=size.nbytes),
@@ -282,29 +287,40 @@ def _print_plan(
         f"{key.machine}: {key.num_workers} workers, {key.num_devices} memory devices; "
         f"{basis.profile.kind}, from {basis.origin}"
     )
+    print_routing(basis)
+    if show_times:
+        for worker in range(key.num_workers):
+            _print_times(basis, worker)
+    print_shard_size(basis.size)
+    _print_worker_path(basis.profile)
+    if trace is not None and split is not None:
+        _print_split(trace, split)
+
+
+def print_routing(basis: Basis) -> None:
+    """Prints each worker's routing table with its reasons."""
+    key = basis.profile.key
     rows = [
         (f"w{worker}", f"md{local}", f"md{table.lat_proxy}", f"md{table.bw_proxy}", _threshold(table), why)
         for worker, (local, table) in enumerate(zip(key.local_devices, basis.tables, strict=True))
         for why in ["\n".join(table.reasons)]
     ]
-    _print_table("Routing", ("worker", "local", "LatProxy", "BwProxy", "from bytes", "reasons"), rows)
-    if show_times:
-        for worker in range(key.num_workers):
-            _print_times(basis, worker)
-    _print_table("Shards", ("at least", "why"), [(_size(basis.size.nbytes), basis.size.reason)])
-    _print_worker_path(basis.profile)
-    if trace is not None and split is not None:
-        _print_split(trace, split)
+    print_table("Routing", ("worker", "local", "LatProxy", "BwProxy", "from bytes", "reasons"), rows)
+
+
+def print_shard_size(size: ShardSize) -> None:
+    """Prints S' and why."""
+    print_table("Shards", ("at least", "why"), [(format_size(size.nbytes), size.reason)])
 
 
 def _print_worker_path(profile: Profile) -> None:
     crossing = all_to_all_from_bytes(profile)
     if crossing is not None:
         row = (
-            _size(round(crossing)),
+            format_size(round(crossing)),
             "alpha beta N / ((N-1)(N-2)) of the slowest path between workers, predicted",
         )
-        _print_table("Workers' own all-reduce: all-gather, and all-to-all", ("from", "why"), [row])
+        print_table("Workers' own all-reduce: all-gather, and all-to-all", ("from", "why"), [row])
 
 
 def _print_times(basis: Basis, worker: int) -> None:
@@ -314,14 +330,14 @@ def _print_times(basis: Basis, worker: int) -> None:
     sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
     rows = [
         (
-            _size(nbytes),
+            format_size(nbytes),
             *(f"{curve.time_us(nbytes):.1f}" for curve in curves.values()),
             f"md{table.route(nbytes)}",
         )
         for nbytes in sizes
     ]
     columns = ("bytes each way", *(f"md{device}, us" for device in curves), "route")
-    _print_table(f"Worker {worker}: push and pull at once", columns, rows)
+    print_table(f"Worker {worker}: push and pull at once", columns, rows)
 
 
 def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
@@ -333,8 +349,9 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
         ),
         (
             "memory devices",
-            f"{split.num_offloaded} of {len(trace.events)} tensors, {_size(split.m_bytes)} of {_size(trace.nbytes)}",
-            f"the first to be pushed; the formula's m is {_size(round(split.optimum_bytes))}",
+            f"{split.num_offloaded} of {len(trace.events)} tensors, {format_size(split.m_bytes)} of "
+            f"{format_size(trace.nbytes)}",
+            f"the first to be pushed; the formula's m is {format_size(round(split.optimum_bytes))}",
         ),
         ("step, this plan", f"{split.predicted_s * 1e3:.1f} ms", split.reason),
         ("step, memory devices alone", f"{split.devices_only_s * 1e3:.1f} ms", "m = n"),
@@ -344,10 +361,11 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
             "all-reduce that overlaps with backward at its best",
         ),
     ]
-    _print_table(f"Dual synchronisation of {trace.model}", ("what", "value", "why"), rows)
+    print_table(f"Dual synchronisation of {trace.model}", ("what", "value", "why"), rows)
 
 
-def _print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table; its lines are not cut off where the terminal is narrow."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -365,7 +383,8 @@ def _threshold(table: RoutingTable) -> str:
     return str(table.threshold_bytes) if table.lat_proxy != table.bw_proxy else "all"
 
 
-def _size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
+    """A size in a binary unit, in four digits."""
     for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << bits:
             return f"{nbytes / (1 << bits):.4g} {unit}"

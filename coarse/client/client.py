@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
+from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.stored_value import StoredValue
@@ -181,6 +182,15 @@ class Client:
         mapping = mmap.mmap(found.fds[0], _native.sealed_bytes(found.fds[0]), prot=mmap.PROT_READ)
         found.close()
         return StoredValue(version=version, value=memoryview(mapping))
+
+    def open_probes(self, largest_bytes: int) -> LinkProbes:
+        """Takes memory for probes of up to `largest_bytes`; every worker must do so alike.
+
+        Raises:
+            OutOfDeviceMemoryError: If the memory devices have too little.
+        """
+        group = self._register(probe_schema(largest_bytes))
+        return LinkProbes(self, self._native, group, len(self._connections))
 
     def _keeper(self, key: str) -> DeviceConnection:
         return self._connections[zlib.crc32(key.encode()) % len(self._connections)]

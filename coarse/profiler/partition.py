@@ -11,8 +11,8 @@ from coarse.client.schema import ITEM_BYTES, TensorSpec
 SLOT_ALIGNMENT_BYTES = 64
 """Tensors start on a cache line, so that neighbours never share one between sync cores."""
 
-ALGORITHMS = ("gather", "direct", "ring")
-"""Names of the synchronisation algorithms; their positions are the native numbers."""
+ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe")
+"""Names of the synchronisation algorithms, and of what measures links; their positions are the native numbers."""
 
 _MAX_SHARD_ELEMENTS = (1 << 32) - SLOT_ALIGNMENT_BYTES  # fits 32 bits, in whole cache lines of any dtype
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from coarse.client.schema import ITEM_BYTES
 from coarse.profiler.switchover import measure_crossing
 
-if TYPE_CHECKING:  # a client needs routes but no numpy
+if TYPE_CHECKING:  # what these import is slow
     from coarse.client.schema import TensorSpec
     from coarse.profiler.curve import Curve
     from coarse.profiler.partition import PartitionPlan
@@ -112,12 +112,18 @@ def route_shards(table: RoutingTable, plan: PartitionPlan, specs: Sequence[Tenso
     return [table.route(shard.num_elements * item_bytes[shard.tensor]) for shard in plan.shards]
 
 
-def plan_routing(profile: Profile, *, tie_fraction: float = TIE_FRACTION) -> tuple[RoutingTable, ...]:
+def plan_routing(profile: Profile, *, tie_fraction: float | None = None) -> tuple[RoutingTable, ...]:
     """Plans the table of every worker, in the order of the workers.
+
+    Args:
+        profile: Of the machine.
+        tie_fraction: Proxies whose times differ by no more are alike; what the profile's noise hides by default.
 
     Curves are measured one path at a time. Were all workers to take the lowest of several equal remote proxies,
     they would share its link, which no curve shows; so each knows what the workers before it took.
     """
+    if tie_fraction is None:
+        tie_fraction = noise_fraction(profile)
     tables: list[RoutingTable] = []
     load: dict[int, int] = {}
     for worker, local_proxy in enumerate(profile.key.local_devices):
@@ -127,6 +133,25 @@ def plan_routing(profile: Profile, *, tie_fraction: float = TIE_FRACTION) -> tup
         load[table.bw_proxy] = load.get(table.bw_proxy, 0) + 1
         tables.append(table)
     return tuple(tables)
+
+
+def noise_fraction(profile: Profile) -> float:
+    """The difference between two times of a profile below which it may be chance.
+
+    TIE_FRACTION where links keep their times. On a host, whose processors and memory are shared with whatever else
+    runs, twice the widest spread of any size, both directions at once, if that is more.
+    """
+    from coarse.profiler.profile import MEASURED  # a client needs routes but no numpy
+
+    if profile.kind != MEASURED:
+        return TIE_FRACTION
+    spreads = [
+        point.spread_us / point.time_us
+        for worker in range(profile.key.num_workers)
+        for curve in profile.both_at_once(worker).values()
+        for point in curve.points
+    ]
+    return max(TIE_FRACTION, 2 * max(spreads))
 
 
 def predict_time_us(table: RoutingTable, curves: Mapping[int, Curve], histogram: Mapping[int, int]) -> float:

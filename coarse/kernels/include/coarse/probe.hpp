@@ -35,7 +35,8 @@ struct ProbeRequest {
 };
 
 /// Serves the probes of one memory device: copies, and completes them when the copy is done and, in an
-/// emulated session, its link has had the time that it takes.
+/// emulated session, its link has had the time that it takes. Keeps memory for the largest probe until one of
+/// no bytes, with which measuring ends.
 ///
 /// Thread safety: one caller at a time.
 class Prober {

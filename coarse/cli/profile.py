@@ -1,0 +1,242 @@
+"""`coarse profile`: measures the links between workers and memory devices, shows, draws and keeps what it found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # slow to import: not for `coarse --help`
+    from coarse.cli.plan import Basis
+    from coarse.machine.partition_table import PartitionTable
+    from coarse.profiler.curve import Curve
+    from coarse.profiler.profile import Profile, ProfileKey
+
+_DEFAULT_WORKERS = 2
+_DEFAULT_BUDGET_S = 2.5
+_EXIT_FAILED, _EXIT_USAGE = 1, 2
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `profile` to the `coarse` command."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure the links between workers and memory devices",
+        description="Measures latency and bandwidth of every path between workers and memory devices by size, and "
+        "what follows from them. The result is kept and used by sessions of as many workers and memory devices.",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="default: the partition table's, or 2")
+    parser.add_argument(
+        "--memory-devices", type=int, metavar="K", help="default: $COARSE_MEMORY_DEVICES, or one per worker"
+    )
+    parser.add_argument(
+        "--partition-table",
+        metavar="NAME",
+        help="which memory device serves which workers; default: $COARSE_PARTITION_TABLE, or an even one",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=_DEFAULT_BUDGET_S,
+        metavar="S",
+        help="seconds that measuring may take; everything is measured once in any case; default: %(default)s",
+    )
+    parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the profile, which `coarse plan` reads"
+    )
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into DIR, as PNG and SVG")
+    parser.set_defaults(handler=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs `coarse profile`; returns its exit code.
+
+    Raises:
+        CoarseError: If measuring fails; nothing is left behind.
+    """
+    from coarse.cli.plan import basis_of
+
+    if arguments.figures is not None and find_spec("matplotlib") is None:
+        print("coarse profile: --figures needs matplotlib: pip install 'coarse[plot]'", file=sys.stderr)
+        return _EXIT_USAGE
+    try:
+        table = _partition_table(arguments)
+        if not 0 <= arguments.budget < float("inf"):
+            raise ValueError(f"--budget {arguments.budget} must be at least 0")
+    except ValueError as error:
+        print(f"coarse profile: {error}", file=sys.stderr)
+        return _EXIT_USAGE
+    profile, origin = _obtain(arguments, table)
+    basis = basis_of(profile, origin)
+    print_profile(basis)
+    try:
+        if arguments.json is not None:
+            profile.save(arguments.json)
+        if arguments.figures is not None:
+            for file in draw_figures(basis, arguments.figures):
+                print(file)
+    except OSError as error:
+        print(f"coarse profile: {error.filename}: {error.strerror}", file=sys.stderr)
+        return _EXIT_FAILED
+    return 0
+
+
+def print_profile(basis: Basis) -> None:
+    """Prints everything that a profile says, and what is planned from it."""
+    from coarse.bench.record import Machine
+    from coarse.cli.plan import print_routing, print_shard_size, print_table
+    from coarse.profiler.profile import BOTH
+
+    profile, key = basis.profile, basis.profile.key
+    print(
+        f"{key.machine}: {key.num_workers} workers, {key.num_devices} memory devices; {profile.kind} on "
+        f"{Machine.here()}; {basis.origin}"
+    )
+    columns = ("", *(f"md{device}" for device in range(key.num_devices)))
+    print_table(
+        "Highest bandwidth, GB/s: push / pull / both at once, in sum",
+        columns,
+        _matrix(profile, lambda kind, curve: curve.peak_gbytes_per_s * (2 if kind == BOTH else 1)),
+    )
+    smallest = next(iter(profile.curves.values())).points[0].nbytes
+    print_table(
+        f"Time of {smallest} bytes, us: push / pull / both at once",
+        columns,
+        _matrix(profile, lambda kind, curve: curve.latency_us),
+    )
+    print_table(
+        "Fit: time = alpha + bytes / beta",
+        ("path", "alpha, us", "beta, GB/s", "error", "highest, GB/s", "repeats"),
+        _fits(profile),
+    )
+    print_routing(basis)
+    print_shard_size(basis.size)
+
+
+def draw_figures(basis: Basis, folder: Path) -> list[Path]:
+    """Draws the paper's Figures 8, 14 and 15 of a profile; returns the files.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    from coarse.profiler.figures import draw_bandwidth_matrix, draw_by_size, draw_normalised, save_figure
+
+    profile = basis.profile
+    figures = {"bandwidth-matrix": draw_bandwidth_matrix(profile)}
+    for worker, table in enumerate(basis.tables):
+        figures[f"by-size-w{worker}"] = draw_by_size(
+            profile, worker=worker, table=table, shard_bytes=basis.size.nbytes
+        )
+        if profile.key.num_devices > 1:
+            figures[f"remote-to-local-w{worker}"] = draw_normalised([profile], [table], worker=worker)
+    return [file for name, figure in figures.items() for file in save_figure(figure, folder / name)]
+
+
+def _partition_table(arguments: argparse.Namespace) -> PartitionTable:
+    from coarse.env import Settings
+    from coarse.machine.partition_table import PartitionTable, choose_partition_table
+
+    settings = Settings.from_environment()
+    name = arguments.partition_table or ("" if arguments.memory_devices else settings.partition_table)
+    num_workers = arguments.workers
+    if num_workers is None:
+        num_workers = PartitionTable.load(name).num_workers if name else _DEFAULT_WORKERS
+    num_devices = settings.memory_devices if arguments.memory_devices is None else arguments.memory_devices
+    if num_workers < 2:
+        raise ValueError(
+            f"--workers {num_workers}: links are between workers and memory devices of 2 workers or more"
+        )
+    if not 0 <= num_devices <= 64:
+        raise ValueError(f"--memory-devices {num_devices} is out of range: it must lie between 0 and 64")
+    return choose_partition_table(name, num_workers=num_workers, num_devices=num_devices)
+
+
+def _obtain(arguments: argparse.Namespace, table: PartitionTable) -> tuple[Profile, str]:
+    """The kept profile, unless there is none, it is damaged or it shall be measured anew; and where it comes from."""
+    from coarse.machine.host import read_host
+    from coarse.profiler.measure import host_profile_key
+    from coarse.profiler.profile import cache_path, host_key
+
+    key = host_profile_key(table, host_key(read_host()))
+    if not arguments.refresh:
+        kept = _kept(key)
+        if kept is not None:
+            return kept, f"kept in {cache_path(key)}; --refresh measures anew"
+    profile = _measure(arguments, table)
+    path = cache_path(profile.key)
+    try:
+        profile.save(path)
+    except OSError as error:
+        print(f"coarse profile: cannot keep the result in {path}: {error.strerror}", file=sys.stderr)
+        return profile, "just now"
+    return profile, f"just now, kept in {path}"
+
+
+def _kept(key: ProfileKey) -> Profile | None:
+    from coarse.errors import ProfileError
+    from coarse.profiler.profile import load_cached
+
+    try:
+        return load_cached(key)
+    except ProfileError as error:
+        print(f"coarse profile: measuring anew: {error}", file=sys.stderr)
+        return None
+
+
+def _measure(arguments: argparse.Namespace, table: PartitionTable) -> Profile:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from coarse.cli.link_measurement import MeasurementJob
+
+    job = MeasurementJob(
+        num_workers=table.num_workers, flags=_session_flags(arguments, table), budget_s=arguments.budget
+    )
+    columns = (TextColumn("measuring links"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("", total=1.0)
+        return job.run(lambda done: bar.update(task, completed=done))
+
+
+def _session_flags(arguments: argparse.Namespace, table: PartitionTable) -> tuple[str, ...]:
+    if arguments.partition_table:
+        return ("--partition-table", arguments.partition_table)
+    return ("--memory-devices", str(table.num_devices)) if arguments.memory_devices else ()
+
+
+def _matrix(profile: Profile, value: Callable[[str, Curve], float]) -> Iterator[tuple[str, ...]]:
+    """A row for each worker, a cell for each memory device: three figures."""
+    from coarse.profiler.profile import BOTH, PULL, PUSH
+
+    key = profile.key
+    for worker in range(key.num_workers):
+        cells = [
+            " / ".join(
+                f"{value(kind, profile.curve(kind, worker, device)):.3g}" for kind in (PUSH, PULL, BOTH)
+            )
+            + (" (local)" if device == key.local_devices[worker] else "")
+            for device in range(key.num_devices)
+        ]
+        yield (f"w{worker}", *cells)
+
+
+def _fits(profile: Profile) -> Iterator[tuple[str, ...]]:
+    for path, curve in profile.curves.items():
+        fit = curve.fit()
+        yield (
+            str(path),
+            f"{fit.alpha_us:.1f}",
+            f"{fit.beta_gbytes_per_s:.3g}",
+            f"{fit.relative_error:.0%}",
+            f"{curve.peak_gbytes_per_s:.3g}",
+            _repeats(curve),
+        )
+
+
+def _repeats(curve: Curve) -> str:
+    counts = [point.num_repeats for point in curve.points]
+    return f"{min(counts)} to {max(counts)}"

@@ -1,0 +1,86 @@
+"""Probes: transfers of which nothing is reduced, by which a worker measures links (docs/design/queue-protocol.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coarse.client.schema import TensorSpec
+from coarse.kernels import _native
+from coarse.proxy.registration import GroupSchema
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+    from coarse.client.tensor_group import TensorGroup
+
+MOST_AT_ONCE = 2
+"""How many probes of one worker can be under way together: a push and a pull."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One transfer.
+
+    Args:
+        kind: Which way it goes.
+        device: The memory device that serves it, and its source where devices send to each other.
+        target: The other memory device, or the other worker of the node, by client number.
+        slot_owner: Between devices: a worker of the node whose slots lie in the target's memory.
+    """
+
+    kind: _native.ProbeKind
+    device: int
+    target: int = 0
+    slot_owner: int = 0
+
+
+class LinkProbes:
+    """Memory through which one worker measures its links; made by Client.open_probes().
+
+    Thread safety: one caller at a time, whichever thread it is.
+    """
+
+    def __init__(self, client: Client, native: _native.Client, group: TensorGroup, num_devices: int) -> None:
+        self._client = client
+        self._native = native
+        self._group = group
+        self._num_devices = num_devices
+
+    def time_s(self, probes: Sequence[Probe], nbytes: int) -> float:
+        """How long it takes until all of `probes`, posted together, have arrived, as this worker sees it.
+
+        Args:
+            probes: One, or up to MOST_AT_ONCE.
+            nbytes: Of each.
+
+        Raises:
+            WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        """
+        requests = [
+            (tensor, probe.device, probe.kind, probe.target, probe.slot_owner, nbytes)
+            for tensor, probe in enumerate(probes)
+        ]
+        status, seconds = self._native.probe(self._group.id, requests, self._client.timeout_s)
+        self._client.check(status, lambda: f"a probe of {nbytes} bytes ({', '.join(map(str, probes))})")
+        return max(seconds)
+
+    def close(self) -> None:
+        """Gives the memory back: that of the devices' ends at once, the slots once every worker has closed."""
+        for device in range(self._num_devices):
+            self.time_s([Probe(kind=_native.ProbeKind.PUSH, device=device)], 0)
+        self._group.close()
+
+
+def probe_schema(largest_bytes: int) -> GroupSchema:
+    """The tensor group of probes of up to `largest_bytes`: a tensor of one shard for each that is under way."""
+    return GroupSchema(
+        name="link probes",
+        specs=tuple(
+            TensorSpec(name=f"probe{number}", dtype="uint8", num_elements=largest_bytes, op="sum")
+            for number in range(MOST_AT_ONCE)
+        ),
+        shard_bytes=largest_bytes,
+        gather_bytes=0,
+        algorithm="probe",
+    )

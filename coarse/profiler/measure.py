@@ -1,0 +1,283 @@
+"""Measures the links of a running session, by all of its workers together (COARSE paper, section III-E).
+
+How, and why so: docs/design/profiling.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coarse.client.link_probes import LinkProbes, Probe
+from coarse.errors import OutOfDeviceMemoryError, ProfileError
+from coarse.kernels._native import ProbeKind
+from coarse.machine.host import read_host
+from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.profile import (
+    BOTH,
+    DEVICES,
+    MEASURED,
+    PULL,
+    PUSH,
+    WORKERS,
+    PathId,
+    Profile,
+    ProfileKey,
+    current_versions,
+    host_key,
+)
+from coarse.proxy.memory import open_memory
+
+if TYPE_CHECKING:
+    from coarse.machine.partition_table import PartitionTable
+    from coarse.session import Session
+
+SIZES = tuple(4096 << power for power in range(15))
+"""4 KiB to 64 MiB."""
+
+DEFAULT_BUDGET_S = 2.5
+MOST_REPEATS = 31
+"""Beyond these a median gains nothing that a machine would keep."""
+
+_MEMORY_FRACTION = 0.5
+"""Probes leave the other half of the memory that is available to whoever else needs it meanwhile."""
+
+Progress = Callable[[float], None]
+"""Takes the part of all measuring that is done, from 0 to 1."""
+
+Repeats = dict[PathId, dict[int, list[float]]]
+"""Times in microseconds, by path and size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurePlan:
+    """What to measure, the same on every worker.
+
+    Args:
+        sizes: In bytes.
+        budget_s: How long measuring may take. One repeat of each path and size is taken whatever it takes.
+
+    Raises:
+        ValueError: If there are no sizes, one is out of range or there twice, or the budget is negative.
+    """
+
+    sizes: tuple[int, ...] = SIZES
+    budget_s: float = DEFAULT_BUDGET_S
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(set(self.sizes)) < len(self.sizes) or min(self.sizes) < 1:
+            raise ValueError(f"sizes must be some, each once and at least 1: {self.sizes}")
+        if max(self.sizes) >= 1 << 32:
+            raise ValueError(f"a probe has less than 4 GiB: {max(self.sizes)} bytes")
+        if not 0 <= self.budget_s < float("inf"):
+            raise ValueError(f"a budget of {self.budget_s} s is not finite and at least 0")
+
+
+def measure_profile(
+    session: Session, plan: MeasurePlan | None = None, *, progress: Progress | None = None
+) -> Profile:
+    """Measures all paths of this node; every worker calls it alike, while nothing else is under way.
+
+    Workers take turns, so that each path is measured alone. Each worker returns the same profile, bit for bit.
+
+    Args:
+        session: Of at least two workers.
+        plan: What to measure.
+        progress: Called on the worker whose turn it is.
+
+    Raises:
+        OutOfDeviceMemoryError: If there is too little memory even for the smallest probes.
+        ProfileError: If what was measured contradicts itself, as on a machine that is busy otherwise.
+        WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        ValueError: If the session has one worker only: there is no link.
+    """
+    plan = plan or MeasurePlan()
+    table = session.partition_table
+    if table is None:
+        raise ValueError("a session of one worker has no links to measure")
+    number = session.node_workers.index(session.identity.rank)
+    sizes = _affordable_sizes(session, table, plan.sizes)
+    probes = session.open_probes(max(sizes))
+    paths = paths_of_worker(number, table)
+    repeats: Repeats = {}
+    for turn in range(session.most_workers_of_a_node):  # nodes measure side by side
+        if turn == number:
+            share_s = plan.budget_s / table.num_workers
+            meter = LinkMeter(probes, {path: transfers_of(path, table) for path in paths}, share_s)
+            repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
+        session.barrier()
+    probes.close()
+    own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats)}).encode()
+    shares = [json.loads(share) for share in gather_bytes(session, own)]
+    session.release_buffers()
+    return _profile([shares[rank] for rank in session.node_workers], table, plan)
+
+
+def paths_of_worker(number: int, table: PartitionTable) -> list[PathId]:
+    """The paths that one worker measures: its own, and its share of those between memory devices."""
+    own = [
+        PathId(kind=kind, source=number, target=device)
+        for kind in (PUSH, PULL, BOTH)
+        for device in range(table.num_devices)
+    ]
+    own += [
+        PathId(kind=WORKERS, source=number, target=other)
+        for other in range(table.num_workers)
+        if other != number
+    ]
+    pairs = [
+        PathId(kind=DEVICES, source=source, target=target)
+        for source in range(table.num_devices)
+        for target in range(table.num_devices)
+        if source != target
+    ]
+    return own + pairs[number :: table.num_workers]
+
+
+def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
+    """The probes of one path, which are under way together."""
+    if path.kind == WORKERS:
+        local = table.local_device(path.source)
+        return [Probe(kind=ProbeKind.BETWEEN_WORKERS, device=local, target=path.target)]
+    if path.kind == DEVICES:
+        # A device without workers has no slots; then anybody's do, since only emulated links know the difference.
+        owner = next(iter(table.devices[path.target].workers), 0)
+        return [
+            Probe(kind=ProbeKind.BETWEEN_DEVICES, device=path.source, target=path.target, slot_owner=owner)
+        ]
+    kinds = {PUSH: [ProbeKind.PUSH], PULL: [ProbeKind.PULL], BOTH: [ProbeKind.PUSH, ProbeKind.PULL]}
+    return [Probe(kind=kind, device=path.target) for kind in kinds[path.kind]]
+
+
+def gather_bytes(session: Session, own: bytes) -> list[bytes]:
+    """What each worker of the job gives, by rank; every worker calls it alike."""
+    rank, world_size = session.identity.rank, session.identity.world_size
+    lengths = np.zeros(world_size, dtype=np.int64)
+    lengths[rank] = len(own)
+    session.all_reduce(lengths)
+    ends = np.cumsum(lengths)
+    everything = np.zeros(int(ends[-1]), dtype=np.uint8)
+    everything[ends[rank] - len(own) : ends[rank]] = np.frombuffer(own, dtype=np.uint8)
+    session.all_reduce(everything)
+    return [part.tobytes() for part in np.split(everything, ends[:-1])]
+
+
+def host_profile_key(table: PartitionTable, host: str) -> ProfileKey:
+    """The key of a profile of a host (see host_key) with these memory devices."""
+    return ProfileKey(
+        machine="host",
+        host=host,
+        local_devices=tuple(table.local_device(worker) for worker in range(table.num_workers)),
+        num_devices=table.num_devices,
+        versions=current_versions(),
+    )
+
+
+class LinkMeter:
+    """Takes one worker's repeats within its share of the time."""
+
+    def __init__(
+        self, probes: LinkProbes, transfers: Mapping[PathId, Sequence[Probe]], share_s: float
+    ) -> None:
+        self._probes = probes
+        self._transfers = transfers
+        self._share_s = share_s
+        self._begin_s = time.monotonic()
+        self._spent_s: dict[int, float] = {}
+        self._repeats: Repeats = {path: {} for path in transfers}
+
+    def measure(self, sizes: Iterable[int], progress: Progress) -> Repeats:
+        """One repeat of everything, small sizes first; then always the size that has had the least time so far."""
+        ordered = sorted(sizes)
+        self._touch(ordered[-1])
+        for size in ordered:
+            self._take(size, progress)
+        unfinished = set(ordered)
+        while unfinished:
+            size = min(unfinished, key=lambda size: (self._spent_s[size], size))
+            num_passes = len(next(iter(self._repeats.values()))[size])
+            pass_s = self._spent_s[size] / num_passes
+            if num_passes < MOST_REPEATS and self._elapsed_s() + pass_s <= self._share_s:
+                self._take(size, progress)
+            else:
+                unfinished.remove(size)
+        progress(1.0)
+        return self._repeats
+
+    def _touch(self, largest_bytes: int) -> None:
+        """Has every page of every slot mapped by whoever will copy it, which else would count as time of a link."""
+        for path, probes in self._transfers.items():
+            if path.kind not in (PUSH, PULL):
+                self._probes.time_s(probes, largest_bytes)
+
+    def _take(self, size: int, progress: Progress) -> None:
+        begin_s = self._elapsed_s()
+        for path, probes in self._transfers.items():
+            self._repeats[path].setdefault(size, []).append(self._probes.time_s(probes, size) * 1e6)
+        self._spent_s[size] = self._spent_s.get(size, 0.0) + self._elapsed_s() - begin_s
+        progress(min(1.0, self._elapsed_s() / self._share_s) if self._share_s > 0 else 0.0)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._begin_s
+
+
+def _part_of(progress: Progress | None, turn: int, num_turns: int) -> Progress:
+    def whole(done: float) -> None:
+        if progress is not None:
+            progress((turn + done) / num_turns)
+
+    return whole
+
+
+def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
+    """The sizes for which there is memory, as the worker that sees the least of it says."""
+    available = min(open_memory(device.kind).available_bytes() for device in table.devices)
+    # Two slots of every worker, and an end at every memory device.
+    most = np.array([-available * _MEMORY_FRACTION / (2 * table.num_workers + table.num_devices)])
+    session.all_reduce(most, op="max")
+    affordable = [size for size in sizes if size <= -most[0]]
+    if not affordable:
+        raise OutOfDeviceMemoryError(
+            f"probes of {min(sizes)} bytes need {min(sizes) * (2 * table.num_workers + table.num_devices)} bytes of "
+            f"host memory; {available} bytes are available"
+        )
+    return affordable
+
+
+def _rows(repeats: Repeats) -> list[list[Any]]:
+    return [
+        [*astuple(path), [astuple(point) for point in Curve.from_repeats(times).points]]
+        for path, times in repeats.items()
+    ]
+
+
+def _profile(shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan) -> Profile:
+    """The profile of what the workers of this node have measured, by client number."""
+    curves: dict[PathId, Curve] = {}
+    for share in shares:
+        for kind, source, target, points in share["curves"]:
+            curves[PathId(kind=kind, source=source, target=target)] = Curve(
+                points=tuple(
+                    CurvePoint(nbytes=nbytes, time_us=time_us, spread_us=spread_us, num_repeats=count)
+                    for nbytes, time_us, spread_us, count in points
+                )
+            )
+    try:
+        return Profile(
+            kind=MEASURED,
+            # Workers may be granted different processors; the first one's view of the host is the key.
+            key=host_profile_key(table, shares[0]["host"]),
+            time_budget_s=plan.budget_s,
+            paths_share_links=True,
+            curves=curves,
+        )
+    except ValueError as error:
+        raise ProfileError(
+            f"what was measured contradicts itself: {error}. Was the machine busy otherwise? Try again, or with more "
+            "time: `coarse profile --refresh --budget 10`."
+        ) from None

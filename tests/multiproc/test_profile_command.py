@@ -1,0 +1,103 @@
+"""`coarse profile`: measures, keeps, shows without measuring, measures anew; one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from coarse.cli.main import main
+from coarse.profiler.profile import Profile
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "coarse" / "profiles"
+
+
+def test_measures_keeps_and_shows(tmp_path, cache, capsys):
+    file = tmp_path / "out" / "profile.json"
+    arguments = ["profile", "--budget", "0", "--json", str(file)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "host: 2 workers, 2 memory devices; measured on" in shown
+    for words in (
+        "Highest bandwidth, GB/s",
+        "Time of 4096 bytes",
+        "alpha, us",
+        "LatProxy",
+        "smallest tested size",
+    ):
+        assert words in shown
+    (kept,) = cache.iterdir()
+    assert kept.read_text() == file.read_text()
+    assert {point.nbytes for point in Profile.load(file).curve("push", 0, 1).points} == {
+        4096 << power for power in range(15)
+    }
+
+    written = kept.stat().st_mtime_ns
+    assert main(arguments) == 0
+    assert f"kept in {kept}" in capsys.readouterr().out.replace("\n", "")
+    assert kept.stat().st_mtime_ns == written, "it was measured again"
+    assert main([*arguments, "--refresh"]) == 0
+    assert kept.stat().st_mtime_ns > written
+
+    assert main(["plan", "--profile", str(file)]) == 0
+    assert "measured, from" in capsys.readouterr().out
+
+
+def test_a_damaged_result_is_measured_anew(cache, capsys):
+    arguments = ["profile", "--workers", "2", "--memory-devices", "1", "--budget", "0"]
+    assert main(arguments) == 0
+    (kept,) = cache.iterdir()
+    kept.write_text(kept.read_text()[:1000])
+    capsys.readouterr()
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "measuring anew" in captured.err
+    assert "cut off or no JSON" in captured.err
+    assert json.loads(kept.read_text())["key"]["num_devices"] == 1
+
+
+def test_pictures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["profile", "--budget", "0", "--figures", str(tmp_path / "figures")]) == 0
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    stems = {"bandwidth-matrix", "by-size-w0", "by-size-w1", "remote-to-local-w0", "remote-to-local-w1"}
+    assert names == {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "svg")}
+    assert "(measured)" in (tmp_path / "figures" / "bandwidth-matrix.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--workers", "1"], "--workers 1"),
+        (["--memory-devices", "65"], "--memory-devices 65"),
+        (["--budget", "nan"], "--budget nan"),
+        (["--partition-table", "no-such-table"], "no-such-table"),
+        (["--partition-table", "aws-p3", "--workers", "3"], "is for 4 workers, this job has 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments, expected, capsys):
+    assert main(["profile", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_failure_of_the_workers_is_told_in_one_line(tmp_path):
+    environment = {**os.environ, "COARSE_TIMEOUT_S": "0.001"}
+    done = subprocess.run(
+        [sys.executable, "-m", "coarse", "profile", "--budget", "0"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "MeasurementError" in done.stderr
+    assert "Traceback" not in done.stderr
