@@ -74,6 +74,104 @@ TEST(EmulatedLinks, CarryPushReductionAndPullInNoLessThanTheirTime) {
   EXPECT_GT(pacer.arrivals().numArrivals, 0U);
 }
 
+/// One step in which every client keeps its contribution. @returns its longest seconds.
+double ownPathStep(Cluster& cluster, const GroupPlan& plan, std::uint32_t number) {
+  const std::size_t numElements = plan.slotBytes / sizeof(float);
+  std::vector<std::size_t> everybody(plan.numClients);
+  std::iota(everybody.begin(), everybody.end(), std::size_t{0});
+  const Bytes expected = result(DType::kFloat32, ReduceOp::kSum, numElements, everybody, number, 1);
+  std::vector<Bytes> buffers;
+  for (std::size_t client = 0; client < plan.numClients; ++client)
+    buffers.push_back(contribution(DType::kFloat32, numElements, client, number));
+  const MonotonicNs begin = monotonicNow();
+  std::vector<MonotonicNs> ends(plan.numClients);
+  together(plan.numClients, [&](std::size_t client) {
+    Client& own = cluster.client(client);
+    ASSERT_EQ(own.push(plan.id, 0, kPresent | kOwnPath, buffers[client].data()), WaitStatus::kDone);
+    ASSERT_EQ(own.pull(plan.id, 0, buffers[client].data(), kPatienceSeconds), WaitStatus::kDone);
+    ends[client] = monotonicNow();
+    EXPECT_EQ(buffers[client], expected);
+  });
+  return static_cast<double>(*std::max_element(ends.begin(), ends.end()) - begin) / 1e9;
+}
+
+TEST(OwnPath, IsARingOverTheLinksBetweenWorkersAlone) {
+  const ClusterShape shape{4, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  cluster.start();
+  const double seconds = ownPathStep(cluster, plan, 1);
+  // Six iterations, in each of which a quarter of the tensor goes to the next worker.
+  EXPECT_GE(seconds, 6 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
+  const Pacer pacer = cluster.pacer();
+  for (std::size_t worker = 0; worker < 4; ++worker) {
+    EXPECT_EQ(pacer.statistics(worker, (worker + 1) % 4).numBytes, std::uint64_t{6} << 18);
+    EXPECT_EQ(pacer.statistics((worker + 1) % 4, worker).numBytes, 0U);
+    for (std::size_t device = 4; device < 6; ++device) {
+      EXPECT_EQ(pacer.statistics(worker, device).numBytes, 0U);
+      EXPECT_EQ(pacer.statistics(device, worker).numBytes, 0U);
+    }
+  }
+}
+
+TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
+  const ClusterShape shape{3, 3, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 1));
+  const GroupPlan plan = exchangedTensor(3, 10000, 3000);
+  cluster.addGroup(plan);
+  cluster.start();
+  for (std::uint32_t number = 1; number <= 6; number += 2) {
+    ownPathStep(cluster, plan, number);
+    step(cluster, plan, number + 1);
+  }
+}
+
+TEST(OwnPath, WorkersMustAgreeOnIt) {
+  const ClusterShape shape{2, 1, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 1));
+  const GroupPlan plan = exchangedTensor(2, 100, 100);
+  cluster.addGroup(plan);
+  cluster.start();
+  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);
+  ASSERT_EQ(cluster.client(1).push(plan.id, 0, kPresent, nullptr), WaitStatus::kDone);
+  cluster.client(0).flush();
+  cluster.client(1).flush();
+  const auto events = cluster.events(0);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_NE(events[0].message.find("workers disagree on whether they reduce shard 0"), std::string::npos);
+}
+
+TEST(OwnPath, IsRefusedWhereThereIsNone) {
+  Cluster cluster({1, 1, 1});
+  const GroupPlan plan = makePlan(1, 1, {{100, DType::kFloat32, ReduceOp::kSum, Algorithm::kDirect}});
+  cluster.addGroup(plan);
+  cluster.start();
+  ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);
+  cluster.client(0).flush();
+  const auto events = cluster.events(0);
+  ASSERT_EQ(events.size(), 1U);
+  EXPECT_NE(events[0].message.find("no path among the workers"), std::string::npos);
+}
+
+TEST(Routes, CanChangeBetweenSteps) {
+  const ClusterShape shape{3, 3, 1};
+  Cluster cluster(shape, separateLinks(shape, 10, 1));
+  const GroupPlan plan = exchangedTensor(3, 10000, 3000);
+  cluster.addGroup(plan);
+  cluster.start();
+  for (std::uint32_t number = 1; number <= 6; ++number) {
+    step(cluster, plan, number);
+    for (std::size_t client = 0; client < 3; ++client) {
+      const auto device = static_cast<std::uint16_t>((client + number) % 3);
+      cluster.client(client).setRoutes(plan.id, std::vector<std::uint16_t>(plan.shards.size(), device));
+    }
+  }
+  EXPECT_THROW(cluster.client(0).setRoutes(plan.id, {0}), std::invalid_argument);
+  EXPECT_THROW(cluster.client(0).setRoutes(plan.id, std::vector<std::uint16_t>(plan.shards.size(), 3)),
+               std::invalid_argument);
+}
+
 TEST(EmulatedLinks, OneDeviceNeedsNoExchange) {
   const ClusterShape shape{3, 1, 1};
   Cluster cluster(shape, separateLinks(shape, 1, 5));

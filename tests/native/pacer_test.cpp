@@ -138,6 +138,29 @@ TEST_F(DilatedPacing, EverythingTakesThatMuchLonger) {
   EXPECT_EQ(pacer_->timeDilation(), 8);
 }
 
+TEST(TransferLog, KeepsTheFirstTransfersInEmulatedTime) {
+  LinkTableValues values = twoLinks();
+  values.timeDilation = 4;
+  values.logCapacity = 2;
+  const Memory memory(Pacer::numBytes(3, 2, values.logCapacity));
+  Pacer::write(memory.fd, values);
+  Pacer pacer(memory.fd);
+  const MonotonicNs now = monotonicNow();
+  pacer.reserve(0, 1, 1000, now, 7);
+  pacer.reserve(0, 1, 1000, now, 8);
+  pacer.reserve(0, 1, 1000, now, 9);
+  const std::vector<Transfer> transfers = Pacer(memory.fd, Mapping::Access::kReadOnly).transfers();
+  ASSERT_EQ(transfers.size(), 2U) << "there is no place for the third";
+  EXPECT_EQ(transfers[0].tag, 7U);
+  EXPECT_EQ(transfers[1].tag, 8U);
+  EXPECT_EQ(transfers[1].source, 0U);
+  EXPECT_EQ(transfers[1].target, 1U);
+  EXPECT_EQ(transfers[1].numBytes, 1000U);
+  EXPECT_NEAR(transfers[0].dueUs - transfers[0].beginUs, 1 + 10, 1e-3) << "1000 bytes at 1 GB/s, and 10 us";
+  EXPECT_NEAR(transfers[1].beginUs, transfers[0].beginUs + 1, 1e-3) << "one after the other";
+  EXPECT_NEAR(transfers[1].requestedUs, transfers[0].requestedUs, 1e-9);
+}
+
 TEST(LinkTables, RefuseWhatCannotBe) {
   const Memory memory(Pacer::numBytes(3, 2)), small(64), empty(4096);
   const auto refused = [&](auto change) {

@@ -49,6 +49,7 @@ void registerClient(py::module_& module) {
       .finalize();
   module.attr("PRESENT") = static_cast<int>(kPresent);
   module.attr("JOINED") = static_cast<int>(kJoined);
+  module.attr("OWN_PATH") = static_cast<int>(kOwnPath);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated) {
@@ -61,6 +62,7 @@ void registerClient(py::module_& module) {
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("remove_group", &Client::removeGroup, py::arg("group"))
+      .def("set_routes", &Client::setRoutes, py::arg("group"), py::arg("routes"))
       .def(
           "push",
           [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags,

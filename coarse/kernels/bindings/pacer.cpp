@@ -14,8 +14,10 @@ namespace {
 using PathTuple = std::pair<double, std::vector<std::uint32_t>>;
 
 LinkTableValues makeValues(double timeDilation, std::vector<double> gbytesPerSecond,
-                           const std::vector<std::vector<std::optional<PathTuple>>>& paths) {
+                           const std::vector<std::vector<std::optional<PathTuple>>>& paths,
+                           std::uint32_t logCapacity) {
   LinkTableValues values;
+  values.logCapacity = logCapacity;
   values.timeDilation = timeDilation;
   values.gbytesPerSecond = std::move(gbytesPerSecond);
   for (const auto& row : paths) {
@@ -29,19 +31,32 @@ LinkTableValues makeValues(double timeDilation, std::vector<double> gbytesPerSec
 }  // namespace
 
 void registerPacer(py::module_& module) {
-  module.def("link_table_bytes", &Pacer::numBytes, py::arg("num_endpoints"), py::arg("num_buckets"));
+  module.def("link_table_bytes", &Pacer::numBytes, py::arg("num_endpoints"), py::arg("num_buckets"),
+             py::arg("log_capacity") = 0);
   module.def(
       "write_link_table",
       [](int fd, double timeDilation, std::vector<double> gbytesPerSecond,
-         const std::vector<std::vector<std::optional<PathTuple>>>& paths) {
-        Pacer::write(fd, makeValues(timeDilation, std::move(gbytesPerSecond), paths));
+         const std::vector<std::vector<std::optional<PathTuple>>>& paths, std::uint32_t logCapacity) {
+        Pacer::write(fd, makeValues(timeDilation, std::move(gbytesPerSecond), paths, logCapacity));
       },
-      py::arg("fd"), py::arg("time_dilation"), py::arg("gbytes_per_s"), py::arg("paths"));
+      py::arg("fd"), py::arg("time_dilation"), py::arg("gbytes_per_s"), py::arg("paths"),
+      py::arg("log_capacity") = 0);
+  module.def(
+      "read_transfers",
+      [](int fd) {
+        py::list transfers;
+        for (const Transfer& each : Pacer(fd, Mapping::Access::kReadOnly).transfers()) {
+          transfers.append(py::make_tuple(each.source, each.target, each.tag, each.numBytes, each.requestedUs,
+                                          each.beginUs, each.dueUs));
+        }
+        return transfers;
+      },
+      py::arg("fd"));
   module.def("monotonic_ns", &monotonicNow);
   py::class_<Pacer>(module, "Pacer")
       .def(py::init<int>(), py::arg("fd"))
       .def("reserve", &Pacer::reserve, py::arg("source"), py::arg("target"), py::arg("num_bytes"),
-           py::arg("requested_at_ns"))
+           py::arg("requested_at_ns"), py::arg("tag") = 0)
       .def("set_bandwidth", &Pacer::setBandwidth, py::arg("bucket"), py::arg("gbytes_per_s"))
       .def("set_latency", &Pacer::setLatency, py::arg("source"), py::arg("target"), py::arg("latency_us"))
       .def_property_readonly("time_dilation", &Pacer::timeDilation)

@@ -44,11 +44,7 @@ Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vect
 std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
                                           std::vector<std::uint16_t> routes) {
   plan.validate();
-  if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
-  for (const std::uint16_t device : routes) {
-    if (device >= numDevices_)
-      throw std::invalid_argument("a route leads to a memory device that does not exist");
-  }
+  checkRoutes(plan, routes);
   auto group = std::make_unique<Group>();
   group->client = client;
   group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
@@ -70,6 +66,20 @@ std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, in
 }
 
 void Client::removeGroup(std::uint32_t group) { groups_.erase(group); }
+
+void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes) {
+  Group& group = find(groupId);
+  checkRoutes(group.plan, routes);
+  group.routes = std::move(routes);
+}
+
+void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
+  if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
+  for (const std::uint16_t device : routes) {
+    if (device >= numDevices_)
+      throw std::invalid_argument("a route leads to a memory device that does not exist");
+  }
+}
 
 WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags,
                         const void* source) {

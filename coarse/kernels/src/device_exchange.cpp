@@ -89,8 +89,9 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
   MonotonicNs due = sentAt;
   for (std::size_t device = 0; device < peers_.numDevices; ++device) {
     if (bytesFrom[device] == 0) continue;
-    due = std::max(due, links_.reserve(links_.endpointOfDevice(device),
-                                       links_.endpointOfDevice(peers_.device), bytesFrom[device], sentAt));
+    due =
+        std::max(due, links_.reserve(links_.endpointOfDevice(device), links_.endpointOfDevice(peers_.device),
+                                     bytesFrom[device], sentAt, shard));
   }
   links_.at(due, [this, task = std::move(task)](MonotonicNs arrivedAt) {
     TensorGroup* reduced = findGroup_(task.entry.group);
@@ -132,7 +133,7 @@ MonotonicNs DeviceExchange::sendResults(const TensorGroup& group, const Task& ta
   for (std::size_t device = 0; device < peers_.numDevices; ++device) {
     if (!receives[device] || device == peers_.device) continue;
     due = std::max(due, links_.reserve(links_.endpointOfDevice(peers_.device),
-                                       links_.endpointOfDevice(device), task.numBytes, sentAt));
+                                       links_.endpointOfDevice(device), task.numBytes, sentAt, shard));
   }
   return due;
 }
@@ -146,8 +147,8 @@ void DeviceExchange::finishDevice(TensorGroup& group, const Task& task, Monotoni
       group.numPresent(entry.shard) == 0 ? 0 : task.shape.numElements * itemBytes(task.shape.dtype);
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     const std::size_t device = group.deviceOf(entry.shard, client);
-    const MonotonicNs due =
-        links_.reserve(links_.endpointOfDevice(device), links_.endpointOfClient(client), numBytes, sentAt);
+    const MonotonicNs due = links_.reserve(links_.endpointOfDevice(device), links_.endpointOfClient(client),
+                                           numBytes, sentAt, entry.shard);
     links_.at(due, [this, entry, client](MonotonicNs) {
       TensorGroup* pulled = findGroup_(entry.group);
       if (pulled != nullptr) clientDone_(*pulled, entry, client);

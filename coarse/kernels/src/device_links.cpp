@@ -13,8 +13,8 @@ DeviceLinks::DeviceLinks(std::unique_ptr<Pacer> pacer, std::size_t numClients, s
 }
 
 MonotonicNs DeviceLinks::reserve(std::size_t source, std::size_t target, std::size_t numBytes,
-                                 MonotonicNs sentAt) noexcept {
-  return isPaced() ? pacer_->reserve(source, target, numBytes, sentAt) : sentAt;
+                                 MonotonicNs sentAt, std::uint32_t tag) noexcept {
+  return isPaced() ? pacer_->reserve(source, target, numBytes, sentAt, tag) : sentAt;
 }
 
 void DeviceLinks::at(MonotonicNs due, Action action) {

@@ -63,20 +63,22 @@ void LinkTableValues::validate() const {
   }
 }
 
-std::size_t Pacer::numBytes(std::size_t numEndpoints, std::size_t numBuckets) noexcept {
+std::size_t Pacer::numBytes(std::size_t numEndpoints, std::size_t numBuckets,
+                            std::size_t logCapacity) noexcept {
   return sizeof(LinkTableHeader) + numBuckets * sizeof(LinkBucket) +
-         numEndpoints * numEndpoints * sizeof(LinkPath);
+         numEndpoints * numEndpoints * sizeof(LinkPath) + logCapacity * sizeof(TransferLogCell);
 }
 
 void Pacer::write(int fd, const LinkTableValues& values) {
   values.validate();
-  const std::size_t needed = numBytes(values.paths.size(), values.gbytesPerSecond.size());
+  const std::size_t needed = numBytes(values.paths.size(), values.gbytesPerSecond.size(), values.logCapacity);
   require(sealedBytes(fd) >= needed, "needs " + std::to_string(needed) + " bytes of memory");
   const Mapping mapping(fd, needed, Mapping::Access::kReadWrite);
   auto* header = new (mapping.data()) LinkTableHeader{};
   header->numEndpoints = static_cast<std::uint32_t>(values.paths.size());
   header->numBuckets = static_cast<std::uint32_t>(values.gbytesPerSecond.size());
   header->timeDilation = values.timeDilation;
+  header->logCapacity = values.logCapacity;
   header->epoch = monotonicNow();
   auto* bucket = reinterpret_cast<LinkBucket*>(header + 1);
   for (const double rate : values.gbytesPerSecond) {
@@ -96,9 +98,9 @@ void Pacer::write(int fd, const LinkTableValues& values) {
   }
 }
 
-Pacer::Pacer(int fd) : mapping_(fd, sealedBytes(fd), Mapping::Access::kReadWrite) {
+Pacer::Pacer(int fd, Mapping::Access access) : mapping_(fd, sealedBytes(fd), access) {
   require(mapping_.numBytes() >= sizeof(LinkTableHeader) && numEndpoints() > 0 &&
-              mapping_.numBytes() >= numBytes(numEndpoints(), numBuckets()),
+              mapping_.numBytes() >= numBytes(numEndpoints(), numBuckets(), header().logCapacity),
           "the memory holds none");
 }
 
@@ -118,8 +120,31 @@ LinkPath& Pacer::checkedPath(std::size_t source, std::size_t target) const {
   return path(source, target);
 }
 
+TransferLogCell* Pacer::log() const noexcept {
+  return reinterpret_cast<TransferLogCell*>(mapping_.data() + numBytes(numEndpoints(), numBuckets()));
+}
+
+void Pacer::write(const Transfer& transfer) noexcept {
+  const std::uint32_t place = header().numLogged.fetch_add(1, std::memory_order_relaxed);
+  if (place >= header().logCapacity) return;
+  TransferLogCell& cell = log()[place];
+  cell.transfer = transfer;
+  cell.isWhole.store(1, std::memory_order_release);
+}
+
+std::vector<Transfer> Pacer::transfers() const {
+  std::vector<Transfer> found;
+  const std::uint32_t count =
+      std::min(header().numLogged.load(std::memory_order_relaxed), header().logCapacity);
+  for (std::uint32_t place = 0; place < count; ++place) {
+    const TransferLogCell& cell = log()[place];
+    if (cell.isWhole.load(std::memory_order_acquire) != 0) found.push_back(cell.transfer);
+  }
+  return found;
+}
+
 MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t numBytes,
-                           MonotonicNs requestedAt) noexcept {
+                           MonotonicNs requestedAt, std::uint32_t tag) noexcept {
   const MonotonicNs now = monotonicNow();
   requestedAt = std::clamp(requestedAt, now - kLongestCreditNs, now);
   LinkPath& way = path(source, target);
@@ -128,13 +153,20 @@ MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t n
   way.numBytes.fetch_add(numBytes, std::memory_order_relaxed);
   const double from = static_cast<double>(requestedAt - header().epoch);
   const double dilatedBytes = static_cast<double>(numBytes) * timeDilation();
-  double end = from;
+  double begin = from, end = from;
   for (std::size_t i = 0; numBytes > 0 && i < way.numBuckets; ++i) {
     LinkBucket& shared = bucket(way.buckets[i]);
     const double duration = dilatedBytes * shared.nsPerByte.load(std::memory_order_relaxed);
-    end = std::max(end, take(shared.nextFreeNs, from, duration));
+    const double served = take(shared.nextFreeNs, from, duration);
+    begin = std::max(begin, served - duration);
+    end = std::max(end, served);
   }
   const double due = end + way.latencyNs.load(std::memory_order_relaxed) * timeDilation();
+  if (header().numLogged.load(std::memory_order_relaxed) < header().logCapacity) {
+    const double usPerNs = 1e-3 / timeDilation();
+    write({static_cast<std::uint16_t>(source), static_cast<std::uint16_t>(target), tag, numBytes,
+           from * usPerNs, begin * usPerNs, due * usPerNs});
+  }
   return header().epoch + std::llround(due);
 }
 

@@ -86,6 +86,9 @@ void Proxy::openLinks() {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
       });
+  workerRing_ = std::make_unique<WorkerRing>(
+      links_, [this](std::uint32_t group) { return findGroup(group); },
+      [this](TensorGroup& group, const RingEntry& entry) { reduceShard(group, entry); });
 }
 
 void Proxy::openRings(int ringLogsFd, const std::vector<int>& ringFds) {
@@ -374,9 +377,13 @@ void Proxy::holdUntilArrival(std::size_t client, const Descriptor& descriptor) {
     clients_[client]->arrived.push_back(descriptor);  // the probe itself says what takes time
     return;
   }
+  const MonotonicNs sentAt = timeOf(descriptor.sentAt, monotonicNow());
+  const bool staysWithWorker = (descriptor.flags & kOwnPath) != 0;
   const MonotonicNs due =
-      links_.reserve(links_.endpointOfClient(client), links_.endpointOfDevice(config_.device),
-                     contributedBytes(descriptor), timeOf(descriptor.sentAt, monotonicNow()));
+      staysWithWorker
+          ? sentAt
+          : links_.reserve(links_.endpointOfClient(client), links_.endpointOfDevice(config_.device),
+                           contributedBytes(descriptor), sentAt, descriptor.shard);
   links_.at(due, [this, client, arrived = descriptor](MonotonicNs arrivedAt) mutable {
     arrived.sentAt = stampOf(arrivedAt);  // from here on it is this device that sends
     clients_[client]->arrived.push_back(arrived);
@@ -476,6 +483,8 @@ std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
+  if ((descriptor.flags & kOwnPath) != 0 && shard.algorithm != Algorithm::kExchange)
+    return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
   if (shard.algorithm == Algorithm::kProbe) return prober_->rejection(*group, descriptor);
   if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
@@ -510,7 +519,9 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     return;
   }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
-  if (algorithm == Algorithm::kExchange) {
+  if (algorithm == Algorithm::kExchange && group.isOnOwnPath(entry.shard)) {
+    workerRing_->start(group, entry);
+  } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0) {
     reduceShard(group, entry);
@@ -524,6 +535,12 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
 }
 
 std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) const {
+  const std::uint8_t path = group.control().contribution(shard, 0).flags & kOwnPath;
+  for (std::size_t client = 1; client < config_.numClients; ++client) {
+    if ((group.control().contribution(shard, client).flags & kOwnPath) == path) continue;
+    return "workers disagree on whether they reduce shard " + std::to_string(shard) +
+           " themselves: workers 0 and " + std::to_string(client) + " do not agree";
+  }
   if (!group.plan().shards[shard].isDynamic) return {};
   const ShardShape expected = group.shape(shard);
   for (std::size_t client = 0; client < config_.numClients; ++client) {

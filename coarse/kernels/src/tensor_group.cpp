@@ -53,6 +53,10 @@ bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexc
   return (control_.contribution(shard, client).flags & kPresent) != 0;
 }
 
+bool TensorGroup::isOnOwnPath(std::uint32_t shard) const noexcept {
+  return (control_.contribution(shard, 0).flags & kOwnPath) != 0;
+}
+
 std::uint32_t TensorGroup::numCounted(std::uint32_t shard) const noexcept {
   std::uint32_t count = 0;
   for (std::size_t client = 0; client < plan_.numClients; ++client) {

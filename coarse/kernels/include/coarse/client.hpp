@@ -65,6 +65,9 @@ class Client {
   std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
                                     std::vector<std::uint16_t> routes);
   void removeGroup(std::uint32_t group);
+  /// Changes the memory devices that take shards which are pushed from now on.
+  /// @throws std::invalid_argument unless there is one for each shard.
+  void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
 
   /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard
   /// by shard, each told to its memory device as soon as it is there.
@@ -129,6 +132,7 @@ class Client {
     std::size_t perHalf = 0;
   };
 
+  void checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const;
   WaitStatus contribute(Group& group, const BufferPieces& pieces, std::size_t begin);
   WaitStatus collect(const Group& group, const BufferPieces& pieces, std::size_t begin,
                      double timeoutSeconds);

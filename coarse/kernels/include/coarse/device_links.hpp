@@ -29,9 +29,10 @@ class DeviceLinks {
   bool isPaced() const noexcept { return pacer_ != nullptr; }
   std::size_t endpointOfClient(std::size_t client) const noexcept { return client; }
   std::size_t endpointOfDevice(std::size_t device) const noexcept { return numClients_ + device; }
+  /// @param tag what it carries, for the log of transfers: a shard.
   /// @returns when `numBytes` that were sent at `sentAt` arrive.
-  MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes,
-                      MonotonicNs sentAt) noexcept;
+  MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes, MonotonicNs sentAt,
+                      std::uint32_t tag = 0) noexcept;
   /// Runs `action` in runDue(), not before `due`.
   void at(MonotonicNs due, Action action);
   /// Runs the next action if it is due. @returns whether it was.

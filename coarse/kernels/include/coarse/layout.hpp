@@ -65,6 +65,7 @@ static_assert(sizeof(Inbox) == kCacheLineBytes);
 enum : std::uint8_t {
   kPresent = 1,  // the slot holds a contribution; without it the client contributes nothing
   kJoined = 2,   // the client has run out of inputs and doesn't count in a mean
+  kOwnPath = 4,  // the workers reduce this shard themselves: the contribution stays with its worker
 };
 
 /// One client's notice that its contribution to a shard lies in its slot.

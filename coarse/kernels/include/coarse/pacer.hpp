@@ -35,10 +35,22 @@ struct PathValues {
   std::vector<std::uint32_t> buckets;  // capacities that its transfers share with others
 };
 
+/// One transfer as the links served it. Times are those of the emulated machine, since the table was written.
+struct Transfer {
+  std::uint16_t source = 0;
+  std::uint16_t target = 0;
+  std::uint32_t tag = 0;  // whoever reserved says what it carries: a shard
+  std::uint64_t numBytes = 0;
+  double requestedUs = 0;
+  double beginUs = 0;  // the last of its buckets started on it
+  double dueUs = 0;
+};
+
 /// What a link table says when a session starts.
 struct LinkTableValues {
-  double timeDilation = 1;                                    // all times are so many times longer
-  std::vector<double> gbytesPerSecond;                        // of each bucket; G is 1e9
+  std::uint32_t logCapacity = 0;        // transfers that are written down, the first ones
+  double timeDilation = 1;              // all times are so many times longer
+  std::vector<double> gbytesPerSecond;  // of each bucket; G is 1e9
   std::vector<std::vector<std::optional<PathValues>>> paths;  // [source][target]
 
   /// @throws std::invalid_argument if a number is not positive and finite, the paths are no square, or one
@@ -53,6 +65,8 @@ struct alignas(kCacheLineBytes) LinkTableHeader {
   MonotonicNs epoch;  // other times in the table count from here, so that a double holds them exactly enough
   std::atomic<std::uint64_t> numArrivals;
   std::atomic<std::uint64_t> latenessNs;  // by which arrivals were noticed after they were due, in sum
+  std::atomic<std::uint32_t> numLogged;   // transfers that asked for a place in the log
+  std::uint32_t logCapacity;
 };
 static_assert(sizeof(LinkTableHeader) == kCacheLineBytes);
 
@@ -72,6 +86,11 @@ struct alignas(kCacheLineBytes) LinkPath {
 };
 static_assert(sizeof(LinkPath) == kCacheLineBytes);
 
+struct TransferLogCell {
+  std::atomic<std::uint32_t> isWhole;  // stored last
+  Transfer transfer;
+};
+
 struct PathStatistics {
   std::uint64_t numTransfers = 0;
   std::uint64_t numBytes = 0;
@@ -90,19 +109,21 @@ struct ArrivalStatistics {
 /// Thread safety: everything may be called from any thread of any process that maps the table; lock-free.
 class Pacer {
  public:
-  static std::size_t numBytes(std::size_t numEndpoints, std::size_t numBuckets) noexcept;
+  static std::size_t numBytes(std::size_t numEndpoints, std::size_t numBuckets,
+                              std::size_t logCapacity = 0) noexcept;
   /// Writes a table into sealed memory of numBytes(). Before anybody else maps it.
   /// @throws std::invalid_argument if the values are wrong or the memory is too small.
   static void write(int fd, const LinkTableValues& values);
   /// Maps a written table; the descriptor stays the caller's.
   /// @throws std::invalid_argument if it holds none.
-  explicit Pacer(int fd);
+  explicit Pacer(int fd, Mapping::Access access = Mapping::Access::kReadWrite);
 
   /// Takes the capacity for a transfer that was asked for at `requestedAt`, up to now.
   /// @returns when it arrives: at the end of the slowest of its buckets, and its latency later.
+  /// @param tag for the log of transfers.
   /// @pre both endpoints exist. A transfer from an endpoint to itself takes no time.
-  MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes,
-                      MonotonicNs requestedAt) noexcept;
+  MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes, MonotonicNs requestedAt,
+                      std::uint32_t tag = 0) noexcept;
   /// Counts an arrival that was due at `due` and noticed at `now`.
   void countArrival(MonotonicNs due, MonotonicNs now) noexcept;
 
@@ -117,12 +138,17 @@ class Pacer {
   /// @throws std::invalid_argument if there is no such path.
   PathStatistics statistics(std::size_t source, std::size_t target) const;
   ArrivalStatistics arrivals() const noexcept;
+  /// The first transfers of the session, as many as the table has places for, in the order of their requests
+  /// at each process.
+  std::vector<Transfer> transfers() const;
 
  private:
   LinkTableHeader& header() const noexcept { return *reinterpret_cast<LinkTableHeader*>(mapping_.data()); }
   LinkBucket& bucket(std::size_t index) const noexcept;
   LinkPath& path(std::size_t source, std::size_t target) const noexcept;
   LinkPath& checkedPath(std::size_t source, std::size_t target) const;
+  TransferLogCell* log() const noexcept;
+  void write(const Transfer& transfer) noexcept;
 
   Mapping mapping_;
 };

@@ -68,6 +68,8 @@ class TensorGroup {
   /// @pre all contributions to `shard` have arrived and agree.
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
+  /// Whether the workers reduce the shard themselves. @pre all contributions have arrived and agree.
+  bool isOnOwnPath(std::uint32_t shard) const noexcept;
   /// The memory device that took the client's contribution.
   std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
     return control_.contribution(shard, client).device;
