@@ -20,6 +20,9 @@ FOLDER = Path(__file__).resolve().parent
 PAPER_MACHINES = ("aws-g4dn", "aws-p3", "sdsc-p100")
 """In the order of the paper's Figure 15: T4, V100, P100."""
 
+ALL_MACHINES = (*PAPER_MACHINES, "host")
+"""With the machine at hand, of which the paper says nothing."""
+
 TABLE_BEGIN, TABLE_END = "<!-- results -->", "<!-- end of results -->"
 _TABLE_HEAD = "| figure | what is run here | expected by the paper | what came out | as expected | kind |"
 
@@ -35,7 +38,7 @@ class Options:
         progress: Called with a line of text now and then.
     """
 
-    machines: tuple[str, ...] = PAPER_MACHINES
+    machines: tuple[str, ...] = ALL_MACHINES
     is_quick: bool = False
     results: Path | None = None
     progress: Callable[[str], None] = lambda text: None
@@ -159,7 +162,7 @@ def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
         "--machine",
         action="append",
         metavar="NAME",
-        help="machine profile, may be given several times (default: the paper's three)",
+        help="machine profile, or host; may be given several times (default: the paper's three and host)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that it works")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write results there instead")
@@ -167,7 +170,7 @@ def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
     if (arguments.quick or arguments.machine) and arguments.results is None:
         parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")
     return Options(
-        machines=tuple(arguments.machine or PAPER_MACHINES),
+        machines=tuple(arguments.machine or ALL_MACHINES),
         is_quick=arguments.quick,
         results=arguments.results,
         progress=lambda text: print(f"  {text}", flush=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -139,4 +140,5 @@ def _work(work: Callable[[Seat], None], rank: int, num_workers: int, folder: Pat
     except (EOFError, KeyboardInterrupt):
         pass  # the driver is gone, or has been interrupted
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        with contextlib.suppress(OSError):  # the driver may be gone, too
+            pipe.send(("error", traceback.format_exc()))
