@@ -1,0 +1,69 @@
+"""How a few new timings change the curves of a profile: dynamic profiling (COARSE paper, section III-E)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.profile import PathId, Profile
+
+
+def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
+    """The curve after some of its sizes were timed anew.
+
+    Every time of the curve is multiplied by new / old of the sizes around it: between two sizes that were timed the
+    factor goes over from the one to the other evenly on the scale of the logarithm of the size, beyond them it stays
+    what it is at the nearest.
+
+    Args:
+        curve: As measured before.
+        times_us: New times in microseconds by size in bytes; at least one.
+
+    Raises:
+        ValueError: If there is no new time, or one is not above 0.
+    """
+    if not times_us:
+        raise ValueError("a curve is rescaled by at least one new time")
+    sizes = sorted(times_us)
+    factors = [times_us[size] / curve.time_us(size) for size in sizes]
+    if not all(0 < factor < math.inf for factor in factors):
+        raise ValueError(f"new times must be above 0 and finite: {dict(times_us)}")
+    logarithms = [math.log(size) for size in sizes]
+
+    def moved(point: CurvePoint) -> CurvePoint:
+        factor = float(np.interp(math.log(point.nbytes), logarithms, factors))
+        return replace(point, time_us=point.time_us * factor, spread_us=point.spread_us * factor)
+
+    return Curve(points=tuple(moved(point) for point in curve.points))
+
+
+def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> Profile:
+    """The profile after some paths were timed anew; other paths keep their curves.
+
+    Raises:
+        ValueError: If a path is not one of the profile's, or a time is not above 0.
+    """
+    unknown = sorted(set(times_us) - set(profile.curves))
+    if unknown:
+        raise ValueError(f"{unknown[0]}: there is no such path in the profile")
+    curves = {
+        path: rescale_curve(curve, times_us[path]) if path in times_us else curve
+        for path, curve in profile.curves.items()
+    }
+    return replace(profile, curves=curves)
+
+
+def largest_change(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> float:
+    """By which part the new time differs most from the profile's, over all paths and sizes: 0.1 is ten per cent."""
+    return max(
+        (
+            abs(time_us / profile.curves[path].time_us(size) - 1)
+            for path, times in times_us.items()
+            for size, time_us in times.items()
+        ),
+        default=0.0,
+    )

@@ -1,0 +1,65 @@
+"""T_FP and T_BP of a job, read off the pushes of its first steps (COARSE paper, section III-F)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+
+class StepClock:
+    """Splits steps into what comes before the first push and what comes between the pushes.
+
+    A step runs from the end of one pull of everything to the next. Up to its first push the forward pass runs, and
+    whatever else the script does; between its first and its last push the backward pass, but for what comes before
+    the first gradient.
+
+    Args:
+        clock: Seconds that only ever grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began = -1.0
+        self._first_push = -1.0
+        self._last_push = -1.0
+        self._forward_s: list[float] = []
+        self._backward_s: list[float] = []
+        self._step_s: list[float] = []
+        self.order: list[int] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Whole steps that were timed."""
+        return len(self._step_s)
+
+    def pushed(self, tensor: int) -> None:
+        """A tensor was pushed."""
+        self._last_push = self._clock()
+        if self._first_push < 0:
+            self._first_push = self._last_push
+            self.order = []
+        self.order.append(tensor)
+
+    def pulled_all(self) -> None:
+        """Everything has been pulled: a step is over."""
+        now = self._clock()
+        if self._began >= 0 and self._first_push >= 0:
+            self._forward_s.append(self._first_push - self._began)
+            self._backward_s.append(self._last_push - self._first_push)
+            self._step_s.append(now - self._began)
+        self._began, self._first_push = now, -1.0
+
+    def medians_s(self) -> tuple[float, float, float]:
+        """Seconds of the forward pass, the backward pass and the whole step.
+
+        Raises:
+            ValueError: If no whole step was timed.
+        """
+        if not self._step_s:
+            raise ValueError("no whole step was timed")
+        return median(self._forward_s), median(self._backward_s), median(self._step_s)
+
+    def restart(self) -> None:
+        """Forgets the steps that were timed."""
+        self._forward_s, self._backward_s, self._step_s = [], [], []
