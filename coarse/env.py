@@ -100,6 +100,7 @@ _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read b
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring")
 SCHEDULING_CHOICES = ("queues", "fcfs")
+ROUTING_CHOICES = ("auto", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,8 @@ class Settings:
         memory_devices: Memory devices on each node; 0 stands for as many as local workers.
         partition_table: A TOML file that says which memory device serves which workers; "" for an even one.
         sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
-        shard_bytes: Partition threshold: no shard is smaller unless its tensor is.
+        shard_bytes: Partition threshold: no shard is smaller unless its tensor is; 0 stands for what the links'
+            profile says, or 256 KiB.
         gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
         routing_threshold_bytes: Shards below go to the lowest-latency proxy, others to the widest one.
         algorithm: "auto", "gather", "direct" or "ring".
@@ -118,6 +120,9 @@ class Settings:
         timeout_s: A wait longer than this is an error.
         spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
             every process has a processor, and short where spinning would take it from whom it waits for.
+        profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
+            "refresh" to measure one in any case; or a file.
+        routing: "auto" for routes by the profile, "local" for each worker's own memory device.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
         node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
@@ -130,26 +135,33 @@ class Settings:
     memory_devices: int = 0
     partition_table: str = ""
     sync_cores: int = 0
-    shard_bytes: int = 256 << 10
+    shard_bytes: int = 0
     gather_bytes: int = 64 << 10
     routing_threshold_bytes: int = 0
     algorithm: str = "auto"
     scheduling: str = "queues"
     timeout_s: float = 600.0
     spin_us: int = -1
+    profile: str = "cached"
+    routing: str = "auto"
     node: str = ""
     node_address: str = ""
 
     def __post_init__(self) -> None:
         _check_range("COARSE_MEMORY_DEVICES", self.memory_devices, 0, 64)
         _check_range("COARSE_SYNC_CORES", self.sync_cores, 0, 256)
-        _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64, 1 << 32)
+        _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64 if self.shard_bytes else 0, 1 << 32)
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
         _check_range("COARSE_ROUTING_THRESHOLD_BYTES", self.routing_threshold_bytes, 0, 1 << 40)
         _check_range("COARSE_TIMEOUT_S", self.timeout_s, 0.001, 10**7)
         _check_range("COARSE_SPIN_US", self.spin_us, -1, 10**6)
         _check_choice("COARSE_ALGORITHM", self.algorithm, ALGORITHM_CHOICES)
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
+        _check_choice("COARSE_ROUTING", self.routing, ROUTING_CHOICES)
+        if not self.profile:
+            raise ValueError(
+                "COARSE_PROFILE is empty; write off, cached, auto, refresh or the name of a file"
+            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -170,6 +182,8 @@ class Settings:
             "scheduling": _read_text,
             "timeout_s": _read_float,
             "spin_us": _read_int,
+            "profile": _read_text,
+            "routing": _read_text,
             "node": _read_text,
             "node_address": _read_text,
         }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from coarse.client.client import Client
-from coarse.client.join import NodeDevices, connect, provide_devices
+from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
@@ -20,9 +21,16 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, SessionClosedError
 from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.link_plan import plan_links
+from coarse.profiler.start import FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.store import Store
+
+if TYPE_CHECKING:  # slow to import
+    from coarse.profiler.profile import Profile
+
+logger = logging.getLogger(__name__)
 
 _DEVICE_EXIT_TIMEOUT_S = 0.5
 
@@ -49,6 +57,7 @@ class Session:
         self.settings = settings
         self._client: Client | SoloClient | None = client
         self._node = node
+        self._decisions: tuple[str, ...] = ()
         self._pid = os.getpid()
 
     @classmethod
@@ -67,6 +76,7 @@ class Session:
                 algorithm is "ring" and there are several nodes.
             WorkerLostError: If another worker dies meanwhile.
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
+            ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
         """
         settings = settings or Settings.from_environment()
         if identity.world_size == 1:
@@ -80,11 +90,17 @@ class Session:
             if nodes.num_nodes > 1:
                 watch.follow(store)
             try:
-                client, node = _come_together(identity, store, settings, nodes, watch)
+                client, node, found = _come_together(identity, store, settings, nodes, watch)
             except CoarseError as error:
                 watch.tell(error)
                 raise
-        return cls(identity, settings, client, node)
+        session = cls(identity, settings, client, node)
+        try:
+            session._plan_links(client, node, found)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
@@ -189,6 +205,10 @@ class Session:
     ) -> None:
         self.close()
 
+    def decisions(self) -> list[str]:
+        """What was decided of this node's links when the session started, and why: a line each."""
+        return list(self._decisions)
+
     @property
     def node_workers(self) -> tuple[int, ...]:
         """The ranks of this node's workers, by client number: how profiles and partition tables count them."""
@@ -213,6 +233,33 @@ class Session:
     def _processes(self) -> DeviceProcesses | None:
         return None if self._node is None else self._node.processes
 
+    def _plan_links(self, client: Client, node: NodeDevices, found: FoundProfile) -> None:
+        """Routes and cuts by the profile that was found, or is measured now."""
+        profile, note = found.profile, found.note
+        if found.is_to_be_measured:
+            profile, note = self._measure_links(note)
+        local_devices = [node.table.local_device(worker) for worker in range(node.table.num_workers)]
+        plan = plan_links(profile, note, local_devices=local_devices, settings=self.settings)
+        client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
+        self._decisions = plan.decisions
+        if self.identity.rank == node.ranks[0]:
+            for decision in plan.decisions:
+                logger.info("[w%d] %s", self.identity.rank, decision)
+
+    def _measure_links(self, note: str) -> tuple[Profile, str]:
+        """Measures together with all workers; the first one of the node keeps the result."""
+        from coarse.profiler.measure import measure_profile
+        from coarse.profiler.profile import cache_path
+
+        profile = measure_profile(self)
+        path = cache_path(profile.key)
+        if self.identity.rank == self.node_workers[0]:
+            try:
+                profile.save(path)
+            except OSError as error:
+                logger.warning("the profile cannot be kept in %s: %s", path, error.strerror)
+        return profile, f"{profile.kind} now ({note})"
+
     def _open(self) -> Client | SoloClient:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
@@ -229,9 +276,10 @@ def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
 
 def _come_together(
     identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
-) -> tuple[Client, NodeDevices]:
+) -> tuple[Client, NodeDevices, FoundProfile]:
     node = provide_devices(identity, store, settings, nodes, watch)
     try:
+        found = agree_on_profile(identity, store, settings, node, watch)
         client = connect(identity, store, settings, node, watch)
     except BaseException:
         if node.processes is not None:
@@ -239,7 +287,7 @@ def _come_together(
         raise
     if node.processes is not None:
         node.processes.hide()
-    return client, node
+    return client, node, found
 
 
 def _check_array(array: npt.NDArray[Any], op: str) -> None:

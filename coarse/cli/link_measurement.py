@@ -72,7 +72,7 @@ class MeasurementJob:
         with errors.open("wb") as stderr:
             launcher = subprocess.Popen(
                 [*command, "-m", _MODULE, str(folder), repr(self.budget_s)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "COARSE_PROFILE": "off"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

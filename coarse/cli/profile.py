@@ -158,8 +158,7 @@ def _partition_table(arguments: argparse.Namespace) -> PartitionTable:
 def _obtain(arguments: argparse.Namespace, table: PartitionTable) -> tuple[Profile, str]:
     """The kept profile, unless there is none, it is damaged or it shall be measured anew; and where it comes from."""
     from coarse.machine.host import read_host
-    from coarse.profiler.measure import host_profile_key
-    from coarse.profiler.profile import cache_path, host_key
+    from coarse.profiler.profile import cache_path, host_key, host_profile_key
 
     key = host_profile_key(table, host_key(read_host()))
     if not arguments.refresh:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from coarse.env import ALGORITHM_CHOICES, SCHEDULING_CHOICES, Settings
+from coarse.env import ALGORITHM_CHOICES, ROUTING_CHOICES, SCHEDULING_CHOICES, Settings
 from coarse.errors import CoarseError
 from coarse.machine.host import read_cpu
 
@@ -39,6 +39,12 @@ _SESSION_FLAGS = (
     ("--routing-threshold-bytes", "COARSE_ROUTING_THRESHOLD_BYTES", "smallest shard for the widest link"),
     ("--algorithm", "COARSE_ALGORITHM", "how sync cores reduce: " + ", ".join(ALGORITHM_CHOICES)),
     ("--scheduling", "COARSE_SCHEDULING", "which shard comes next: " + ", ".join(SCHEDULING_CHOICES)),
+    (
+        "--profile",
+        "COARSE_PROFILE",
+        "of the links: off, cached, auto, refresh or a file that `coarse profile` wrote",
+    ),
+    ("--routing", "COARSE_ROUTING", "which memory device takes a shard: " + ", ".join(ROUTING_CHOICES)),
     ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),

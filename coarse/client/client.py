@@ -14,7 +14,7 @@ from typing import Any
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
@@ -27,7 +27,8 @@ from coarse.errors import (
     WorkerLostError,
 )
 from coarse.kernels import _native
-from coarse.profiler.routing import RoutingTable
+from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
+from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
@@ -80,6 +81,7 @@ class Client:
         self._routing = RoutingTable(
             lat_proxy=local_device, bw_proxy=local_device, threshold_bytes=settings.routing_threshold_bytes
         )
+        self._shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
         self._next_group = 0
         self._groups: dict[int, TensorGroup] = {}
         self._staging: TensorGroup | None = None
@@ -118,6 +120,16 @@ class Client:
             return "being reduced"
         return f"pushed by worker(s) {_names(self.ranks)}; not pushed by, or not received from, {_names(elsewhere)}"
 
+    def adopt_plan(self, table: RoutingTable, shard_bytes: int) -> None:
+        """Routes and cuts tensors that are registered from now on.
+
+        Args:
+            table: This worker's own.
+            shard_bytes: Partition threshold, the same on every worker.
+        """
+        self._routing = table
+        self._shard_bytes = shard_bytes
+
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
@@ -129,7 +141,7 @@ class Client:
             GroupSchema(
                 name=name,
                 specs=tuple(specs),
-                shard_bytes=self._settings.shard_bytes,
+                shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=self._settings.algorithm,
             )
@@ -270,10 +282,7 @@ class Client:
             raise
         plan = schema.native_plan(group, len(self.ranks))
         partition = schema.partition()
-        routes = [
-            self._routing.route(shard.num_elements * ITEM_BYTES[schema.specs[shard.tensor].dtype])
-            for shard in partition.shards
-        ]
+        routes = route_shards(self._routing, partition, schema.specs)
         try:
             slots = self._native.add_group(plan, self._number, fds["control"], fds["slots"], routes)
         finally:

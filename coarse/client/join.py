@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, collect_replies
@@ -13,10 +14,14 @@ from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
+from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_pace, socket_path
 from coarse.proxy.node_links import link_nodes
 from coarse.rendezvous import NodeMap, PeerWatch
 from coarse.store import Store
+
+if TYPE_CHECKING:  # slow to import, and needed with a profile only
+    from coarse.profiler.profile import ProfileKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +105,38 @@ def _find_devices(
         directory=announcement["directory"],
         table=PartitionTable.of_workers(announcement["workers"]),
     )
+
+
+def agree_on_profile(
+    identity: WorkerIdentity, store: Store, settings: Settings, node: NodeDevices, watch: PeerWatch
+) -> FoundProfile:
+    """The profile of this node's links, as its first worker finds it, while memory devices start.
+
+    Raises:
+        ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
+        RendezvousError: If the first worker has told none in time.
+    """
+    if settings.profile == OFF or node.nodes.num_nodes > 1:
+        why = "COARSE_PROFILE=off" if settings.profile == OFF else "profiles are of jobs on one node"
+        return FoundProfile(note=f"not profiled: {why}")
+    key, leader = f"profile/{node.node}", node.ranks[0]
+    if identity.rank == leader:
+        return share_profile(
+            lambda text: store.set(key, text), lambda: find_profile(settings, lambda: _profile_key(node))
+        )
+    try:
+        return FoundProfile.from_json(watch.get(store, key, settings.timeout_s))
+    except TimeoutError:
+        raise RendezvousError(
+            f"worker {identity.rank}: worker {leader} has told no profile within {settings.timeout_s:.1f} s"
+        ) from None
+
+
+def _profile_key(node: NodeDevices) -> ProfileKey:
+    from coarse.machine.host import read_host
+    from coarse.profiler.profile import host_key, host_profile_key
+
+    return host_profile_key(node.table, host_key(read_host()))
 
 
 def connect(

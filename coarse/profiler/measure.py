@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from coarse.client.link_probes import LinkProbes, Probe
-from coarse.errors import OutOfDeviceMemoryError, ProfileError
+from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels._native import ProbeKind
 from coarse.machine.host import read_host
 from coarse.profiler.curve import Curve, CurvePoint
@@ -27,9 +27,8 @@ from coarse.profiler.profile import (
     WORKERS,
     PathId,
     Profile,
-    ProfileKey,
-    current_versions,
     host_key,
+    host_profile_key,
 )
 from coarse.proxy.memory import open_memory
 
@@ -92,7 +91,6 @@ def measure_profile(
 
     Raises:
         OutOfDeviceMemoryError: If there is too little memory even for the smallest probes.
-        ProfileError: If what was measured contradicts itself, as on a machine that is busy otherwise.
         WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
         ValueError: If the session has one worker only: there is no link.
     """
@@ -165,17 +163,6 @@ def gather_bytes(session: Session, own: bytes) -> list[bytes]:
     everything[ends[rank] - len(own) : ends[rank]] = np.frombuffer(own, dtype=np.uint8)
     session.all_reduce(everything)
     return [part.tobytes() for part in np.split(everything, ends[:-1])]
-
-
-def host_profile_key(table: PartitionTable, host: str) -> ProfileKey:
-    """The key of a profile of a host (see host_key) with these memory devices."""
-    return ProfileKey(
-        machine="host",
-        host=host,
-        local_devices=tuple(table.local_device(worker) for worker in range(table.num_workers)),
-        num_devices=table.num_devices,
-        versions=current_versions(),
-    )
 
 
 class LinkMeter:
@@ -267,17 +254,20 @@ def _profile(shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan) ->
                     for nbytes, time_us, spread_us, count in points
                 )
             )
-    try:
-        return Profile(
-            kind=MEASURED,
-            # Workers may be granted different processors; the first one's view of the host is the key.
-            key=host_profile_key(table, shares[0]["host"]),
-            time_budget_s=plan.budget_s,
-            paths_share_links=True,
-            curves=curves,
-        )
-    except ValueError as error:
-        raise ProfileError(
-            f"what was measured contradicts itself: {error}. Was the machine busy otherwise? Try again, or with more "
-            "time: `coarse profile --refresh --budget 10`."
-        ) from None
+    return Profile(
+        kind=MEASURED,
+        # Workers may be granted different processors; the first one's view of the host is the key.
+        key=host_profile_key(table, shares[0]["host"]),
+        time_budget_s=plan.budget_s,
+        paths_share_links=True,
+        curves={path: _no_slower_than_both(path, curve, curves) for path, curve in curves.items()},
+    )
+
+
+def _no_slower_than_both(path: PathId, curve: Curve, curves: Mapping[PathId, Curve]) -> Curve:
+    """A push or pull alone takes no longer than together with the other: where noise says so, that time counts."""
+    if path.kind not in (PUSH, PULL):
+        return curve
+    both = curves[replace(path, kind=BOTH)]
+    pairs = zip(curve.points, both.points, strict=True)
+    return Curve(points=tuple(min(pair, key=lambda point: point.time_us) for pair in pairs))

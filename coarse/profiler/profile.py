@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from coarse import __version__
 from coarse.errors import ProfileError
 from coarse.machine.host import Host
+from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
 
 MEASURED, EMULATED, SIMULATED = "measured", "emulated", "simulated"
@@ -295,6 +296,17 @@ def host_key(host: Host) -> str:
         del facts["memory"][volatile]
     del facts["limits"]
     return _digest({"node": platform.node(), **facts})
+
+
+def host_profile_key(table: PartitionTable, host: str) -> ProfileKey:
+    """The key of a profile of a host (see host_key) with these memory devices."""
+    return ProfileKey(
+        machine="host",
+        host=host,
+        local_devices=tuple(table.local_device(worker) for worker in range(table.num_workers)),
+        num_devices=table.num_devices,
+        versions=current_versions(),
+    )
 
 
 def current_versions() -> dict[str, str]:

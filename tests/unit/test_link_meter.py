@@ -16,10 +16,10 @@ from coarse.profiler.measure import (
     SIZES,
     LinkMeter,
     MeasurePlan,
-    host_profile_key,
     paths_of_worker,
     transfers_of,
 )
+from coarse.profiler.profile import host_profile_key
 
 tables = st.builds(PartitionTable.even, num_workers=st.integers(2, 9), num_devices=st.integers(1, 9))
 

@@ -1,0 +1,116 @@
+"""What a session makes of a profile when it starts: a routing table for each worker and the size of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from coarse.profiler.routing import RoutingTable
+
+if TYPE_CHECKING:  # what these import is slow, and needed with a profile only
+    from coarse.env import Settings
+    from coarse.profiler.profile import Profile
+
+DEFAULT_SHARD_BYTES = 256 << 10
+"""Where memory devices share the host's memory: enough shards for sync cores to balance, few enough to wake seldom.
+
+Measured with `coarse bench sync`: docs/design/profiling.md.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPlan:
+    """What all workers of a node route and cut by. Immutable; the same on each of them.
+
+    Args:
+        tables: The routing table of each worker, by client number.
+        shard_bytes: Partition threshold.
+        decisions: What was decided and why, in words.
+    """
+
+    tables: tuple[RoutingTable, ...]
+    shard_bytes: int
+    decisions: tuple[str, ...]
+
+
+def plan_links(
+    profile: Profile | None, note: str, *, local_devices: Sequence[int], settings: Settings
+) -> LinkPlan:
+    """Plans from a profile, or without one.
+
+    A pure function of its arguments, so that workers agree without talking.
+
+    Args:
+        profile: Of this node; None to stay with local memory devices.
+        note: Where the profile comes from, or why there is none, in words.
+        local_devices: The memory device of each worker, by client number.
+        settings: Of the session.
+    """
+    tables, why_tables = _tables(profile, local_devices, settings)
+    if settings.routing_threshold_bytes:
+        tables = tuple(_with_threshold(table, settings.routing_threshold_bytes) for table in tables)
+    shard_bytes, why_size = _shard_bytes(profile, tables, settings)
+    routes = [f"w{worker}: {_routes(table)}" for worker, table in enumerate(tables)]
+    return LinkPlan(
+        tables=tables,
+        shard_bytes=shard_bytes,
+        decisions=(
+            f"links: {note}",
+            f"routes: {why_tables}",
+            *routes,
+            f"shards of at least {shard_bytes} bytes: {why_size}",
+        ),
+    )
+
+
+def _tables(
+    profile: Profile | None, local_devices: Sequence[int], settings: Settings
+) -> tuple[tuple[RoutingTable, ...], str]:
+    if settings.routing == "local":
+        return _local(local_devices), "local, because COARSE_ROUTING is"
+    if profile is None:
+        return _local(local_devices), "local, for want of a profile"
+    if settings.algorithm == "ring":
+        return _local(
+            local_devices
+        ), "local, because a ring takes each contribution from its own memory device"
+    from coarse.profiler.routing import plan_routing
+
+    return plan_routing(profile), f"by the {profile.kind} profile"
+
+
+def _local(local_devices: Sequence[int]) -> tuple[RoutingTable, ...]:
+    return tuple(RoutingTable(lat_proxy=device, bw_proxy=device) for device in local_devices)
+
+
+def _with_threshold(table: RoutingTable, threshold_bytes: int) -> RoutingTable:
+    why = f"COARSE_ROUTING_THRESHOLD_BYTES={threshold_bytes}"
+    return replace(table, threshold_bytes=threshold_bytes, reasons=(*table.reasons, why))
+
+
+def _shard_bytes(
+    profile: Profile | None, tables: Sequence[RoutingTable], settings: Settings
+) -> tuple[int, str]:
+    if settings.shard_bytes:
+        return settings.shard_bytes, "COARSE_SHARD_BYTES says so"
+    if profile is None:
+        return DEFAULT_SHARD_BYTES, "the default without a profile"
+    from coarse.profiler.profile import EMULATED
+    from coarse.profiler.shard_size import plan_shard_size
+
+    size = plan_shard_size(profile, tables)
+    if profile.kind == EMULATED:
+        return size.nbytes, size.reason
+    return (
+        DEFAULT_SHARD_BYTES,
+        f"the default, because sync cores reduce host memory in place: no link is to be filled, and larger shards "
+        f"leave sync cores idle (copies would need {size.nbytes} bytes: {size.reason})",
+    )
+
+
+def _routes(table: RoutingTable) -> str:
+    where = f"md{table.bw_proxy}"
+    if table.lat_proxy != table.bw_proxy:
+        where = f"md{table.lat_proxy} below {table.threshold_bytes} bytes, md{table.bw_proxy} from there on"
+    return "; ".join([where, *table.reasons])
