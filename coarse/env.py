@@ -98,7 +98,7 @@ def _required_int(environ: Mapping[str, str], name: str, *, default: int | None 
 _PREFIX = "COARSE_"
 _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read by setup.py and the Makefile
 
-ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring")
+ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "local")
 
@@ -115,7 +115,7 @@ class Settings:
             profile says, or 256 KiB.
         gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
         routing_threshold_bytes: Shards below go to the lowest-latency proxy, others to the widest one.
-        algorithm: "auto", "gather", "direct" or "ring".
+        algorithm: "auto", "gather", "direct", "ring" or "exchange".
         scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
         timeout_s: A wait longer than this is an error.
         spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
@@ -123,6 +123,8 @@ class Settings:
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
             "refresh" to measure one in any case; or a file.
         routing: "auto" for routes by the profile, "local" for each worker's own memory device.
+        machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
+        time_dilation: Emulated links take so many times longer than the machine's.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
         node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
@@ -144,6 +146,8 @@ class Settings:
     spin_us: int = -1
     profile: str = "cached"
     routing: str = "auto"
+    machine: str = ""
+    time_dilation: float = 1.0
     node: str = ""
     node_address: str = ""
 
@@ -162,6 +166,20 @@ class Settings:
             raise ValueError(
                 "COARSE_PROFILE is empty; write off, cached, auto, refresh or the name of a file"
             )
+        _check_range("COARSE_TIME_DILATION", self.time_dilation, 0.001, 10**6)
+        if self.machine and self.algorithm not in ("auto", "exchange"):
+            raise ValueError(
+                f"COARSE_ALGORITHM={self.algorithm} does not go with COARSE_MACHINE: its links carry 'exchange'"
+            )
+        if self.time_dilation != 1 and not self.machine:
+            raise ValueError(
+                f"COARSE_TIME_DILATION={self.time_dilation} needs COARSE_MACHINE: only emulated time dilates"
+            )
+
+    @property
+    def sync_algorithm(self) -> str:
+        """The algorithm of this session's tensors: that of distinct memories where links are emulated."""
+        return "exchange" if self.machine else self.algorithm
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -184,6 +202,8 @@ class Settings:
             "spin_us": _read_int,
             "profile": _read_text,
             "routing": _read_text,
+            "machine": _read_text,
+            "time_dilation": _read_float,
             "node": _read_text,
             "node_address": _read_text,
         }

@@ -14,14 +14,17 @@ import numpy.typing as npt
 from coarse.client.client import Client
 from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
+from coarse.client.pacing import PacingReport
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, SessionClosedError
+from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
+from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
@@ -80,6 +83,7 @@ class Session:
         """
         settings = settings or Settings.from_environment()
         if identity.world_size == 1:
+            _check_solo(settings)
             return cls(identity, settings, SoloClient(), None)
         with PeerWatch(identity, settings.node) as watch:
             addresses = gather_workers(
@@ -184,6 +188,51 @@ class Session:
             raise ValueError("a session of one worker has no links")
         return client.open_probes(largest_bytes)
 
+    @property
+    def emulation(self) -> Emulation | None:
+        """The machine whose links this session is paced to; None if links are those that are there."""
+        client = self._open()
+        return client.emulation if isinstance(client, Client) else None
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether times that are measured here are *emulated*: those of another machine's links."""
+        return self.emulation is not None
+
+    @property
+    def routing(self) -> RoutingTable | None:
+        """Which memory device takes which of this worker's shards; None for a job of one worker."""
+        client = self._open()
+        return client.routing if isinstance(client, Client) else None
+
+    def adopt_routing(self, table: RoutingTable) -> None:
+        """Routes this worker's shards by `table` from their next push on. No number changes by it.
+
+        Raises:
+            ValueError: If the table names a memory device that does not exist, or the job has one worker.
+        """
+        self._linked().adopt_routing(table)
+
+    def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
+        """Changes a capacity of an emulated machine, for all transfers that begin from now on.
+
+        Args:
+            bucket: Name in `emulation.links.buckets`.
+            gbytes_per_s: Of the machine, not of dilated time; positive.
+
+        Raises:
+            ValueError: If the session is not emulated, or there is no such bucket.
+        """
+        self._linked().set_bandwidth(bucket, gbytes_per_s)
+
+    def pacing(self) -> PacingReport:
+        """How exact the links of an emulated session were so far.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        return self._linked().pacing()
+
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
@@ -260,18 +309,33 @@ class Session:
                 logger.warning("the profile cannot be kept in %s: %s", path, error.strerror)
         return profile, f"{profile.kind} now ({note})"
 
+    def _linked(self) -> Client:
+        client = self._open()
+        if not isinstance(client, Client):
+            raise ValueError("a job of one worker has no memory devices, and no links to them")
+        return client
+
     def _open(self) -> Client | SoloClient:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
         return self._client
 
 
-def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
-    if settings.algorithm == "ring" and nodes.num_nodes > 1:
+def _check_solo(settings: Settings) -> None:
+    if settings.machine:
         raise RendezvousError(
-            f"the algorithm 'ring' works within one node, and this job has {nodes.num_nodes}; set COARSE_ALGORITHM "
-            "to auto, direct or gather"
+            f"a job of one worker has no links that could be those of {settings.machine}; start two or more workers, "
+            "or unset COARSE_MACHINE"
         )
+
+
+def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
+    if settings.sync_algorithm in ("ring", "exchange") and nodes.num_nodes > 1:
+        what = (
+            f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
+        )
+        how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
+        raise RendezvousError(f"{what} works within one node, and this job has {nodes.num_nodes}; {how}")
 
 
 def _come_together(

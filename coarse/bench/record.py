@@ -15,7 +15,10 @@ import coarse
 from coarse.bench.statistics import Timing
 
 MEASURED = "measured"
-"""Kind of every figure here: neither emulated nor simulated."""
+"""Kind of a figure of this machine."""
+
+EMULATED = "emulated"
+"""Kind of a figure of the real runtime on the links of another machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +87,20 @@ class SyncRecord:
         }
 
 
-def append_records(path: Path, records: Iterable[Mapping[str, Any]], provenance: Provenance) -> None:
+def append_records(
+    path: Path, records: Iterable[Mapping[str, Any]], provenance: Provenance, *, kind: str = MEASURED
+) -> None:
     """Appends one JSON line per record to `path`, creating the file but no directory.
+
+    Args:
+        kind: Of all the figures: MEASURED or EMULATED.
 
     Raises:
         OSError: If the file cannot be written.
     """
     with path.open("a", encoding="utf-8") as file:
         for record in records:
-            file.write(json.dumps({**record, "kind": MEASURED, **asdict(provenance)}) + "\n")
+            file.write(json.dumps({**record, "kind": kind, **asdict(provenance)}) + "\n")
 
 
 def _cpu_model() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from coarse.env import parse_bytes
+from coarse.env import ALGORITHM_CHOICES, Settings, parse_bytes
 
 if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --help`
     from rich.console import Console
@@ -46,7 +46,7 @@ def _add_sync_parser(benches: Any) -> None:
     parser.add_argument(
         "--algorithm",
         default="",
-        choices=("auto", "gather", "direct", "ring"),
+        choices=ALGORITHM_CHOICES,
         help="of COARSE; default: $COARSE_ALGORITHM, or auto",
     )
     parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: the session's")
@@ -107,6 +107,8 @@ def run_sync_command(arguments: argparse.Namespace) -> int:
     Raises:
         CoarseError: If a system fails; nothing is left behind.
     """
+    if complaint := _emulation():
+        return _usage_error(complaint)
     from coarse.bench import report
     from coarse.bench.sync import COARSE_SYSTEMS, LIMIT, SyncPlan, num_progress_steps, run_sync
 
@@ -142,6 +144,8 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
     Raises:
         CoarseError: If a system fails; nothing is left behind.
     """
+    if complaint := _emulation():
+        return _usage_error(complaint)
     from coarse.bench import report
     from coarse.bench.train import TrainPlan, num_progress_steps, run_train
 
@@ -209,6 +213,14 @@ def _with_progress(work: Callable[[Callable[[str], None]], Result], num_steps: i
             begun += 1
 
         return work(progress)
+
+
+def _emulation() -> str:
+    """What is wrong with comparing emulated links; "" if there are none."""
+    machine = Settings.from_environment().machine
+    return machine and (
+        f"COARSE_MACHINE={machine}: figures of emulated links do not compare with peers on this machine's; unset it"
+    )
 
 
 def _publish(

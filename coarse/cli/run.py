@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from coarse.env import ALGORITHM_CHOICES, ROUTING_CHOICES, SCHEDULING_CHOICES, Settings
 from coarse.errors import CoarseError
+from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
 
 _DESCRIPTION = """\
@@ -45,6 +46,8 @@ _SESSION_FLAGS = (
         "of the links: off, cached, auto, refresh or a file that `coarse profile` wrote",
     ),
     ("--routing", "COARSE_ROUTING", "which memory device takes a shard: " + ", ".join(ROUTING_CHOICES)),
+    ("--machine", "COARSE_MACHINE", "emulate the links of this machine, a name or a TOML file"),
+    ("--time-dilation", "COARSE_TIME_DILATION", "how many times slower than the machine emulated links are"),
     ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
@@ -150,6 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     except UsageError as error:
         fail(str(error))
     _announce_threads(plan.environments[0], plan.num_workers)
+    _announce_machine(plan.environments[0])
     return run_guarded(lambda: Supervisor(plan).run())
 
 
@@ -223,8 +227,10 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
 def _require_sound_settings(environment: Mapping[str, str]) -> None:
     """Says once what every worker would say."""
     try:
-        Settings.from_environment(environment)
-    except ValueError as error:
+        settings = Settings.from_environment(environment)
+        if settings.machine:
+            load_machine(settings.machine)
+    except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
 
 
@@ -255,6 +261,15 @@ def _announce_threads(environment: Mapping[str, str], num_workers: int) -> None:
         f"({num_workers} on this node); set it to choose yourself",
         file=sys.stderr,
     )
+
+
+def _announce_machine(environment: Mapping[str, str]) -> None:
+    settings = Settings.from_environment(environment)
+    if settings.machine:
+        print(
+            f"coarse run: emulated: links of {settings.machine}, {settings.time_dilation:g} times slower",
+            file=sys.stderr,
+        )
 
 
 def _free_port() -> int:

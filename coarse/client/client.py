@@ -14,6 +14,7 @@ from typing import Any
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
+from coarse.client.pacing import PacingReport
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -27,7 +28,11 @@ from coarse.errors import (
     WorkerLostError,
 )
 from coarse.kernels import _native
+from coarse.machine.emulation import Emulation
+from coarse.machine.links import Bucket
+from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
+from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
@@ -48,7 +53,9 @@ class Client:
     Args:
         ranks: The workers of this node, by client number.
         number: This worker's client number.
-        local_device: The memory device that takes this worker's contributions, until links are measured.
+        table: Whom each memory device of this node serves. This worker's own takes its contributions until
+            adopt_routing() is called.
+        emulation: The links of another machine; None without.
         connections: One to each memory device; they have all welcomed this client.
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
@@ -62,7 +69,8 @@ class Client:
         *,
         ranks: Sequence[int],
         number: int,
-        local_device: int,
+        table: PartitionTable,
+        emulation: Emulation | None,
         connections: Sequence[DeviceConnection],
         segment_fd: int,
         doorbells_fd: int,
@@ -78,12 +86,16 @@ class Client:
         self._connections = connections
         self._settings = settings
         self._fate_of_device = fate_of_device
+        self.table = table
+        self.emulation = emulation
+        local_device = table.local_device(number)
         self._routing = RoutingTable(
             lat_proxy=local_device, bw_proxy=local_device, threshold_bytes=settings.routing_threshold_bytes
         )
         self._shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
         self._next_group = 0
         self._groups: dict[int, TensorGroup] = {}
+        self._partitions: dict[int, PartitionPlan] = {}
         self._staging: TensorGroup | None = None
         self._lost: CoarseError | None = None
         self._is_closed = False
@@ -95,6 +107,7 @@ class Client:
             watch_fds=[connection.fileno() for connection in connections],
             spin_us=pace.spin_us,
             bytes_per_ring=pace.bytes_per_ring,
+            is_emulated=emulation is not None,
         )
 
     @property
@@ -143,7 +156,7 @@ class Client:
                 specs=tuple(specs),
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
-                algorithm=self._settings.algorithm,
+                algorithm=self._settings.sync_algorithm,
             )
         )
 
@@ -212,6 +225,60 @@ class Client:
         replies = collect_replies([connection], kind=kind, group=None, timeout_s=self.timeout_s, what=what)
         return replies[connection.device]
 
+    @property
+    def routing(self) -> RoutingTable:
+        """Which memory device takes which shard."""
+        return self._routing
+
+    def adopt_routing(self, table: RoutingTable) -> None:
+        """Routes every shard by `table` from its next push on; results do not change by it.
+
+        Raises:
+            ValueError: If the table names a memory device that does not exist.
+        """
+        self._check_usable()
+        if max(table.lat_proxy, table.bw_proxy) >= self.table.num_devices:
+            raise ValueError(f"{table} names more than the {self.table.num_devices} memory devices there are")
+        self._routing = table
+        for group, tensors in self._groups.items():
+            self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
+
+    @property
+    def time_dilation(self) -> float:
+        """How many times longer transfers take than on the emulated machine; 1 where none is."""
+        return 1.0 if self.emulation is None else self.emulation.time_dilation
+
+    def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
+        """Changes an emulated capacity for all transfers that begin from now on.
+
+        Raises:
+            ValueError: If there is no such bucket, or the bandwidth is not positive.
+        """
+        self._check_usable()
+        if self.emulation is None:
+            raise ValueError("only the links of an emulated session can be changed; set COARSE_MACHINE")
+        number = self.emulation.bucket_number(bucket)
+        Bucket(name=bucket, gbytes_per_s=gbytes_per_s)  # raises if it cannot be
+        message = {"type": "set_bandwidth", "bucket": number, "gbytes_per_s": gbytes_per_s}
+        self._connections[0].send(message)
+        self._ask(self._connections[0], "bandwidth_set", f"a change of {bucket}")
+
+    def pacing(self) -> PacingReport:
+        """How exact emulated links were so far.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        self._check_usable()
+        if self.emulation is None:
+            raise ValueError("only an emulated session paces its links; set COARSE_MACHINE")
+        self._connections[0].send({"type": "pacing"})
+        message = self._ask(self._connections[0], "pacing", "pacing of the links").message
+        num_arrivals = int(message["num_arrivals"])
+        return PacingReport(
+            num_arrivals=num_arrivals, mean_lateness_us=message["lateness_ns"] / 1e3 / max(1, num_arrivals)
+        )
+
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""
         staging, self._staging = self._staging, None
@@ -258,6 +325,7 @@ class Client:
         released = self._groups.pop(group, None)
         if released is None:
             return
+        del self._partitions[group]
         # Memory devices are still to read what was pushed and never pulled, as when an exception ended a backward
         # pass: they keep such a group until the session ends.
         is_in_use = any(self._native.is_late(group, index) for index in range(len(released.specs)))
@@ -289,6 +357,7 @@ class Client:
             for fd in fds.values():
                 os.close(fd)
         self._groups[group] = TensorGroup(self, self._native, group, schema, partition.tensor_offsets, slots)
+        self._partitions[group] = partition
         return self._groups[group]
 
     def _collect_memory(self, group: int, schema: GroupSchema) -> dict[str, int]:
@@ -333,7 +402,7 @@ class Client:
                     specs=tuple(buffers),
                     shard_bytes=_STAGING_BYTES,
                     gather_bytes=0,
-                    algorithm="direct",
+                    algorithm="direct" if self.emulation is None else "exchange",
                     is_staging=True,
                 )
             )

@@ -13,6 +13,7 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
+from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_pace, socket_path
@@ -33,6 +34,7 @@ class NodeDevices:
         node: This one.
         directory: Where their sockets are.
         table: Whom each serves.
+        emulation: The links of another machine; None without.
         processes: The processes, on the worker that started them.
     """
 
@@ -40,6 +42,7 @@ class NodeDevices:
     node: int
     directory: str
     table: PartitionTable
+    emulation: Emulation | None
     processes: DeviceProcesses | None = None
 
     @property
@@ -56,7 +59,7 @@ def provide_devices(
     Raises:
         RendezvousError: If the first worker has started none in time, or could not connect them with other nodes.
         MemoryDeviceLostError: If it could not start them.
-        ValueError: If the partition table does not fit.
+        ValueError: If the partition table or the machine to emulate does not fit.
     """
     node = nodes.node_of(identity.rank)
     leader = nodes.ranks[node][0]
@@ -67,19 +70,31 @@ def provide_devices(
         table = choose_partition_table(
             settings.partition_table, num_workers=len(nodes.ranks[node]), num_devices=settings.memory_devices
         )
+        emulation = choose_emulation(settings.machine, table, time_dilation=settings.time_dilation)
         with link_nodes(
             nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
         ) as links:
-            processes = DeviceProcesses(table=table, settings=settings, nodes=nodes, node=node, links=links)
+            processes = DeviceProcesses(
+                table=table, settings=settings, nodes=nodes, node=node, links=links, emulation=emulation
+            )
     except (OSError, ValueError, CoarseError) as error:
         store.set(key, json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
             raise
         raise MemoryDeviceLostError(f"worker {leader} could not start memory devices: {error}") from error
-    workers = [device.workers for device in table.devices]
-    store.set(key, json.dumps({"directory": processes.directory, "workers": workers}).encode())
+    announcement = {
+        "directory": processes.directory,
+        "workers": [device.workers for device in table.devices],
+        "emulation": None if emulation is None else emulation.to_json(),
+    }
+    store.set(key, json.dumps(announcement).encode())
     return NodeDevices(
-        nodes=nodes, node=node, directory=processes.directory, table=table, processes=processes
+        nodes=nodes,
+        node=node,
+        directory=processes.directory,
+        table=table,
+        emulation=emulation,
+        processes=processes,
     )
 
 
@@ -99,11 +114,13 @@ def _find_devices(
         raise MemoryDeviceLostError(
             f"worker {leader} could not start memory devices: {announcement['error']}"
         )
+    emulation = announcement["emulation"]
     return NodeDevices(
         nodes=nodes,
         node=node,
         directory=announcement["directory"],
         table=PartitionTable.of_workers(announcement["workers"]),
+        emulation=None if emulation is None else Emulation.from_json(emulation),
     )
 
 
@@ -136,7 +153,7 @@ def _profile_key(node: NodeDevices) -> ProfileKey:
     from coarse.machine.host import read_host
     from coarse.profiler.profile import host_key, host_profile_key
 
-    return host_profile_key(node.table, host_key(read_host()))
+    return host_profile_key(node.table, host_key(read_host()), node.emulation)
 
 
 def connect(
@@ -171,7 +188,8 @@ def connect(
         client = Client(
             ranks=node.ranks,
             number=number,
-            local_device=node.table.local_device(number),
+            table=node.table,
+            emulation=node.emulation,
             connections=connections,
             segment_fd=segment_fd,
             doorbells_fd=doorbells_fd,

@@ -54,6 +54,9 @@ class LinkProbes:
             probes: One, or up to MOST_AT_ONCE.
             nbytes: Of each.
 
+        Returns:
+            Seconds; in an emulated session those of the machine, of which time dilation is taken out.
+
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
         """
@@ -63,7 +66,7 @@ class LinkProbes:
         ]
         status, seconds = self._native.probe(self._group.id, requests, self._client.timeout_s)
         self._client.check(status, lambda: f"a probe of {nbytes} bytes ({', '.join(map(str, probes))})")
-        return max(seconds)
+        return max(seconds) / self._client.time_dilation
 
     def close(self) -> None:
         """Gives the memory back: that of the devices' ends at once, the slots once every worker has closed."""

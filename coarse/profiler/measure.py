@@ -21,6 +21,7 @@ from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.profile import (
     BOTH,
     DEVICES,
+    EMULATED,
     MEASURED,
     PULL,
     PUSH,
@@ -33,6 +34,7 @@ from coarse.profiler.profile import (
 from coarse.proxy.memory import open_memory
 
 if TYPE_CHECKING:
+    from coarse.machine.emulation import Emulation
     from coarse.machine.partition_table import PartitionTable
     from coarse.session import Session
 
@@ -113,7 +115,7 @@ def measure_profile(
     own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats)}).encode()
     shares = [json.loads(share) for share in gather_bytes(session, own)]
     session.release_buffers()
-    return _profile([shares[rank] for rank in session.node_workers], table, plan)
+    return _profile([shares[rank] for rank in session.node_workers], table, plan, session.emulation)
 
 
 def paths_of_worker(number: int, table: PartitionTable) -> list[PathId]:
@@ -243,7 +245,9 @@ def _rows(repeats: Repeats) -> list[list[Any]]:
     ]
 
 
-def _profile(shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan) -> Profile:
+def _profile(
+    shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan, emulation: Emulation | None
+) -> Profile:
     """The profile of what the workers of this node have measured, by client number."""
     curves: dict[PathId, Curve] = {}
     for share in shares:
@@ -255,9 +259,9 @@ def _profile(shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan) ->
                 )
             )
     return Profile(
-        kind=MEASURED,
+        kind=MEASURED if emulation is None else EMULATED,
         # Workers may be granted different processors; the first one's view of the host is the key.
-        key=host_profile_key(table, shares[0]["host"]),
+        key=host_profile_key(table, shares[0]["host"], emulation),
         time_budget_s=plan.budget_s,
         paths_share_links=True,
         curves={path: _no_slower_than_both(path, curve, curves) for path, curve in curves.items()},

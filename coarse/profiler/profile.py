@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from coarse import __version__
 from coarse.errors import ProfileError
+from coarse.machine.emulation import Emulation
 from coarse.machine.host import Host
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -298,14 +299,17 @@ def host_key(host: Host) -> str:
     return _digest({"node": platform.node(), **facts})
 
 
-def host_profile_key(table: PartitionTable, host: str) -> ProfileKey:
-    """The key of a profile of a host (see host_key) with these memory devices."""
+def host_profile_key(table: PartitionTable, host: str, emulation: Emulation | None = None) -> ProfileKey:
+    """The key of a profile of a host (see host_key) with these memory devices, or of a machine emulated there."""
+    versions = current_versions()
+    if emulation is not None:
+        versions["links"] = _digest(emulation.links.to_json())
     return ProfileKey(
-        machine="host",
+        machine="host" if emulation is None else emulation.machine,
         host=host,
         local_devices=tuple(table.local_device(worker) for worker in range(table.num_workers)),
         num_devices=table.num_devices,
-        versions=current_versions(),
+        versions=versions,
     )
 
 

@@ -23,8 +23,10 @@ from pathlib import Path
 from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
-from coarse.proxy.job import DOORBELLS, HOME_DEVICE, RING_LOGS, DeviceJob
+from coarse.machine.emulation import Emulation
+from coarse.proxy.job import DOORBELLS, EXCHANGE_LOGS, HOME_DEVICE, LINK_TABLE, RING_LOGS, DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
+from coarse.proxy.paced_links import PacedLinks, write_link_table
 from coarse.proxy.protocol import Channel, Message, Received, int_field
 from coarse.proxy.registrar import Registrar
 from coarse.proxy.storage_service import StorageService
@@ -78,6 +80,7 @@ class MemoryDevice:
         self._client_segments: dict[int, Segment] = {}
         self._shared: dict[str, Segment] = {}  # what all devices map, by name
         self._proxy: _native.Proxy | None = None
+        self._links: PacedLinks | None = None  # in an emulated session
         self._is_welcoming = False
         self._registrar = Registrar(job, self._memory, self._send_to_client, self._send_to_peers)
         self._storage = StorageService(self._memory, self._send_to_client)
@@ -161,6 +164,8 @@ class MemoryDevice:
         self._shared = {
             name: self._memory.allocate(name, num_bytes) for name, num_bytes in self._job.own_memory().items()
         }
+        if LINK_TABLE in self._shared:
+            write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
         own = list(self._shared)
         for device, fd in enumerate(self._job.peer_fds):
             if device == self._job.device:
@@ -271,6 +276,10 @@ class MemoryDevice:
             self._storage.look_up(worker.client, message)
         elif received.kind == "departures":
             self._send(worker, {"type": "departures", "ranks": sorted(self._left_elsewhere)})
+        elif received.kind == "set_bandwidth" and self._links is not None:
+            self._send(worker, self._links.set_bandwidth(message))
+        elif received.kind == "pacing" and self._links is not None:
+            self._send(worker, self._links.report())
         elif received.kind == "bye":
             self._leave(worker)
         else:
@@ -458,7 +467,11 @@ class MemoryDevice:
             ring_logs_fd=self._shared[RING_LOGS].fd if rings else -1,
             ring_fds=[self._shared[name].fd for name in rings],
             event_fd=self._event_fd,
+            exchange_logs_fd=self._shared[EXCHANGE_LOGS].fd if self._job.has_exchange else -1,
+            link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
         )
+        if self._job.emulation:
+            self._links = PacedLinks(self._shared[LINK_TABLE].fd)
         if self._job.num_nodes > 1:
             proxy.join_nodes(self._job.node, self._job.nodes, self._job.link_fds)
             self._close_links()

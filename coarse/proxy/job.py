@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 
 from coarse.kernels import _native
+from coarse.machine.emulation import Emulation
+from coarse.proxy.paced_links import link_table_bytes
 
 HOME_DEVICE = 0
 """The device that keeps what all devices share."""
@@ -14,6 +16,8 @@ HOME_DEVICE = 0
 
 DOORBELLS = "doorbells"
 RING_LOGS = "ring logs"
+EXCHANGE_LOGS = "exchange logs"
+LINK_TABLE = "link table"
 """Names of memory that all devices share (docs/design/arena.md)."""
 
 
@@ -33,6 +37,8 @@ class DeviceJob:
         scheduling: "queues" or "fcfs".
         spin_us: How long an idle sync core looks for work before it sleeps.
         has_rings: Whether the ring algorithm may be used; its buffers take some memory.
+        has_exchange: Whether the exchange algorithm may be used.
+        emulation: JSON of the Emulation; "" if links are those that are there.
         listen_fd: A listening SEQPACKET socket for workers.
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
         link_fds: Connected stream sockets to devices of other nodes, by node.
@@ -52,6 +58,8 @@ class DeviceJob:
     scheduling: str
     spin_us: int
     has_rings: bool
+    has_exchange: bool
+    emulation: str
     listen_fd: int
     peer_fds: tuple[int, ...]
     link_fds: tuple[tuple[int, ...], ...]
@@ -80,13 +88,23 @@ class DeviceJob:
             own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
         if self.is_home and self.has_rings:
             own[RING_LOGS] = _native.RING_LOGS_BYTES
+        if self.is_home and self.has_exchange:
+            own[EXCHANGE_LOGS] = _native.exchange_logs_bytes(self.num_devices)
+        if self.is_home and self.emulation:
+            own[LINK_TABLE] = link_table_bytes(Emulation.from_json(self.emulation))
         if self.has_rings:
             own[self.ring_names()[self.device]] = _native.RING_SEGMENT_BYTES
         return own
 
     def shared_memory(self) -> set[str]:
         """Names of all that the devices share together."""
-        return {DOORBELLS, *self.ring_names(), *([RING_LOGS] if self.has_rings else [])}
+        names = {DOORBELLS, *self.ring_names()}
+        optional = {
+            RING_LOGS: self.has_rings,
+            EXCHANGE_LOGS: self.has_exchange,
+            LINK_TABLE: bool(self.emulation),
+        }
+        return names | {name for name, is_there in optional.items() if is_there}
 
     def ring_names(self) -> list[str]:
         """Names of the ring buffers, one of each device; empty without rings."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coarse.env import Settings
+from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.node_links import NodeLinks
@@ -43,13 +44,21 @@ class DeviceProcesses:
         nodes: Of the job.
         node: This one.
         links: Its connections with the others.
+        emulation: The links of another machine; None without.
 
     Raises:
         OSError: If a process or socket cannot be made; what was made is undone.
     """
 
     def __init__(
-        self, *, table: PartitionTable, settings: Settings, nodes: NodeMap, node: int, links: NodeLinks
+        self,
+        *,
+        table: PartitionTable,
+        settings: Settings,
+        nodes: NodeMap,
+        node: int,
+        links: NodeLinks,
+        emulation: Emulation | None,
     ) -> None:
         num_devices, num_clients = table.num_devices, table.num_workers
         self.directory = tempfile.mkdtemp(prefix="coarse-")
@@ -73,6 +82,8 @@ class DeviceProcesses:
                         scheduling=settings.scheduling,
                         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
                         has_rings=settings.algorithm == "ring" and num_devices > 1,
+                        has_exchange=settings.sync_algorithm == "exchange",
+                        emulation="" if emulation is None else emulation.to_json(),
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         link_fds=links.fds_of_device(device),
@@ -127,7 +138,12 @@ class DeviceProcesses:
 
 
 def count_sync_cores(settings: Settings, num_devices: int, num_workers: int) -> int:
-    """Sync cores per memory device: by default what workers leave of the cores, shared out evenly, at least one."""
+    """Sync cores per memory device: by default what workers leave of the cores, shared out evenly, at least one.
+
+    One in an emulated session: the first of a device does all the exchange.
+    """
+    if settings.machine:
+        return settings.sync_cores or 1
     spare = len(os.sched_getaffinity(0)) - num_workers
     return settings.sync_cores or max(1, min(_MOST_DEFAULT_SYNC_CORES, spare // num_devices))
 
@@ -155,6 +171,10 @@ def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
     num_threads = num_workers + num_devices * count_sync_cores(settings, num_devices, num_workers)
     is_shared = num_threads > len(os.sched_getaffinity(0))
     pace = _SPARING if is_shared else _EAGER
+    if settings.machine:
+        pace = replace(
+            pace, bytes_per_ring=1
+        )  # emulated links start when a push is posted, not when it is noticed
     return pace if settings.spin_us < 0 else replace(pace, spin_us=settings.spin_us)
 
 

@@ -118,7 +118,7 @@ class Registrar:
             self._check_fits(schema)
         plan = schema.partition()
         if self._job.is_home:
-            num_ring_shards = sum(shard.algorithm == "ring" for shard in plan.shards)
+            num_ring_shards = sum(shard.algorithm in ("ring", "exchange") for shard in plan.shards)
             if num_ring_shards > _native.RING_LOG_CAPACITY:
                 raise ValueError(
                     f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "

@@ -97,3 +97,16 @@ def test_the_probe_of_doctor_tells_why_it_failed(monkeypatch):
     monkeypatch.setenv("COARSE_ALGORITHM", "magic")
     with pytest.raises(sync_probe.SyncProbeError, match="COARSE_ALGORITHM='magic' is none of"):
         sync_probe.probe_sync(limit_s=LIMIT_S)
+
+
+def test_an_emulated_job_says_so(train):
+    done = coarse_run("--machine", "aws-p3", "--time-dilation", "2", *train, "end")
+    assert done.returncode == 0, done.stderr
+    assert "coarse run: emulated: links of aws-p3, 2 times slower" in done.stderr
+
+
+def test_a_machine_that_is_unknown_starts_nothing(train):
+    done = coarse_run("--machine", "aws-p4", *train, "end")
+    assert done.returncode == 2
+    assert "no machine is named 'aws-p4'; did you mean aws-p3" in done.stderr
+    assert "worker" not in done.stdout

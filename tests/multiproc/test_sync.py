@@ -36,7 +36,7 @@ SHAPES = [  # workers, memory devices, sync cores
     (4, 2, 1),
     (4, 4, 2),
 ]
-ALGORITHMS = ("auto", "gather", "direct", "ring")
+ALGORITHMS = ("auto", "gather", "direct", "ring", "exchange")
 
 
 def floats(names, num_elements=1000, op="sum"):

@@ -176,6 +176,31 @@ TEST_P(Exchanges, BuffersThatAreNotRegistered) {
   });
 }
 
+TEST_P(Exchanges, RoutesCanChangeBetweenSteps) {
+  const std::size_t numClients = GetParam().numClients, numDevices = GetParam().numDevices;
+  Cluster cluster(GetParam());
+  const GroupPlan plan =
+      makePlan(1, numClients, {{60'000, DType::kFloat32, ReduceOp::kSum, Algorithm::kExchange}}, 30'000);
+  cluster.addGroup(plan);
+  cluster.start();
+  std::vector<std::size_t> everybody(numClients);
+  std::iota(everybody.begin(), everybody.end(), std::size_t{0});
+  together(numClients, [&](std::size_t client) {
+    Client& own = cluster.client(client);
+    for (std::uint32_t step = 1; step <= 10; ++step) {
+      Bytes buffer = contribution(DType::kFloat32, 60'000, client, step);
+      ASSERT_EQ(own.push(1, 0, kPresent, buffer.data()), WaitStatus::kDone);
+      // Not for the shards that are under way.
+      own.setRoutes(
+          1, std::vector<std::uint16_t>(2, static_cast<std::uint16_t>((client * step + step) % numDevices)));
+      ASSERT_EQ(own.pull(1, 0, buffer.data(), kPatienceSeconds), WaitStatus::kDone);
+      ASSERT_EQ(buffer, result(DType::kFloat32, ReduceOp::kSum, 60'000, everybody, step, 1)) << step;
+    }
+    EXPECT_THROW(own.setRoutes(1, {0}), std::invalid_argument);
+    EXPECT_THROW(own.setRoutes(1, std::vector<std::uint16_t>(2, numDevices)), std::invalid_argument);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Exchanges,
                          testing::Values(ClusterShape{1, 1, 1}, ClusterShape{3, 1, 1}, ClusterShape{2, 2, 1},
                                          ClusterShape{3, 3, 1}, ClusterShape{4, 2, 2}),

@@ -104,3 +104,10 @@ def test_expected_errors_of_a_command_give_one_line(error, exit_code, stderr, mo
     monkeypatch.setitem(sys.modules, "fail_module", SimpleNamespace(add_parser=add_parser))
     assert main(["fail"]) == exit_code
     assert capsys.readouterr().err == stderr
+
+
+@pytest.mark.parametrize("bench", ["sync", "train-step"])
+def test_emulated_links_are_not_compared_with_measured_ones(bench, monkeypatch, capsys):
+    monkeypatch.setenv("COARSE_MACHINE", "aws-p3")
+    assert main(["bench", bench]) == 2
+    assert "do not compare with peers" in capsys.readouterr().err

@@ -95,11 +95,21 @@ def test_without_variables_the_defaults_hold():
         ("COARSE_TIMEOUT_S", "nan"),
         ("COARSE_TIMEOUT_S", "inf"),
         ("COARSE_SPIN_US", "10s"),
+        ("COARSE_TIME_DILATION", "0"),
+        ("COARSE_TIME_DILATION", "2"),  # of which machine?
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, text):
     with pytest.raises(ValueError, match=name):
         Settings.from_environment({name: text})
+
+
+def test_a_machine_is_emulated_by_exchange():
+    environ = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
+    settings = Settings.from_environment(environ)
+    assert (settings.machine, settings.time_dilation, settings.sync_algorithm) == ("aws-p3", 20.0, "exchange")
+    with pytest.raises(ValueError, match="COARSE_ALGORITHM=ring does not go with COARSE_MACHINE"):
+        Settings.from_environment({**environ, "COARSE_ALGORITHM": "ring"})
 
 
 def test_a_misspelt_variable_is_refused_with_the_choices():

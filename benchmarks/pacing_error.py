@@ -1,0 +1,137 @@
+"""How exactly an emulated session keeps its machine's links, as its workers see it: one JSON record a row.
+
+    python benchmarks/pacing_error.py [--machine aws-p3] [--time-dilation 10] [--repeats 15] [--json FILE]
+
+A worker times transfers of every kind, alone on idle links. The error is the median time over the time that the link
+table gives, less one. It fails if that is over 5% for any transfer of 1 MiB and more, on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from coarse.bench.record import EMULATED, Provenance, append_records
+from coarse.client.link_probes import Probe
+from coarse.env import Settings, WorkerIdentity
+from coarse.kernels._native import ProbeKind
+from coarse.machine.links import LinkTable
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+NUM_WORKERS = 2
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+JUDGED_FROM_BYTES = 1 << 20
+MOST_ERROR = 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--machine", default="aws-p3", help="default: %(default)s")
+    parser.add_argument("--time-dilation", type=float, default=10.0, metavar="X", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the records to FILE")
+    arguments = parser.parse_args()
+    records = measure(arguments.machine, arguments.time_dilation, arguments.repeats)
+    provenance = Provenance.here()
+    print(
+        f"links of {arguments.machine}, {arguments.time_dilation:g} times slower; emulated on {provenance.machine}"
+    )
+    print(f"{'transfer':<22}{'KiB':>8}{'expected us':>14}{'median us':>14}{'error':>9}{'worst':>9}")
+    for record in records:
+        print(
+            f"{record['transfer']:<22}{record['bytes'] >> 10:>8}{record['expected_us']:>14.1f}"
+            f"{record['median_us']:>14.1f}{record['error']:>9.2%}{record['worst_error']:>9.2%}"
+        )
+    if arguments.json is not None:
+        append_records(arguments.json, records, provenance, kind=EMULATED)
+    largest = max(abs(record["error"]) for record in records if record["bytes"] >= JUDGED_FROM_BYTES)
+    print(f"largest median error from 1 MiB on: {largest:.2%} (at most {MOST_ERROR:.0%} is exact enough)")
+    return 0 if largest <= MOST_ERROR else 1
+
+
+def measure(machine: str, time_dilation: float, repeats: int) -> list[dict[str, Any]]:
+    """Starts a job of NUM_WORKERS workers and as many memory devices; returns what worker 0 saw."""
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = (directory, Settings(machine=machine, time_dilation=time_dilation), repeats, results)
+        workers = [fork.Process(target=_work, args=(rank, *arguments)) for rank in range(NUM_WORKERS)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise RuntimeError("a worker failed; its traceback is above")
+        records: list[dict[str, Any]] = results.get()
+    return records
+
+
+def _work(rank: int, directory: str, settings: Settings, repeats: int, results: Any) -> None:
+    identity = WorkerIdentity(
+        rank=rank, world_size=NUM_WORKERS, local_rank=rank, local_world_size=NUM_WORKERS
+    )
+    with Session.join(identity=identity, store=DirectoryStore(directory), settings=settings) as session:
+        assert session.emulation is not None
+        probes = session.open_probes(SIZES[-1])
+        session.barrier()
+        if rank == 0:
+            records = []
+            for name, nbytes, together, expected_s in _cases(session.emulation.links):
+                probes.time_s(together, nbytes)  # touches the memory
+                times_s = [probes.time_s(together, nbytes) for _ in range(repeats)]
+                errors = [time_s / expected_s - 1 for time_s in times_s]
+                records.append(
+                    {
+                        "bench": "pacing-error",
+                        "machine_emulated": session.emulation.machine,
+                        "time_dilation": settings.time_dilation,
+                        "transfer": name,
+                        "bytes": nbytes,
+                        "repeats": repeats,
+                        "expected_us": expected_s * 1e6,
+                        "median_us": statistics.median(times_s) * 1e6,
+                        "error": statistics.median(errors),
+                        "worst_error": max(errors, key=abs),
+                    }
+                )
+            results.put(records)
+        session.barrier()
+
+
+def _cases(links: LinkTable) -> Iterator[tuple[str, int, list[Probe], float]]:
+    """Name, bytes, probes that run at once, and the seconds that the links take for them."""
+    worker, other = links.worker(0), links.worker(1)
+    for nbytes in SIZES:
+        for device, name in ((0, "local"), (1, "remote")):
+            end = links.device(device)
+            push = Probe(kind=ProbeKind.PUSH, device=device)
+            pull = Probe(kind=ProbeKind.PULL, device=device)
+            yield f"push {name}", nbytes, [push], _seconds(links, worker, end, nbytes)
+            yield f"pull {name}", nbytes, [pull], _seconds(links, end, worker, nbytes)
+            yield f"both {name}", nbytes, [push, pull], _duplex_seconds(links, worker, end, nbytes)
+        devices = Probe(kind=ProbeKind.BETWEEN_DEVICES, device=0, target=1, slot_owner=1)
+        workers = Probe(kind=ProbeKind.BETWEEN_WORKERS, device=0, target=1)
+        yield "between devices", nbytes, [devices], _seconds(links, links.device(0), links.device(1), nbytes)
+        yield "between workers", nbytes, [workers], _seconds(links, worker, other, nbytes)
+
+
+def _seconds(links: LinkTable, source: int, target: int, nbytes: int) -> float:
+    latency_s = links.path(source, target).latency_us * 1e-6
+    return nbytes / (links.bandwidth_gbytes_per_s(source, target) * 1e9) + latency_s
+
+
+def _duplex_seconds(links: LinkTable, one: int, other: int, nbytes: int) -> float:
+    latency_s = max(links.path(one, other).latency_us, links.path(other, one).latency_us) * 1e-6
+    return 2 * nbytes / (links.duplex_gbytes_per_s(one, other) * 1e9) + latency_s
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

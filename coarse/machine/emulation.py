@@ -1,0 +1,96 @@
+"""Which machine a session pretends to be: its links, and how slowly its time passes (docs/design/emulation.md)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coarse.machine.links import LinkTable
+
+if TYPE_CHECKING:
+    from coarse.machine.partition_table import PartitionTable
+
+MOST_BUCKETS_PER_PATH = 8
+"""What the native link table has room for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """Links to which the real runtime is paced. Immutable; the same on every process of a job.
+
+    Args:
+        links: Between the workers and memory devices of the node.
+        time_dilation: All transfers take so many times longer than on the machine; positive.
+
+    Raises:
+        ValueError: If the dilation is not positive and finite, or a path has too many buckets.
+    """
+
+    links: LinkTable
+    time_dilation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.time_dilation > 0 and math.isfinite(self.time_dilation)):
+            raise ValueError(f"a time dilation of {self.time_dilation} is not positive and finite")
+        for row in self.links.paths:
+            for path in row:
+                if path is not None and len(path.buckets) > MOST_BUCKETS_PER_PATH:
+                    raise ValueError(
+                        f"machine {self.links.machine}: a path takes {len(path.buckets)} buckets, at most "
+                        f"{MOST_BUCKETS_PER_PATH} can be emulated"
+                    )
+
+    @property
+    def machine(self) -> str:
+        """Name of the machine."""
+        return self.links.machine
+
+    def bucket_number(self, name: str) -> int:
+        """Position of a bucket.
+
+        Raises:
+            ValueError: If there is none of that name; the nearest ones are suggested.
+        """
+        from coarse.machine.catalogue import suggestion
+
+        names = [bucket.name for bucket in self.links.buckets]
+        if name not in names:
+            raise ValueError(f"machine {self.machine} has no bucket {name!r}; {suggestion(name, names)}")
+        return names.index(name)
+
+    def to_json(self) -> str:
+        """The form in which it is passed to other processes."""
+        return json.dumps({"links": self.links.to_json(), "time_dilation": self.time_dilation})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Emulation:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        try:
+            values = json.loads(text)
+            return cls(links=LinkTable.from_json(values["links"]), time_dilation=values["time_dilation"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an emulation: {error!r}") from None
+
+
+def choose_emulation(machine: str, table: PartitionTable, *, time_dilation: float) -> Emulation | None:
+    """The emulation of a machine for the workers and memory devices of `table`; None where no machine is named.
+
+    Args:
+        machine: Name of a machine, or a TOML file; "" for none.
+        table: Whom each memory device serves.
+        time_dilation: As in Emulation.
+
+    Raises:
+        ValueError: If there is no such machine, its file is wrong, or the table does not fit it.
+    """
+    if not machine:
+        return None
+    from coarse.machine.catalogue import load_machine
+
+    return Emulation(links=load_machine(machine).link_table(table), time_dilation=time_dilation)

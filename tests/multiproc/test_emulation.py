@@ -1,0 +1,192 @@
+"""Emulated sessions: results as ever, in no less time than the links of the machine would take."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+from test_sync import EVERY_KIND, SMALL_SHARDS, contribution, expected, floats, slot, sync
+
+from coarse.client.link_probes import Probe
+from coarse.errors import RendezvousError
+from coarse.kernels._native import ProbeKind
+from coarse.profiler.measure import MeasurePlan, measure_profile
+from coarse.profiler.routing import RoutingTable
+
+MIB = 1 << 20
+P3 = {"machine": "aws-p3", "time_dilation": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("machine", "world_size", "memory_devices"),
+    [("aws-p3", 4, 4), ("aws-g4dn", 2, 2), ("sdsc-p100", 2, 1), ("cxl2-switch", 3, 2)],
+)
+def test_every_dtype_op_and_length(job, machine, world_size, memory_devices):
+    def worker(me):
+        with me.join(memory_devices=memory_devices, machine=machine, **SMALL_SHARDS) as session:
+            assert session.is_emulated
+            assert session.emulation.machine == machine
+            group = session.register("every kind", EVERY_KIND)
+            for step in range(2):
+                # Any route will do: another one for each worker and step.
+                device = (me.rank * (step + 1) + step) % memory_devices
+                session.adopt_routing(RoutingTable(lat_proxy=0, bw_proxy=device, threshold_bytes=1000))
+                counts = sync(
+                    group, range(len(EVERY_KIND)), lambda spec: contribution(spec, me.rank, world_size)
+                )
+                assert counts == [world_size] * len(EVERY_KIND)
+                for index, spec in enumerate(EVERY_KIND):
+                    assert np.array_equal(slot(group, index), expected(spec, world_size)), (step, spec)
+            session.barrier()
+
+    job.run(world_size, worker)
+
+
+def test_neither_routes_nor_links_change_a_bit(job):
+    world_size = 4
+
+    def worker(me, setup, tables):
+        noise = np.random.default_rng(me.rank)
+        with me.join(f"{setup}{tables}", memory_devices=3, **setup, **SMALL_SHARDS) as session:
+            group = session.register("noise", floats(["small", "large"], 50_003, op="mean"))
+            digest = hashlib.sha256()
+            for step in range(4):
+                if tables:
+                    session.adopt_routing(tables[(me.rank + step) % len(tables)])
+                sync(group, (0, 1), lambda spec: noise.standard_normal(spec.num_elements, dtype=np.float32))
+                digest.update(group.buffer(0))
+                digest.update(group.buffer(1))
+        return digest.hexdigest()
+
+    tables = [RoutingTable(lat_proxy=2 - i, bw_proxy=i, threshold_bytes=1 << 14) for i in range(3)]
+    runs = [
+        ({"algorithm": "direct"}, []),
+        ({"algorithm": "exchange"}, tables[:2]),
+        ({"machine": "aws-p3"}, []),
+        ({"machine": "aws-p3"}, tables),
+        ({"machine": "cxl2-switch", "time_dilation": 3.0}, tables[1:]),
+    ]
+    digests = {digest for run in runs for digest in job.run(world_size, lambda me, run=run: worker(me, *run))}
+    assert len(digests) == 1
+
+
+def test_a_step_takes_no_less_than_the_links(job):
+    def worker(me):
+        with me.join(memory_devices=2, **P3) as session:
+            links = session.emulation.links
+            group = session.register("gradients", floats(["weights"], 4 * MIB // 4))
+            session.barrier()
+            begin = time.monotonic()
+            group.push(0)
+            group.pull_all()
+            elapsed_s = time.monotonic() - begin
+            one_way = links.bandwidth_gbytes_per_s(links.worker(me.rank), links.device(me.rank))
+            # All of it to the local memory device, half between the devices, all of it back; at best at once.
+            assert elapsed_s >= P3["time_dilation"] * 4 * MIB / (one_way * 1e9)
+            pacing = session.pacing()
+            assert pacing.num_arrivals > 0
+            assert pacing.mean_lateness_us >= 0
+
+    job.run(2, worker)
+
+
+def test_links_can_degrade_while_training(job):
+    def worker(me):
+        with me.join(memory_devices=2, machine="sdsc-p100") as session:
+            group = session.register("gradients", floats(["weights"], MIB // 4))
+            session.barrier()
+            group.push(0)
+            group.pull_all()
+            session.barrier()
+            if me.rank == 0:
+                for bucket in session.emulation.links.buckets:
+                    session.set_bandwidth(bucket.name, 0.02)
+            session.barrier()
+            begin = time.monotonic()
+            group.push(0)
+            group.pull_all()
+            assert time.monotonic() - begin >= 2 * MIB / 0.02e9
+            with pytest.raises(ValueError, match="no bucket 'gpu 0 lane upp'; did you mean gpu 0 lane up"):
+                session.set_bandwidth("gpu 0 lane upp", 1)
+            with pytest.raises(ValueError, match="not positive"):
+                session.set_bandwidth(session.emulation.links.buckets[0].name, 0)
+
+    job.run(2, worker)
+
+
+def test_probes_take_what_the_links_take(job):
+    def worker(me):
+        with me.join(memory_devices=2, **P3) as session:
+            links = session.emulation.links
+            probes = session.open_probes(2 * MIB)
+            session.barrier()
+            other = 1 - me.rank
+            own = links.worker(me.rank)
+            for device in range(2):
+                end, peer = links.device(device), 1 - device
+                push, pull = (Probe(kind=kind, device=device) for kind in (ProbeKind.PUSH, ProbeKind.PULL))
+                devices = Probe(kind=ProbeKind.BETWEEN_DEVICES, device=device, target=peer, slot_owner=peer)
+                workers = Probe(kind=ProbeKind.BETWEEN_WORKERS, device=device, target=other)
+                for probe, source, target in (
+                    (push, own, end),
+                    (pull, end, own),
+                    (devices, end, links.device(peer)),
+                    (workers, own, links.worker(other)),
+                ):
+                    latency_s = links.path(source, target).latency_us * 1e-6
+                    least_s = MIB / (links.bandwidth_gbytes_per_s(source, target) * 1e9) + latency_s
+                    assert probes.time_s([probe], MIB) >= least_s - 1e-9
+                duplex = links.duplex_gbytes_per_s(own, end) * 1e9
+                assert probes.time_s([push, pull], 2 * MIB) >= 4 * MIB / duplex
+            session.barrier()
+            probes.close()
+
+    job.run(2, worker)
+
+
+def test_only_emulated_links_can_be_changed_or_be_late(job):
+    def worker(me):
+        with me.join(memory_devices=1) as session:
+            assert not session.is_emulated
+            with pytest.raises(ValueError, match="set COARSE_MACHINE"):
+                session.pacing()
+            with pytest.raises(ValueError, match="set COARSE_MACHINE"):
+                session.set_bandwidth("gpu 0 lane up", 1)
+            with pytest.raises(ValueError, match="the 1 memory devices"):
+                session.adopt_routing(RoutingTable(lat_proxy=0, bw_proxy=1))
+
+    job.run(2, worker)
+
+
+def test_the_profiler_finds_the_machine(job):
+    """How exactly, only an idle host could tell; that no link is faster than the machine's, any can."""
+
+    def worker(me):
+        with me.join(memory_devices=2, **P3) as session:
+            profile = measure_profile(session, MeasurePlan(sizes=(64 << 10, MIB), budget_s=1.0))
+            assert (profile.kind, profile.key.machine) == ("emulated", "aws-p3")
+            links = session.emulation.links
+            for worker in range(2):
+                for device in range(2):
+                    one_way = links.bandwidth_gbytes_per_s(links.worker(worker), links.device(device))
+                    time_us = profile.curve("push", worker, device).points[-1].time_us
+                    assert time_us >= MIB / one_way / 1e3
+
+    job.run(2, worker)
+
+
+def test_unknown_machines_end_every_worker_before_anything_starts(job):
+    workers = job.start(2, lambda me: me.join(machine="aws-p4"))
+    outcomes = [worker.finish() for worker in workers]
+    assert "did you mean aws-p3" in outcomes[0].message
+    assert "did you mean aws-p3" in outcomes[1].message
+
+
+def test_one_worker_has_no_links(job):
+    def worker(me):
+        with pytest.raises(RendezvousError, match="no links that could be those of aws-p3"):
+            me.join(machine="aws-p3")
+
+    job.run(1, worker)
