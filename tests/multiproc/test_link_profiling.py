@@ -153,3 +153,20 @@ def test_a_worker_that_is_killed_while_it_measures_is_named(job):
         assert outcome.error == "WorkerLostError"
         assert "worker 1" in outcome.message
     assert workers[1].finish().exit_code == -signal.SIGKILL
+
+
+def test_each_node_measures_its_own_links(job):
+    """Of two nodes with two workers and one; jobs over several nodes keep local routes."""
+
+    def worker(me):
+        with me.join(node="ab"[me.rank // 2], memory_devices=1) as session:
+            assert session.decisions()[0] == "links: not profiled: profiles are of jobs on one node"
+            profile = measure_profile(session, SHORT)
+            session.barrier()
+            return as_json(profile)
+
+    first, second, third = job.run(3, worker)
+    assert first == second
+    assert first["key"]["local_devices"] == [0, 0]
+    assert third["key"]["local_devices"] == [0]
+    assert {curve["kind"] for curve in third["curves"]} == {"push", "pull", "both"}
