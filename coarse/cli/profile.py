@@ -5,19 +5,37 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.cli.plan import Basis
+    from coarse.machine.emulation import Emulation
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.curve import Curve
     from coarse.profiler.profile import Profile, ProfileKey
 
 _DEFAULT_WORKERS = 2
 _DEFAULT_BUDGET_S = 2.5
+_DEFAULT_DILATION = 20.0
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """What is to be measured.
+
+    Args:
+        table: Whom each memory device serves.
+        emulation: Of another machine's links; None for those that are there.
+        flags: Of `coarse run`, for a session of this.
+    """
+
+    table: PartitionTable
+    emulation: Emulation | None
+    flags: tuple[str, ...]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +53,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--partition-table",
         metavar="NAME",
-        help="which memory device serves which workers; default: $COARSE_PARTITION_TABLE, or an even one",
+        help="which memory device serves which workers; default: $COARSE_PARTITION_TABLE, the paper's for --machine, "
+        "or an even one",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="emulate the links of this machine, of `coarse machine list` or a TOML file; default: $COARSE_MACHINE",
+    )
+    parser.add_argument(
+        "--time-dilation",
+        type=float,
+        metavar="X",
+        help="how many times slower emulated links are than the machine's; a session uses what was measured with its "
+        f"own; default: $COARSE_TIME_DILATION, or {_DEFAULT_DILATION:g}",
     )
     parser.add_argument(
         "--budget",
@@ -64,13 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
         print("coarse profile: --figures needs matplotlib: pip install 'coarse[plot]'", file=sys.stderr)
         return _EXIT_USAGE
     try:
-        table = _partition_table(arguments)
+        scope = _scope(arguments)
         if not 0 <= arguments.budget < float("inf"):
             raise ValueError(f"--budget {arguments.budget} must be at least 0")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"coarse profile: {error}", file=sys.stderr)
         return _EXIT_USAGE
-    profile, origin = _obtain(arguments, table)
+    profile, origin = _obtain(arguments, scope)
     basis = basis_of(profile, origin)
     print_profile(basis)
     try:
@@ -136,12 +167,27 @@ def draw_figures(basis: Basis, folder: Path) -> list[Path]:
     return [file for name, figure in figures.items() for file in save_figure(figure, folder / name)]
 
 
-def _partition_table(arguments: argparse.Namespace) -> PartitionTable:
+def _scope(arguments: argparse.Namespace) -> Scope:
+    """What the command line and the environment say together.
+
+    Raises:
+        ValueError: If they make no sense.
+    """
     from coarse.env import Settings
+    from coarse.machine.emulation import choose_emulation
     from coarse.machine.partition_table import PartitionTable, choose_partition_table
 
     settings = Settings.from_environment()
+    machine = settings.machine if arguments.machine is None else arguments.machine
+    dilation = arguments.time_dilation
+    if dilation is None:
+        dilation = settings.time_dilation if settings.machine else _DEFAULT_DILATION
+    elif not machine:
+        raise ValueError("--time-dilation needs --machine: only emulated time dilates")
+    is_open = arguments.workers is None and arguments.memory_devices is None
     name = arguments.partition_table or ("" if arguments.memory_devices else settings.partition_table)
+    if not name and machine and is_open:
+        name = _table_of_machine(machine)
     num_workers = arguments.workers
     if num_workers is None:
         num_workers = PartitionTable.load(name).num_workers if name else _DEFAULT_WORKERS
@@ -152,20 +198,31 @@ def _partition_table(arguments: argparse.Namespace) -> PartitionTable:
         )
     if not 0 <= num_devices <= 64:
         raise ValueError(f"--memory-devices {num_devices} is out of range: it must lie between 0 and 64")
-    return choose_partition_table(name, num_workers=num_workers, num_devices=num_devices)
+    table = choose_partition_table(name, num_workers=num_workers, num_devices=num_devices)
+    flags = ["--partition-table", name] if name else ["--memory-devices", str(table.num_devices)]
+    if machine:
+        flags += ["--machine", machine, "--time-dilation", repr(dilation)]
+    emulation = choose_emulation(machine, table, time_dilation=dilation)
+    return Scope(table=table, emulation=emulation, flags=tuple(flags))
 
 
-def _obtain(arguments: argparse.Namespace, table: PartitionTable) -> tuple[Profile, str]:
+def _table_of_machine(machine: str) -> str:
+    from coarse.machine.partition_table import partition_table_names
+
+    return machine if machine in partition_table_names() else ""
+
+
+def _obtain(arguments: argparse.Namespace, scope: Scope) -> tuple[Profile, str]:
     """The kept profile, unless there is none, it is damaged or it shall be measured anew; and where it comes from."""
     from coarse.machine.host import read_host
-    from coarse.profiler.profile import cache_path, host_key, host_profile_key
+    from coarse.profiler.profile import cache_path, host_key, profile_key
 
-    key = host_profile_key(table, host_key(read_host()))
+    key = profile_key(scope.table, host_key(read_host()), scope.emulation)
     if not arguments.refresh:
         kept = _kept(key)
         if kept is not None:
             return kept, f"kept in {cache_path(key)}; --refresh measures anew"
-    profile = _measure(arguments, table)
+    profile = _measure(scope, arguments.budget)
     path = cache_path(profile.key)
     try:
         profile.save(path)
@@ -186,25 +243,17 @@ def _kept(key: ProfileKey) -> Profile | None:
         return None
 
 
-def _measure(arguments: argparse.Namespace, table: PartitionTable) -> Profile:
+def _measure(scope: Scope, budget_s: float) -> Profile:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from coarse.cli.link_measurement import MeasurementJob
 
-    job = MeasurementJob(
-        num_workers=table.num_workers, flags=_session_flags(arguments, table), budget_s=arguments.budget
-    )
+    job = MeasurementJob(num_workers=scope.table.num_workers, flags=scope.flags, budget_s=budget_s)
     columns = (TextColumn("measuring links"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=1.0)
         return job.run(lambda done: bar.update(task, completed=done))
-
-
-def _session_flags(arguments: argparse.Namespace, table: PartitionTable) -> tuple[str, ...]:
-    if arguments.partition_table:
-        return ("--partition-table", arguments.partition_table)
-    return ("--memory-devices", str(table.num_devices)) if arguments.memory_devices else ()
 
 
 def _matrix(profile: Profile, value: Callable[[str, Curve], float]) -> Iterator[tuple[str, ...]]:

@@ -151,9 +151,9 @@ def agree_on_profile(
 
 def _profile_key(node: NodeDevices) -> ProfileKey:
     from coarse.machine.host import read_host
-    from coarse.profiler.profile import host_key, host_profile_key
+    from coarse.profiler.profile import host_key, profile_key
 
-    return host_profile_key(node.table, host_key(read_host()), node.emulation)
+    return profile_key(node.table, host_key(read_host()), node.emulation)
 
 
 def connect(

@@ -62,7 +62,7 @@ def profile_from_links(
         kind=SIMULATED,
         key=key,
         time_budget_s=0.0,
-        paths_share_links=_paths_share_links(links, local_devices),
+        paths_share_links=paths_share_links(links, local_devices),
         curves={path: _curve(links, _transfers(links, path), sizes) for path in key.paths()},
     )
 
@@ -142,8 +142,13 @@ def _add(traffic: Traffic, path: Path, nbytes: float) -> None:
         traffic[bucket] = traffic.get(bucket, 0.0) + nbytes
 
 
-def _paths_share_links(links: LinkTable, local_devices: Iterable[int]) -> bool:
-    """Whether a push to a local device and sending to the next worker have their tightest link in common."""
+def paths_share_links(links: LinkTable, local_devices: Iterable[int]) -> bool:
+    """Whether a push to a local device and sending to the next worker have their tightest link in common.
+
+    Args:
+        links: Of the machine.
+        local_devices: The memory device that each worker shares a switch with, by worker.
+    """
     for worker, device in enumerate(local_devices):
         if links.num_workers < 2:
             return False

@@ -18,6 +18,7 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels._native import ProbeKind
 from coarse.machine.host import read_host
 from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.linked import paths_share_links
 from coarse.profiler.profile import (
     BOTH,
     DEVICES,
@@ -29,7 +30,7 @@ from coarse.profiler.profile import (
     PathId,
     Profile,
     host_key,
-    host_profile_key,
+    profile_key,
 )
 from coarse.proxy.memory import open_memory
 
@@ -109,13 +110,15 @@ def measure_profile(
         if turn == number:
             share_s = plan.budget_s / table.num_workers
             meter = LinkMeter(probes, {path: transfers_of(path, table) for path in paths}, share_s)
+            if session.emulation is None:  # emulated links hide what the host does meanwhile
+                meter.touch(max(sizes))
             repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
         session.barrier()
     probes.close()
     own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats)}).encode()
     shares = [json.loads(share) for share in gather_bytes(session, own)]
     session.release_buffers()
-    return _profile([shares[rank] for rank in session.node_workers], table, plan, session.emulation)
+    return _profile([shares[rank] for rank in session.node_workers], table, session.emulation, plan)
 
 
 def paths_of_worker(number: int, table: PartitionTable) -> list[PathId]:
@@ -181,24 +184,28 @@ class LinkMeter:
         self._repeats: Repeats = {path: {} for path in transfers}
 
     def measure(self, sizes: Iterable[int], progress: Progress) -> Repeats:
-        """One repeat of everything, small sizes first; then always the size that has had the least time so far."""
+        """Equal time for every size, but one repeat at least; then always the size that has had the least so far."""
         ordered = sorted(sizes)
-        self._touch(ordered[-1])
         for size in ordered:
             self._take(size, progress)
+            while self._pays(size, self._share_s / len(ordered) - self._spent_s[size]):
+                self._take(size, progress)
         unfinished = set(ordered)
         while unfinished:
             size = min(unfinished, key=lambda size: (self._spent_s[size], size))
-            num_passes = len(next(iter(self._repeats.values()))[size])
-            pass_s = self._spent_s[size] / num_passes
-            if num_passes < MOST_REPEATS and self._elapsed_s() + pass_s <= self._share_s:
+            if self._pays(size, self._share_s - self._elapsed_s()):
                 self._take(size, progress)
             else:
                 unfinished.remove(size)
         progress(1.0)
         return self._repeats
 
-    def _touch(self, largest_bytes: int) -> None:
+    def _pays(self, size: int, left_s: float) -> bool:
+        """Whether one more repeat of a size fits into the time that is left, and tells anything new."""
+        num_passes = len(next(iter(self._repeats.values()))[size])
+        return num_passes < MOST_REPEATS and self._spent_s[size] / num_passes <= left_s
+
+    def touch(self, largest_bytes: int) -> None:
         """Has every page of every slot mapped by whoever will copy it, which else would count as time of a link."""
         for path, probes in self._transfers.items():
             if path.kind not in (PUSH, PULL):
@@ -246,7 +253,7 @@ def _rows(repeats: Repeats) -> list[list[Any]]:
 
 
 def _profile(
-    shares: Sequence[Any], table: PartitionTable, plan: MeasurePlan, emulation: Emulation | None
+    shares: Sequence[Any], table: PartitionTable, emulation: Emulation | None, plan: MeasurePlan
 ) -> Profile:
     """The profile of what the workers of this node have measured, by client number."""
     curves: dict[PathId, Curve] = {}
@@ -258,12 +265,14 @@ def _profile(
                     for nbytes, time_us, spread_us, count in points
                 )
             )
+    # Workers may be granted different processors; the first one's view of the host is the key.
+    key = profile_key(table, shares[0]["host"], emulation)
     return Profile(
         kind=MEASURED if emulation is None else EMULATED,
-        # Workers may be granted different processors; the first one's view of the host is the key.
-        key=host_profile_key(table, shares[0]["host"], emulation),
+        key=key,
         time_budget_s=plan.budget_s,
-        paths_share_links=True,
+        # On a host all of it passes the same memory.
+        paths_share_links=emulation is None or paths_share_links(emulation.links, key.local_devices),
         curves={path: _no_slower_than_both(path, curve, curves) for path, curve in curves.items()},
     )
 

@@ -29,6 +29,9 @@ MEASURED, EMULATED, SIMULATED = "measured", "emulated", "simulated"
 PROFILE_KINDS = (MEASURED, EMULATED, SIMULATED)
 """Of this machine; of the real runtime on paced links; of a model."""
 
+HOST = "host"
+"""Stands for the machine at hand where a machine is named."""
+
 FORMAT = "coarse-profile"
 FORMAT_VERSION = 1
 
@@ -299,13 +302,20 @@ def host_key(host: Host) -> str:
     return _digest({"node": platform.node(), **facts})
 
 
-def host_profile_key(table: PartitionTable, host: str, emulation: Emulation | None = None) -> ProfileKey:
-    """The key of a profile of a host (see host_key) with these memory devices, or of a machine emulated there."""
+def profile_key(table: PartitionTable, host: str, emulation: Emulation | None = None) -> ProfileKey:
+    """The key of a profile of these memory devices.
+
+    Args:
+        table: Whom they serve.
+        host: Key of the host (host_key).
+        emulation: Of another machine's links, whose figures and dilation are then part of the key.
+    """
     versions = current_versions()
     if emulation is not None:
         versions["links"] = _digest(emulation.links.to_json())
+        versions["time_dilation"] = repr(emulation.time_dilation)
     return ProfileKey(
-        machine="host" if emulation is None else emulation.machine,
+        machine=HOST if emulation is None else emulation.machine,
         host=host,
         local_devices=tuple(table.local_device(worker) for worker in range(table.num_workers)),
         num_devices=table.num_devices,

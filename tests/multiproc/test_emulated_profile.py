@@ -18,7 +18,12 @@ def measured(job, machine, table, dilation, plan):
     """The profile that all workers of an emulated session hold."""
 
     def worker(me):
-        settings = {"partition_table": machine, "machine": machine, "time_dilation": dilation, "profile": "off"}
+        settings = {
+            "partition_table": machine,
+            "machine": machine,
+            "time_dilation": dilation,
+            "profile": "off",
+        }
         with me.join(**settings) as session:
             return as_json(measure_profile(session, plan))
 
@@ -29,13 +34,15 @@ def measured(job, machine, table, dilation, plan):
 
 def paced(machine, table, sizes):
     links = load_machine(machine).link_table(table)
-    return profile_from_links(links, [table.local_device(worker) for worker in range(table.num_workers)], sizes)
+    return profile_from_links(
+        links, [table.local_device(worker) for worker in range(table.num_workers)], sizes
+    )
 
 
 def test_what_was_paced_is_found_within_a_tenth(job):
     """A latency takes milliseconds here, so that a scheduler's delays weigh little."""
     table = PartitionTable.load("sdsc-p100")
-    plan = MeasurePlan(sizes=(4096, 262144, 1 << 20), budget_s=6.0)
+    plan = MeasurePlan(sizes=(4096, 262144, 1 << 20), budget_s=4.0)
     found, expected = (
         measured(job, "sdsc-p100", table, 300.0, plan),
         paced("sdsc-p100", table, plan.sizes),

@@ -19,7 +19,7 @@ from coarse.profiler.profile import (
     Profile,
     cache_path,
     host_key,
-    host_profile_key,
+    profile_key,
 )
 
 sessions = itertools.count()
@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def key_here():
-    return host_profile_key(TABLE, host_key(read_host()))
+    return profile_key(TABLE, host_key(read_host()))
 
 
 def remote_profile():

@@ -19,7 +19,7 @@ from coarse.profiler.measure import (
     paths_of_worker,
     transfers_of,
 )
-from coarse.profiler.profile import host_profile_key
+from coarse.profiler.profile import profile_key
 
 tables = st.builds(PartitionTable.even, num_workers=st.integers(2, 9), num_devices=st.integers(1, 9))
 
@@ -47,7 +47,7 @@ def test_sizes_reach_from_4_kib_to_64_mib():
 @given(tables)
 def test_workers_measure_each_path_of_a_profile_once(table):
     measured = [path for worker in range(table.num_workers) for path in paths_of_worker(worker, table)]
-    assert sorted(measured) == sorted(host_profile_key(table, "host").paths())
+    assert sorted(measured) == sorted(profile_key(table, "host").paths())
 
 
 @given(tables)
