@@ -37,7 +37,7 @@ class Seat:
     pipe: Connection
 
     def join(self, store: str, **settings: Any) -> Session:
-        """Joins the session that the others join under the same name."""
+        """Joins the session that the others join under the same name; no profile is looked for unless asked for."""
         folder = self.folder / store
         folder.mkdir(mode=0o700, exist_ok=True)
         identity = WorkerIdentity(
@@ -46,7 +46,11 @@ class Seat:
             local_rank=self.rank,
             local_world_size=self.num_workers,
         )
-        return Session.join(identity=identity, store=DirectoryStore(folder), settings=Settings(**settings))
+        return Session.join(
+            identity=identity,
+            store=DirectoryStore(folder),
+            settings=Settings(**{"profile": "off", **settings}),
+        )
 
     def tell(self, value: Any) -> None:
         """Sends a value to the driver."""
