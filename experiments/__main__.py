@@ -15,11 +15,12 @@ from pathlib import Path
 
 from experiments.common import Experiment, Options, run_experiment, write_tables
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
+from experiments.fig09_timeline.run import EXPERIMENT as FIG09
 from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
 from experiments.fig14_bandwidth_by_size.run import EXPERIMENT as FIG14
 from experiments.fig15_routing.run import EXPERIMENT as FIG15
 
-EXPERIMENTS = (FIG08, FIG10, FIG14, FIG15)
+EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

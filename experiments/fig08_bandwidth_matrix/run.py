@@ -54,7 +54,7 @@ def compare(profile: Profile) -> Finding:
 
 def run(options: Options) -> Outcome:
     """Profiles each machine."""
-    profiles = [get_profile(machine) for machine in options.machines]
+    profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     return Outcome(
         findings=[compare(profile) for profile in profiles],
         data=[_as_json(profile) for profile in profiles],

@@ -32,7 +32,7 @@ def compare(profile: Profile) -> Finding:
 
 def run(options: Options) -> Outcome:
     """Profiles each machine; the picture is of its worker 0."""
-    profiles = [get_profile(machine) for machine in options.machines]
+    profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     pictures = {}
     for profile in profiles:
         tables = plan_routing(profile)

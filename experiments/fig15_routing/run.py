@@ -48,7 +48,7 @@ def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
 
 def run(options: Options) -> Outcome:
     """Profiles each machine and plans its routes."""
-    profiles = [get_profile(machine) for machine in options.machines]
+    profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     tables = [plan_routing(profile) for profile in profiles]
     return Outcome(
         findings=[compare(profile, table) for profile, table in zip(profiles, tables, strict=True)],

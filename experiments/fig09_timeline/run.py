@@ -1,0 +1,265 @@
+"""Figure 9: pushes and pulls of a worker in time, whole tensors first-in-first-out against a pipeline of shards.
+
+Real runs on emulated links. Worker 0 watches its own transfers: when its part of a shard has arrived at the memory
+device, when those of all workers have, and when the result is back. Every shard is registered as a tensor of its own,
+cut as the client cuts tensors, because these times are kept by tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import TensorGroup
+from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
+from coarse.profiler.partition import count_shards
+from coarse.profiler.profile import EMULATED
+from coarse.profiler.routing import RoutingTable, plan_routing
+from coarse.profiler.shard_size import plan_shard_size
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.crew import Crew, Seat
+from experiments.profiles import get_profile
+
+MACHINE = "aws-p3"
+TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
+"""Of unequal sizes: with equal ones whole tensors would be a pipeline of shards themselves."""
+
+TIME_DILATION = 200.0  # a shard takes 50 ms of the host, of which a late look is a small part
+LOOK_INTERVAL_S = 0.001
+WHOLE_TENSORS = 1 << 32
+FIFO, SHARDED = "first in first out, whole tensors", "shards, pipelined"
+AT_ONCE = "shards, all pushed at once"
+PUSH, PULL = "push", "pull"
+
+LEAST_BUSY = 0.8
+"""Of a pipeline in each direction; not all of it, for its ends are idle."""
+
+MOST_BUSY_FIFO = 0.6
+"""Of whole tensors first in first out; half, but pulls are counted from where synchronising begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A piece of a tensor, which is pushed as a whole."""
+
+    tensor: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What each worker does.
+
+    Args:
+        shards: In the order of pushing.
+        most_pushing: So many shards at most are on their way to a memory device at once.
+        most_pending: So many at most are pushed and not yet pulled.
+        tables: The routing table of each worker.
+    """
+
+    shards: tuple[Shard, ...]
+    most_pushing: int
+    most_pending: int
+    tables: tuple[RoutingTable, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Times:
+    """When things happened to a shard, in seconds of the host; infinite what has not happened yet."""
+
+    posted: float = math.inf
+    arrived: float = math.inf
+    complete: float = math.inf
+    pulled: float = math.inf
+
+
+def cut(tensor_bytes: Sequence[int], shard_bytes: int) -> tuple[Shard, ...]:
+    """Tensors in equal shards of at least `shard_bytes`, as clients cut them."""
+    return tuple(
+        Shard(tensor=tensor, nbytes=nbytes // count_shards(nbytes, shard_bytes))
+        for tensor, nbytes in enumerate(tensor_bytes)
+        for _ in range(count_shards(nbytes, shard_bytes))
+    )
+
+
+def transfers_of(shards: Sequence[Shard], times: Sequence[Times], time_dilation: float) -> list[Transfer]:
+    """What was on the link when, from what the worker saw, in the machine's microseconds.
+
+    A link carries one transfer after the other. So a push begins when it was posted or, if later, when the one
+    before had arrived; a pull when the memory device had all workers' parts or when the one before was back. Bars of
+    pulls therefore include the synchronisation between memory devices.
+    """
+    begin = times[0].posted
+    pushes = _in_turn(PUSH, shards, [(each.posted, each.arrived) for each in times])
+    pulls = _in_turn(PULL, shards, [(each.complete, each.pulled) for each in times])
+    return [
+        Transfer(
+            link=link,
+            tensor=shard.tensor,
+            nbytes=shard.nbytes,
+            start_us=(start - begin) / time_dilation * 1e6,
+            end_us=(end - begin) / time_dilation * 1e6,
+        )
+        for link, shard, start, end in (*pushes, *pulls)
+    ]
+
+
+def _in_turn(
+    link: str, shards: Sequence[Shard], spans: Sequence[tuple[float, float]]
+) -> list[tuple[str, Shard, float, float]]:
+    """Spans in the order of their ends, none of which begins before the one before has ended."""
+    rows: list[tuple[str, Shard, float, float]] = []
+    until = 0.0
+    for shard, (start, end) in sorted(zip(shards, spans, strict=True), key=lambda row: row[1][1]):
+        rows.append((link, shard, min(max(start, until), end), end))
+        until = end
+    return rows
+
+
+# ---- workers ----
+
+
+def watch(task: Task, time_dilation: float = TIME_DILATION) -> list[Transfer]:
+    """Runs a task; returns the transfers of worker 0."""
+    with Crew(len(task.tables), _work) as crew:
+        times = crew.ask((task, time_dilation))[0]
+    return transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
+
+
+def _work(seat: Seat) -> None:
+    task, time_dilation = seat.hear()
+    settings = {"machine": MACHINE, "partition_table": MACHINE, "time_dilation": time_dilation}
+    with seat.join("session", shard_bytes=WHOLE_TENSORS, **settings) as session:
+        session.adopt_routing(task.tables[seat.rank])
+        specs = [
+            TensorSpec(name=f"shard {i}", dtype="float32", num_elements=shard.nbytes // 4, op="mean")
+            for i, shard in enumerate(task.shards)
+        ]
+        group = session.register("figure 9", specs)
+        for _ in range(2):  # the first time touches the memory
+            for index in range(len(specs)):
+                np.frombuffer(group.buffer(index), np.float32)[:] = 1 + seat.rank
+            session.barrier()
+            times = _push_and_pull(group, task, seat.rank)
+            for index in range(len(specs)):
+                mean = (1 + seat.num_workers) / 2
+                if not (np.frombuffer(group.buffer(index), np.float32) == mean).all():
+                    raise AssertionError(f"shard {index} is not the mean of all workers'")
+        seat.tell([asdict(each) for each in times])
+        seat.hear()
+
+
+def _push_and_pull(group: TensorGroup, task: Task, rank: int) -> list[Times]:
+    times = [Times() for _ in task.shards]
+    to_push, pushing, pending = list(reversed(range(len(times)))), set[int](), set[int]()
+    while to_push or pending:
+        while to_push and len(pushing) < task.most_pushing and len(pending) < task.most_pending:
+            index = to_push.pop()
+            times[index].posted = time.monotonic()
+            group.push(index)
+            group.flush()
+            pushing.add(index)
+            pending.add(index)
+        for index in list(pending):
+            _look(group, index, times[index], rank)
+        pushing = {index for index in pushing if times[index].arrived == math.inf}
+        pending = {index for index in pending if times[index].pulled == math.inf}
+        time.sleep(LOOK_INTERVAL_S)
+    group.pull_all()
+    return times
+
+
+def _look(group: TensorGroup, index: int, times: Times, rank: int) -> None:
+    """Notes what has happened to a shard since the last look.
+
+    By the counters that messages about late tensors are made of: a client has no other need of them.
+    """
+    missing, now = group._native.missing_clients(group.id, index), time.monotonic()
+    if rank not in missing:
+        times.arrived = min(times.arrived, now)
+    if not missing:
+        times.complete = min(times.complete, now)
+    if not group._native.is_late(group.id, index):
+        times.pulled = min(times.pulled, now)
+
+
+# ---- the experiment ----
+
+
+def run(options: Options) -> Outcome:
+    """Runs both ways of pushing over the same routes."""
+    profile = get_profile(MACHINE, is_quick=options.is_quick)
+    tables = plan_routing(profile)
+    shard_bytes = plan_shard_size(profile, tables).nbytes
+    whole, shards = cut(TENSOR_BYTES, WHOLE_TENSORS), cut(TENSOR_BYTES, shard_bytes)
+    tasks = {
+        FIFO: Task(shards=whole, most_pushing=1, most_pending=1, tables=tables),
+        SHARDED: Task(shards=shards, most_pushing=2, most_pending=len(shards), tables=tables),
+        AT_ONCE: Task(shards=shards, most_pushing=len(shards), most_pending=len(shards), tables=tables),
+    }
+    timelines = {}
+    for name, task in tasks.items():
+        timelines[name] = watch(task)
+        options.progress(f"{name}: {_end_us(timelines[name]) / 1e3:.3g} ms")
+    return Outcome(
+        findings=[
+            compare(timelines[FIFO], timelines[SHARDED], shard_bytes),
+            compare_posting(timelines[SHARDED], timelines[AT_ONCE]),
+        ],
+        data=[
+            {
+                "kind": EMULATED,
+                "machine": MACHINE,
+                "time_dilation": TIME_DILATION,
+                "what": name,
+                "transfers": [asdict(transfer) for transfer in transfers],
+            }
+            for name, transfers in timelines.items()
+        ],
+        pictures={"timeline": draw_timeline(timelines, machine=f"{MACHINE}, worker 0", kind=EMULATED)},
+    )
+
+
+def compare(fifo: Sequence[Transfer], sharded: Sequence[Transfer], shard_bytes: int) -> Finding:
+    """How much faster the pipeline is, and how much of the time each direction of the link is busy."""
+    speedup = _end_us(fifo) / _end_us(sharded)
+    busy_fifo, busy_sharded = busy_fraction(fifo), busy_fraction(sharded)
+    sizes = f"{format_size(sum(TENSOR_BYTES))} in whole tensors and in shards of {format_size(shard_bytes)}"
+    return Finding(
+        ran=f"{sizes}, {MACHINE}",
+        expected="both directions busy with shards, each idle half of the time without (Fig 9)",
+        found=f"{speedup:.2f}x as fast; push and pull busy {_percent(busy_sharded)}, without shards "
+        f"{_percent(busy_fifo)} of the time",
+        agrees=min(busy_sharded.values()) >= LEAST_BUSY and max(busy_fifo.values()) <= MOST_BUSY_FIFO,
+        kind=EMULATED,
+    )
+
+
+def compare_posting(sharded: Sequence[Transfer], at_once: Sequence[Transfer]) -> Finding:
+    """Whether it matters to the whole that a client posts shards before the link is free for them."""
+    return Finding(
+        ran=f"two shards under way to the memory device, or all at once, {MACHINE}",
+        expected="nothing",
+        found=f"{_end_us(sharded) / 1e3:.3g} and {_end_us(at_once) / 1e3:.3g} ms",
+        agrees=None,
+        kind=EMULATED,
+    )
+
+
+def _end_us(transfers: Sequence[Transfer]) -> float:
+    return max(transfer.end_us for transfer in transfers)
+
+
+def _percent(busy: Mapping[str, float]) -> str:
+    return " and ".join(f"{busy[link]:.0%}" for link in (PUSH, PULL))
+
+
+EXPERIMENT = Experiment(name="fig09_timeline", figure="Fig 9", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))
