@@ -214,8 +214,9 @@ def draw_timeline(timelines: Mapping[str, Sequence[Transfer]], *, machine: str, 
     panels = figure.subplots(
         len(timelines), 1, sharex=True, squeeze=False, height_ratios=[1 + len(links) for links in rows]
     )[:, 0]
+    end_us = max(transfer.end_us for transfers in timelines.values() for transfer in transfers)
     for axes, (title, transfers), links in zip(panels, timelines.items(), rows, strict=True):
-        _draw_transfers(axes, transfers, links)
+        _draw_transfers(axes, transfers, links, least_labelled_us=end_us / 80)
         axes.set_title(f"{title}: {max(t.end_us for t in transfers) / 1e3:.3g} ms", loc="left", fontsize=10)
     panels[-1].set_xlabel("ms; numbers and colours are tensors")
     panels[-1].set_xlim(left=0)
@@ -314,8 +315,9 @@ def _draw_size(axes: Axes, nbytes: int, label: str, linestyle: str) -> None:
     axes.axvline(nbytes, color="black", linestyle=linestyle, linewidth=1.2, label=label)
 
 
-def _draw_transfers(axes: Axes, transfers: Sequence[Transfer], links: Sequence[str]) -> None:
-    end_us = max(transfer.end_us for transfer in transfers)
+def _draw_transfers(
+    axes: Axes, transfers: Sequence[Transfer], links: Sequence[str], *, least_labelled_us: float
+) -> None:
     for transfer in transfers:
         row, width_us = links.index(transfer.link), transfer.end_us - transfer.start_us
         colour = COLOURS[transfer.tensor % len(COLOURS)]
@@ -329,7 +331,7 @@ def _draw_transfers(axes: Axes, transfers: Sequence[Transfer], links: Sequence[s
             edgecolor="white",
             linewidth=0.5,
         )
-        if width_us > end_us / 60:
+        if width_us >= least_labelled_us:
             ink = "black" if colour in COLOURS[3:7] else "white"
             middle_ms = (transfer.start_us + width_us / 2) / 1e3
             axes.text(middle_ms, row, str(transfer.tensor), ha="center", va="center", color=ink, fontsize=8)
