@@ -100,7 +100,7 @@ _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read b
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
-ROUTING_CHOICES = ("auto", "local")
+ROUTING_CHOICES = ("auto", "profile", "local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,8 @@ class Settings:
             every process has a processor, and short where spinning would take it from whom it waits for.
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
             "refresh" to measure one in any case; or a file.
-        routing: "auto" for routes by the profile, "local" for each worker's own memory device.
+        routing: "profile" for routes by the links' profile; "local" for each worker's own memory device; "auto" for
+            those of the profile where links carry the shards: not in the host's memory.
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one

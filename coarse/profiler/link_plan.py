@@ -75,8 +75,12 @@ def _tables(
         return _local(
             local_devices
         ), "local, because a ring takes each contribution from its own memory device"
+    from coarse.profiler.profile import MEASURED
     from coarse.profiler.routing import plan_routing
 
+    if profile.kind == MEASURED and settings.routing == "auto":
+        why = "local, because in the host's memory a shard stays where it is, whoever takes its descriptor"
+        return _local(local_devices), f"{why} (COARSE_ROUTING=profile goes by what was measured)"
     return plan_routing(profile), f"by the {profile.kind} profile"
 
 

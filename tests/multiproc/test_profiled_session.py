@@ -90,10 +90,13 @@ def test_without_a_kept_profile_nothing_is_measured(job, cache):
 
 def test_a_kept_profile_decides_the_routes(job):
     remote_profile().save(cache_path(key_here()))
-    told = decisions(job)
+    told = decisions(job, routing="profile")
     assert told[0].startswith("links: cached measured profile")
     assert "w0: md0 below" in told[2]
     assert "md1 from there on" in told[2]
+    assert decisions(job)[1].startswith(
+        "routes: local, because in the host's memory a shard stays where it is"
+    )
     assert decisions(job, profile="off")[0] == "links: not profiled: COARSE_PROFILE=off"
     assert decisions(job, routing="local")[1] == "routes: local, because COARSE_ROUTING is"
 

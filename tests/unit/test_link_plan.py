@@ -43,10 +43,17 @@ def test_an_emulated_profile_decides_routes_and_shard_size():
 
 
 def test_host_memory_keeps_the_default_shards_and_says_why():
-    made = plan(profile_of(kind=MEASURED, local=(5, 4.5), remote=(10, 8)))
+    profile = profile_of(kind=MEASURED, local=(5, 4.5), remote=(10, 8))
+    made = plan(profile, routing="profile")
     assert routes(made) == [(0, 1), (1, 0)]
     assert made.shard_bytes == DEFAULT_SHARD_BYTES
     assert "in place" in made.decisions[-1]
+
+
+def test_in_host_memory_shards_stay_where_they_are():
+    made = plan(profile_of(kind=MEASURED, local=(5, 4.5), remote=(10, 8)))
+    assert routes(made) == [(0, 0), (1, 1)]
+    assert "a shard stays where it is" in made.decisions[1]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,7 @@ def test_what_is_set_by_hand_wins():
 def test_noise_of_a_host_is_no_reason_to_go_remote():
     """The remote proxy is half as fast again, but times of this host spread as widely."""
     quiet = profile_of(key_of(), local=(5, 4), remote=(5, 6), kind=MEASURED)
-    assert routes(plan(quiet)) == [(1, 1), (0, 0)]
+    assert routes(plan(quiet, routing="profile")) == [(1, 1), (0, 0)]
 
     def noisy(curve):
         return replace(
@@ -81,7 +88,7 @@ def test_noise_of_a_host_is_no_reason_to_go_remote():
         )
 
     loud = replace(quiet, curves={path: noisy(curve) for path, curve in quiet.curves.items()})
-    assert routes(plan(loud)) == [(0, 0), (1, 1)]
+    assert routes(plan(loud, routing="profile")) == [(0, 0), (1, 1)]
 
 
 def test_a_plan_without_a_profile_costs_no_numpy():

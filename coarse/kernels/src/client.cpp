@@ -292,7 +292,7 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
                          std::vector<double>& seconds) {
   if (isForked()) return WaitStatus::kForked;
   Group& group = find(groupId);
-  std::vector<MonotonicNs> begins;
+  const MonotonicNs begin = monotonicNow();
   for (const ClientProbe& probe : probes) {
     ClientTensor& tensor = tensorOf(group, probe.tensor);
     if (tensor.numShards != 1 || isLate(groupId, probe.tensor) || probe.device >= numDevices_)
@@ -302,10 +302,11 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
     descriptor.shard = tensor.firstShard;
     descriptor.step = ++tensor.step;
     probe.request.writeTo(descriptor);
-    begins.push_back(monotonicNow());
-    const WaitStatus status = post(probe.device, descriptor, bytesPerRing_);  // rings at once
-    if (status != WaitStatus::kDone) return status;
+    // A ring between two posts could cost the processor, so that the second one would come late.
+    if (const WaitStatus status = post(probe.device, descriptor, 0); status != WaitStatus::kDone)
+      return status;
   }
+  flush();
   seconds.assign(probes.size(), 0);
   std::size_t numDone = 0;
   const auto noteDone = [&] {
@@ -313,7 +314,7 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
     const MonotonicNs now = monotonicNow();
     for (std::size_t i = 0; i < probes.size(); ++i) {
       if (seconds[i] > 0 || isLate(groupId, probes[i].tensor)) continue;
-      seconds[i] = static_cast<double>(std::max<MonotonicNs>(1, now - begins[i])) / 1e9;
+      seconds[i] = static_cast<double>(std::max<MonotonicNs>(1, now - begin)) / 1e9;
       ++numDone;
     }
     return numDone > before;

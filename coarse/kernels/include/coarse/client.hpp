@@ -94,7 +94,7 @@ class Client {
                        bool isPresent, double timeoutSeconds);
 
   /// Times transfers that nothing is reduced of. All are posted, then waited for.
-  /// @returns kDone, and the seconds from its post until its end for each.
+  /// @returns kDone, and the seconds from the first post until the end of each.
   /// @throws std::invalid_argument for a tensor that has not one shard alone, is named twice or is under way.
   WaitStatus probe(std::uint32_t group, const std::vector<ClientProbe>& probes, double timeoutSeconds,
                    std::vector<double>& seconds);
