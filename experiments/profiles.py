@@ -6,11 +6,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from coarse.env import Settings
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.link_plan import plan_links
 from coarse.profiler.measure import MeasurePlan, measure_profile
 from coarse.profiler.profile import BOTH, PULL, PUSH, Profile, as_json, from_json
+from coarse.profiler.routing import RoutingTable
 from experiments.crew import Crew, Seat
 
 HOST = "host"
@@ -59,6 +62,12 @@ def _work(seat: Seat) -> None:
     with seat.join("session", **settings) as session:
         seat.tell(as_json(measure_profile(session, plan)))
         seat.hear()
+
+
+def plan_tables(profile: Profile) -> tuple[RoutingTable, ...]:
+    """The routing tables that the workers of a session with this profile adopt."""
+    plan = plan_links(profile, "", local_devices=profile.key.local_devices, settings=Settings())
+    return plan.tables
 
 
 def links_of(machine: str) -> tuple[LinkTable, list[int]]:

@@ -19,11 +19,11 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
 from coarse.profiler.profile import EMULATED
-from coarse.profiler.routing import RoutingTable, plan_routing
+from coarse.profiler.routing import RoutingTable
 from coarse.profiler.shard_size import plan_shard_size
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.crew import Crew, Seat
-from experiments.profiles import get_profile
+from experiments.profiles import get_profile, plan_tables
 
 MACHINE = "aws-p3"
 TENSOR_BYTES = tuple(size << 20 for size in (8, 4, 16, 6, 4, 12))
@@ -194,7 +194,7 @@ def _look(group: TensorGroup, index: int, times: Times, rank: int) -> None:
 def run(options: Options) -> Outcome:
     """Runs both ways of pushing over the same routes."""
     profile = get_profile(MACHINE, is_quick=options.is_quick)
-    tables = plan_routing(profile)
+    tables = plan_tables(profile)
     shard_bytes = plan_shard_size(profile, tables).nbytes
     whole, shards = cut(TENSOR_BYTES, WHOLE_TENSORS), cut(TENSOR_BYTES, shard_bytes)
     tasks = {

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from coarse.profiler.figures import draw_by_size, format_size
 from coarse.profiler.profile import Profile
-from coarse.profiler.routing import plan_routing
 from coarse.profiler.shard_size import plan_shard_size
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.profiles import curves_as_json, get_profile
+from experiments.profiles import curves_as_json, get_profile, plan_tables
 
 FULL_FROM_BYTES = 2 << 20
 """Section III-E: below 2 MB the bus is not saturated; Figure 14: at 2 MB or higher it is."""
@@ -18,7 +17,7 @@ OBSERVED_ON = ("aws-p3", "sdsc-p100")
 
 def compare(profile: Profile) -> Finding:
     """The smallest size that reaches full bandwidth, which is also the size of shards."""
-    shard = plan_shard_size(profile, plan_routing(profile))
+    shard = plan_shard_size(profile, plan_tables(profile))
     is_observed = profile.key.machine in OBSERVED_ON
     return Finding(
         ran=f"pushes and pulls by size, {profile.key.machine}",
@@ -35,7 +34,7 @@ def run(options: Options) -> Outcome:
     profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
     pictures = {}
     for profile in profiles:
-        tables = plan_routing(profile)
+        tables = plan_tables(profile)
         pictures[f"by-size-{profile.key.machine}"] = draw_by_size(
             profile, table=tables[0], shard_bytes=plan_shard_size(profile, tables).nbytes
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from matplotlib.figure import Figure
+
 from coarse.profiler.figures import draw_normalised, format_size
 from coarse.profiler.profile import Profile
-from coarse.profiler.routing import RoutingTable, plan_routing
+from coarse.profiler.routing import RoutingTable
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.profiles import curves_as_json, get_profile
+from experiments.profiles import HOST, curves_as_json, get_profile, plan_tables
 
 ALWAYS_LOCAL = "always local"
 LOCAL_THEN_REMOTE = "local for small, remote for large"
@@ -49,15 +51,25 @@ def compare(profile: Profile, tables: Sequence[RoutingTable]) -> Finding:
 def run(options: Options) -> Outcome:
     """Profiles each machine and plans its routes."""
     profiles = [get_profile(machine, is_quick=options.is_quick) for machine in options.machines]
-    tables = [plan_routing(profile) for profile in profiles]
+    tables = [plan_tables(profile) for profile in profiles]
     return Outcome(
         findings=[compare(profile, table) for profile, table in zip(profiles, tables, strict=True)],
         data=[
             {**curves_as_json(profile), "routing_tables": [asdict(table) for table in of_machine]}
             for profile, of_machine in zip(profiles, tables, strict=True)
         ],
-        pictures={"routing": draw_normalised(profiles, [of_machine[0] for of_machine in tables])},
+        pictures=_draw(profiles, [of_machine[0] for of_machine in tables]),
     )
+
+
+def _draw(profiles: Sequence[Profile], tables: Sequence[RoutingTable]) -> dict[str, Figure]:
+    """The paper's machines side by side, the host by itself: its scale is another."""
+    pictures = {}
+    for name, is_host in (("routing", False), ("routing-host", True)):
+        chosen = [i for i, profile in enumerate(profiles) if (profile.key.machine == HOST) == is_host]
+        if chosen:
+            pictures[name] = draw_normalised([profiles[i] for i in chosen], [tables[i] for i in chosen])
+    return pictures
 
 
 def _ends(texts: Sequence[str]) -> Sequence[str]:

@@ -30,7 +30,11 @@ def test_results_have_their_kind_commit_and_machine(tmp_path):
     assert document["is_quick"]
     assert [Finding(**values) for values in document["findings"]] == list(outcome.findings)
     assert all(values["kind"] == outcome.findings[0].kind for values in document["data"])
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "routing.png", "routing.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.json",
+        "routing-host.png",
+        "routing-host.svg",
+    }
 
 
 def test_figures_without_a_kind_are_refused():
