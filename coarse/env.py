@@ -126,6 +126,11 @@ class Settings:
             those of the profile where links carry the shards: not in the host's memory.
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
+        transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().
+        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers of an emulated machine
+            reduce the tensors that are ready last themselves, where that is faster; a size is what goes to the memory
+            devices.
+        replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
         node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
@@ -149,6 +154,9 @@ class Settings:
     routing: str = "auto"
     machine: str = ""
     time_dilation: float = 1.0
+    transfer_log: int = 0
+    dual_sync: str = "auto"
+    replan_steps: int = -1
     node: str = ""
     node_address: str = ""
 
@@ -176,6 +184,11 @@ class Settings:
             raise ValueError(
                 f"COARSE_TIME_DILATION={self.time_dilation} needs COARSE_MACHINE: only emulated time dilates"
             )
+
+        _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
+        _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
+        if self.dual_sync not in ("off", "auto"):
+            parse_bytes(self.dual_sync, what="COARSE_DUAL_SYNC (off, auto or a size)")
 
     @property
     def sync_algorithm(self) -> str:
@@ -205,6 +218,9 @@ class Settings:
             "routing": _read_text,
             "machine": _read_text,
             "time_dilation": _read_float,
+            "transfer_log": _read_int,
+            "dual_sync": _read_text,
+            "replan_steps": _read_int,
             "node": _read_text,
             "node_address": _read_text,
         }

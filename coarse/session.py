@@ -14,7 +14,7 @@ import numpy.typing as npt
 from coarse.client.client import Client
 from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
-from coarse.client.pacing import PacingReport
+from coarse.client.pacing import LoggedTransfer, PacingReport
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
@@ -23,15 +23,16 @@ from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, SessionClosedError
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
-from coarse.profiler.link_plan import plan_links
+from coarse.profiler.link_plan import LinkPlan, plan_links
 from coarse.profiler.routing import RoutingTable
-from coarse.profiler.start import FoundProfile
+from coarse.profiler.start import OFF, FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.store import Store
 
 if TYPE_CHECKING:  # slow to import
     from coarse.profiler.profile import Profile
+    from coarse.profiler.replanner import Replanner
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class Session:
         self._client: Client | SoloClient | None = client
         self._node = node
         self._decisions: tuple[str, ...] = ()
+        self._profile: Profile | None = None
+        self._plan: LinkPlan | None = None
+        self._replanners: list[Replanner] = []
         self._pid = os.getpid()
 
     @classmethod
@@ -118,7 +122,12 @@ class Session:
             raise ValueError(f"{name}: there is no tensor to register")
         if len({spec.name for spec in specs}) < len(specs):
             raise ValueError(f"{name}: two tensors share a name")
-        return self._open().register(name, specs)
+        client = self._open()
+        if not isinstance(client, Client):
+            return client.register(name, specs)
+        group = client.register(name, specs)
+        self._watch_steps(group)
+        return group
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array that is not registered over all workers, in place; every worker calls it alike.
@@ -200,6 +209,12 @@ class Session:
         return self.emulation is not None
 
     @property
+    def time_dilation(self) -> float:
+        """How many real seconds one of the emulated machine's lasts; 1 without emulation."""
+        emulation = self.emulation
+        return 1.0 if emulation is None else emulation.time_dilation
+
+    @property
     def routing(self) -> RoutingTable | None:
         """Which memory device takes which of this worker's shards; None for a job of one worker."""
         client = self._open()
@@ -233,6 +248,14 @@ class Session:
         """
         return self._linked().pacing()
 
+    def transfers(self) -> list[LoggedTransfer]:
+        """The first transfers over the links of an emulated session, as many as COARSE_TRANSFER_LOG says.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        return self._linked().transfers()
+
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
@@ -255,8 +278,8 @@ class Session:
         self.close()
 
     def decisions(self) -> list[str]:
-        """What was decided of this node's links when the session started, and why: a line each."""
-        return list(self._decisions)
+        """What was decided of this node's links at the start and since, and why: a line each."""
+        return [*self._decisions, *(line for each in self._replanners for line in each.decisions)]
 
     @property
     def node_workers(self) -> tuple[int, ...]:
@@ -288,12 +311,38 @@ class Session:
         if found.is_to_be_measured:
             profile, note = self._measure_links(note)
         local_devices = [node.table.local_device(worker) for worker in range(node.table.num_workers)]
+        if profile is None and node.emulation is not None and self.settings.profile != OFF:
+            from coarse.profiler.linked import profile_from_links
+
+            profile = profile_from_links(node.emulation.links, local_devices)
+            note = f"simulated from the links of {node.emulation.machine}; {note}"
         plan = plan_links(profile, note, local_devices=local_devices, settings=self.settings)
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
-        self._decisions = plan.decisions
+        self._profile, self._plan, self._decisions = profile, plan, plan.decisions
         if self.identity.rank == node.ranks[0]:
             for decision in plan.decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
+
+    def _watch_steps(self, group: TensorGroup) -> None:
+        """Plans anew while `group` is trained, where there is something to plan by."""
+        is_first = not self._replanners  # one group's steps tell when to look at the links
+        has_own_path = self.emulation is not None and self.settings.dual_sync != OFF
+        # On a host's own memory routes do not follow links, unless that is asked for (coarse.profiler.link_plan).
+        follows_links = self.settings.routing == ("profile" if self.emulation is None else "auto")
+        looks_at_links = is_first and follows_links and self.settings.replan_steps != 0
+        if self._profile is None or self._plan is None or not (has_own_path or looks_at_links):
+            return
+        from coarse.profiler.replanner import Replanner
+
+        replanner = Replanner(
+            self,
+            group,
+            profile=self._profile,
+            plan=self._plan,
+            dual_sync=self.settings.dual_sync if has_own_path else OFF,
+            every_steps=self.settings.replan_steps if looks_at_links else 0,
+        )
+        self._replanners.append(replanner)
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures together with all workers; the first one of the node keeps the result."""

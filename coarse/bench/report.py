@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coarse.bench.record import MEASURED, Machine, SyncRecord
+from coarse.bench.replay import SCHEMES, ReplayResult
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
 from coarse.bench.train import Comparison, TrainPlan, TrainResult
 
@@ -22,9 +23,9 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
 
 
-def heading(machine: Machine, what: str) -> str:
+def heading(machine: Machine, what: str, *, kind: str = MEASURED) -> str:
     """One line that says what was measured, where, and of which kind the figures are."""
-    return f"{what}; {MEASURED} on {machine}"
+    return f"{what}; {kind} on {machine}"
 
 
 def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
@@ -66,6 +67,32 @@ def latency_table(records: Sequence[SyncRecord]) -> TextTable:
     return TextTable(
         title=f"Latency at {format_bytes(nbytes)}",
         columns=("system", "p50 us", "p99 us", "iterations"),
+        rows=tuple(rows),
+    )
+
+
+def replay_table(results: Sequence[ReplayResult]) -> TextTable:
+    """Step, blocked communication and synchronisation bandwidth of each scheme, in the emulated machine's time."""
+    plan = results[0].plan
+    compute = (
+        f"computation {plan.compute_s * 1e3:.1f} ms, {plan.trace.source}"
+        if plan.has_compute
+        else "no computation"
+    )
+    peer_us = next((result.blocked_us for result in results if result.scheme == "allreduce"), None)
+    rows = [
+        (
+            f"{result.scheme} ({SCHEMES[result.scheme].what})",
+            _number(result.step.p50_us / 1e3, 1),
+            _number(result.blocked_us / 1e3, 1),
+            _DASH if peer_us is None else f"{100 * result.blocked_us / peer_us:.0f} %",
+            _number(result.sync_gbytes_per_s, 2),
+        )
+        for result in results
+    ]
+    return TextTable(
+        title=f"{plan.trace.model}, batch {plan.trace.batch}, {plan.num_workers} workers: {compute}",
+        columns=("scheme", "step p50 ms", "blocked ms", "of allreduce's", "sync GB/s"),
         rows=tuple(rows),
     )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,44 @@ class ComputeTrace:
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"compute trace cannot be read: {error!r}") from None
+
+
+PEAK_TFLOPS: Mapping[str, float] = MappingProxyType({"V100": 15.7, "P100": 9.3, "T4": 8.1})
+"""float32 operations of GPUs, as their makers announced them."""
+
+_SUSTAINED_FRACTION = 0.5
+
+
+def check_tflops(tflops: float) -> None:
+    """Refuses what no processor sustains.
+
+    Raises:
+        ValueError: If `tflops` is not above 0 and finite.
+    """
+    if not 0 < tflops < float("inf"):
+        raise ValueError(f"--tflops {tflops} must be above 0")
+
+
+def place_trace(trace: ComputeTrace, *, gpu: str = "", tflops: float | None = None) -> ComputeTrace:
+    """The trace in the time of another processor.
+
+    Args:
+        trace: As recorded.
+        gpu: A name in PEAK_TFLOPS, half of whose peak is assumed; any other leaves the trace as it is.
+        tflops: What the processor sustains, in 1e12 operations a second; goes before `gpu`.
+
+    Raises:
+        ValueError: If `tflops` is not above 0 and finite.
+    """
+    if tflops is not None:
+        check_tflops(tflops)
+        return trace.on_processor(tflops, f"scaled to {tflops:g} TFLOPS")
+    if gpu not in PEAK_TFLOPS:
+        return trace
+    sustained = _SUSTAINED_FRACTION * PEAK_TFLOPS[gpu]
+    return trace.on_processor(
+        sustained, f"scaled to {sustained:g} TFLOPS, assumed to be half of the peak of a {gpu} (--tflops)"
+    )
 
 
 def load_trace(model: str) -> ComputeTrace:

@@ -1,4 +1,4 @@
-"""`coarse bench sync` and `coarse bench train-step`: COARSE beside its peers, measured in the same run."""
+"""`coarse bench`: COARSE beside its peers, measured in the same run, and on the links of other machines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-default", "none")
+_REPLAY_SCHEMES = ("coarse", "offload", "local", "fifo", "allreduce")
+_TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = ("bert-large", "bert-base", "bert-small", "resnet50", "digits")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
@@ -31,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     benches = bench.add_subparsers(dest="bench", metavar="BENCH", required=True)
     _add_sync_parser(benches)
     _add_train_step_parser(benches)
+    _add_replay_parser(benches)
 
 
 def _add_sync_parser(benches: Any) -> None:
@@ -82,6 +85,39 @@ def _add_train_step_parser(benches: Any) -> None:
         "--single", action="store_true", help="one worker: what wrapping costs a single process"
     )
     _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,none", rounds=4)
+
+
+def _add_replay_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "replay",
+        help="a training step on another machine's links, its computation replaced by recorded times",
+        description="A training step on the emulated links of another machine. Workers and memory devices are real, "
+        "and so is every byte; only the computation between pushes is replaced by its recorded time.",
+    )
+    parser.set_defaults(handler=run_replay_command)
+    parser.add_argument(
+        "--machine", required=True, metavar="NAME", help="whose links are emulated: a name or a TOML file"
+    )
+    parser.add_argument("--model", default="bert-large", choices=_TRACES)
+    parser.add_argument(
+        "--schemes",
+        type=_names_among(_REPLAY_SCHEMES),
+        default=",".join(_REPLAY_SCHEMES),
+        metavar="NAMES",
+        help="default: %(default)s",
+    )
+    parser.add_argument("--time-dilation", type=float, default=10.0, metavar="X", help="default: %(default)s")
+    parser.add_argument(
+        "--tflops", type=float, metavar="T", help="what a worker sustains; default: half of its GPU's peak"
+    )
+    parser.add_argument(
+        "--no-compute", action="store_true", help="all gradients at once: the bandwidth of synchronisation"
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: one per worker")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="per round; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
 
 
 def _add_common_arguments(
@@ -179,6 +215,44 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_replay_command(arguments: argparse.Namespace) -> int:
+    """Runs `coarse bench replay`; returns its exit code.
+
+    Raises:
+        CoarseError: If a worker fails or a result is wrong; nothing is left behind.
+    """
+    from coarse.bench import report
+    from coarse.bench.record import EMULATED
+    from coarse.bench.replay import ReplayPlan, num_progress_steps, run_replay
+    from coarse.bench.trace import load_trace, place_trace
+    from coarse.machine.catalogue import load_machine
+
+    try:
+        gpu = load_machine(arguments.machine).topology.gpu
+        plan = ReplayPlan(
+            schemes=arguments.schemes,
+            trace=place_trace(load_trace(arguments.model), gpu=gpu, tflops=arguments.tflops),
+            machine=arguments.machine,
+            num_workers=arguments.workers,
+            has_compute=not arguments.no_compute,
+            time_dilation=arguments.time_dilation,
+            memory_devices=arguments.memory_devices,
+            steps=arguments.steps,
+            rounds=arguments.rounds,
+        )
+    except ValueError as error:
+        return _usage_error(str(error))
+    results = _with_progress(lambda progress: run_replay(plan, progress), num_progress_steps(plan))
+    _publish(
+        f"links of {plan.machine}, time dilated {plan.time_dilation:g} times, every result verified",
+        [report.replay_table(results)],
+        (result.as_json() for result in results),
+        arguments.json,
+        kind=EMULATED,
+    )
+    return 0
+
+
 def _installed(systems: Iterable[str]) -> tuple[str, ...]:
     """Those of `systems` that can run here; says how to get the others."""
     from coarse.bench.systems import missing
@@ -224,7 +298,12 @@ def _emulation() -> str:
 
 
 def _publish(
-    what: str, tables: Iterable[TextTable], records: Iterable[Mapping[str, Any]], json_path: Path | None
+    what: str,
+    tables: Iterable[TextTable],
+    records: Iterable[Mapping[str, Any]],
+    json_path: Path | None,
+    *,
+    kind: str = "measured",
 ) -> None:
     """Prints the tables, and appends the records to `json_path` if there is one."""
     from rich.console import Console
@@ -235,12 +314,12 @@ def _publish(
     provenance = Provenance.here()
     # A table that is cut off is no record: lines longer than the terminal wrap there.
     console = Console(width=_TABLE_WIDTH)
-    print(heading(provenance.machine, what))
+    print(heading(provenance.machine, what, kind=kind))
     print(f"commit {provenance.commit}")
     for table in tables:
         _print_table(console, table)
     if json_path is not None:
-        append_records(json_path, records, provenance)
+        append_records(json_path, records, provenance, kind=kind)
 
 
 def _print_table(console: Console, table: TextTable) -> None:

@@ -26,8 +26,6 @@ _CACHED = "cached"
 _MODELS: Mapping[str, str] = MappingProxyType(
     {"bert-large": "bert-large", "bert-base": "bert-base", "resnet-50": "resnet50"}
 )
-_PEAK_TFLOPS: Mapping[str, float] = MappingProxyType({"V100": 15.7, "P100": 9.3, "T4": 8.1})
-_SUSTAINED_FRACTION = 0.5
 _DEFAULT_ENDPOINTS = 2
 
 
@@ -257,23 +255,15 @@ def _partition_table(machine: Machine, name: str) -> PartitionTable:
 
 def _trace(model: str | None, tflops: float | None, machine: str | None) -> ComputeTrace | None:
     """The model's times, on the processor that they are asked for."""
-    from coarse.bench.trace import load_trace
+    from coarse.bench.trace import check_tflops, load_trace, place_trace
     from coarse.machine.catalogue import load_machine
 
-    if tflops is not None and not 0 < tflops < float("inf"):
-        raise ValueError(f"--tflops {tflops} must be above 0")
+    if tflops is not None:
+        check_tflops(tflops)
     if model is None:
         return None
-    trace = load_trace(_MODELS[model])
-    if tflops is not None:
-        return trace.on_processor(tflops, f"scaled to {tflops:g} TFLOPS")
     gpu = load_machine(machine).topology.gpu if machine else ""
-    if gpu in _PEAK_TFLOPS:
-        sustained = _SUSTAINED_FRACTION * _PEAK_TFLOPS[gpu]
-        return trace.on_processor(
-            sustained, f"scaled to {sustained:g} TFLOPS, assumed to be half of the peak of a {gpu} (--tflops)"
-        )
-    return trace
+    return place_trace(load_trace(_MODELS[model]), gpu=gpu, tflops=tflops)
 
 
 # ---- tables ----

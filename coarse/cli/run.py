@@ -49,6 +49,17 @@ _SESSION_FLAGS = (
     ("--machine", "COARSE_MACHINE", "emulate the links of this machine, a name or a TOML file"),
     ("--time-dilation", "COARSE_TIME_DILATION", "how many times slower than the machine emulated links are"),
     ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
+    ("--transfer-log", "COARSE_TRANSFER_LOG", "transfers that an emulated session writes down"),
+    (
+        "--dual-sync",
+        "COARSE_DUAL_SYNC",
+        "what the workers reduce themselves: off, auto, or bytes for memory devices",
+    ),
+    (
+        "--replan-steps",
+        "COARSE_REPLAN_STEPS",
+        "steps between looks at the links, 0 for none, -1 for 1 % of the time",
+    ),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
     ("--spin-us", "COARSE_SPIN_US", "microseconds that an idle sync core looks for work before it sleeps"),

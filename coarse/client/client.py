@@ -14,7 +14,7 @@ from typing import Any
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.pacing import PacingReport
+from coarse.client.pacing import LoggedTransfer, PacingReport
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -278,6 +278,21 @@ class Client:
         return PacingReport(
             num_arrivals=num_arrivals, mean_lateness_us=message["lateness_ns"] / 1e3 / max(1, num_arrivals)
         )
+
+    def transfers(self) -> list[LoggedTransfer]:
+        """The first transfers over emulated links, as many as are written down.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        self._check_usable()
+        if self.emulation is None:
+            raise ValueError("only an emulated session writes its transfers down; set COARSE_MACHINE")
+        self._connections[0].send({"type": "transfers"})
+        reply = self._ask(self._connections[0], "transfers", "the log of transfers")
+        rows = _native.read_transfers(reply.fds[0])
+        reply.close()
+        return [LoggedTransfer(*row) for row in rows]
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""

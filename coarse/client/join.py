@@ -70,7 +70,12 @@ def provide_devices(
         table = choose_partition_table(
             settings.partition_table, num_workers=len(nodes.ranks[node]), num_devices=settings.memory_devices
         )
-        emulation = choose_emulation(settings.machine, table, time_dilation=settings.time_dilation)
+        emulation = choose_emulation(
+            settings.machine,
+            table,
+            time_dilation=settings.time_dilation,
+            num_logged=settings.transfer_log,
+        )
         with link_nodes(
             nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
         ) as links:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,20 @@ class PacingReport:
 
     num_arrivals: int
     mean_lateness_us: float
+
+
+class LoggedTransfer(NamedTuple):
+    """One transfer as emulated links served it; times in the machine's microseconds since the session started.
+
+    `source` and `target` are endpoints: workers by client number, then memory devices (coarse.machine.links).
+    """
+
+    source: int
+    target: int
+    shard: int
+    """Of the group that was being synchronised; 0 for probes."""
+    nbytes: int
+    requested_us: float
+    begin_us: float
+    """When the last of the capacities that it shares with others started on it."""
+    due_us: float

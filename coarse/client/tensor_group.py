@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coarse.client.schema import ITEM_BYTES
 from coarse.errors import SessionClosedError
 from coarse.kernels import _native
 from coarse.proxy.registration import GroupSchema
@@ -34,6 +35,10 @@ class TensorGroup:
         self.specs = schema.specs
         self._client = client
         self._native = native
+        self._schema = schema
+        self._path_flags = bytearray(len(schema.specs))
+        self._on_push: Callable[[int], None] | None = None
+        self._on_step: Callable[[], None] | None = None
         self._offsets = tensor_offsets
         self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
 
@@ -55,8 +60,10 @@ class TensorGroup:
         """
         if self._slots is None:
             raise self._closed_error()
+        if self._on_push is not None:
+            self._on_push(index)
         flags = (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0)
-        status = self._native.push(self.id, index, flags, source)
+        status = self._native.push(self.id, index, flags | self._path_flags[index], source)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
@@ -88,7 +95,34 @@ class TensorGroup:
         status = self._native.pull_all(self.id, self._client.timeout_s)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, self._describe_pending)
-        return self._native.all_contributors(self.id)
+        contributors = self._native.all_contributors(self.id)
+        if self._on_step is not None:
+            self._on_step()
+        return contributors
+
+    def watch(self, on_push: Callable[[int], None] | None, on_step: Callable[[], None] | None) -> None:
+        """Has functions called with each tensor that is pushed, and when everything of a step has been pulled.
+
+        Args:
+            on_push: Runs in the hot path; None for none.
+            on_step: Runs at the end of pull_all(), on every worker after the same step; None for none.
+        """
+        self._on_push = on_push
+        self._on_step = on_step
+
+    def use_own_path(self, tensors: Iterable[int]) -> None:
+        """Has the workers reduce these tensors themselves from the next push on, and memory devices all others.
+
+        Every worker calls it alike, between two steps. Results do not change by it. Emulated sessions only.
+        """
+        self._path_flags = bytearray(len(self.specs))
+        for tensor in tensors:
+            self._path_flags[tensor] = _native.OWN_PATH
+
+    def shard_sizes(self) -> list[int]:
+        """Bytes of each shard of a step."""
+        shards = self._schema.partition().shards
+        return [shard.num_elements * ITEM_BYTES[self.specs[shard.tensor].dtype] for shard in shards]
 
     def close(self) -> None:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""

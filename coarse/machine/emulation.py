@@ -23,6 +23,7 @@ class Emulation:
     Args:
         links: Between the workers and memory devices of the node.
         time_dilation: All transfers take so many times longer than on the machine; positive.
+        num_logged: How many transfers, the first ones, are written down.
 
     Raises:
         ValueError: If the dilation is not positive and finite, or a path has too many buckets.
@@ -30,6 +31,7 @@ class Emulation:
 
     links: LinkTable
     time_dilation: float = 1.0
+    num_logged: int = 0
 
     def __post_init__(self) -> None:
         if not (self.time_dilation > 0 and math.isfinite(self.time_dilation)):
@@ -62,7 +64,13 @@ class Emulation:
 
     def to_json(self) -> str:
         """The form in which it is passed to other processes."""
-        return json.dumps({"links": self.links.to_json(), "time_dilation": self.time_dilation})
+        return json.dumps(
+            {
+                "links": self.links.to_json(),
+                "time_dilation": self.time_dilation,
+                "num_logged": self.num_logged,
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Emulation:
@@ -73,18 +81,24 @@ class Emulation:
         """
         try:
             values = json.loads(text)
-            return cls(links=LinkTable.from_json(values["links"]), time_dilation=values["time_dilation"])
+            return cls(
+                links=LinkTable.from_json(values["links"]),
+                time_dilation=values["time_dilation"],
+                num_logged=values["num_logged"],
+            )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an emulation: {error!r}") from None
 
 
-def choose_emulation(machine: str, table: PartitionTable, *, time_dilation: float) -> Emulation | None:
+def choose_emulation(
+    machine: str, table: PartitionTable, *, time_dilation: float, num_logged: int = 0
+) -> Emulation | None:
     """The emulation of a machine for the workers and memory devices of `table`; None where no machine is named.
 
     Args:
         machine: Name of a machine, or a TOML file; "" for none.
         table: Whom each memory device serves.
-        time_dilation: As in Emulation.
+        time_dilation, num_logged: As in Emulation.
 
     Raises:
         ValueError: If there is no such machine, its file is wrong, or the table does not fit it.
@@ -93,4 +107,5 @@ def choose_emulation(machine: str, table: PartitionTable, *, time_dilation: floa
         return None
     from coarse.machine.catalogue import load_machine
 
-    return Emulation(links=load_machine(machine).link_table(table), time_dilation=time_dilation)
+    links = load_machine(machine).link_table(table)
+    return Emulation(links=links, time_dilation=time_dilation, num_logged=num_logged)

@@ -100,11 +100,11 @@ def _shard_bytes(
         return settings.shard_bytes, "COARSE_SHARD_BYTES says so"
     if profile is None:
         return DEFAULT_SHARD_BYTES, "the default without a profile"
-    from coarse.profiler.profile import EMULATED
+    from coarse.profiler.profile import MEASURED
     from coarse.profiler.shard_size import plan_shard_size
 
     size = plan_shard_size(profile, tables)
-    if profile.kind == EMULATED:
+    if profile.kind != MEASURED:
         return size.nbytes, size.reason
     return (
         DEFAULT_SHARD_BYTES,

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +46,9 @@ SIZES = tuple(4096 << power for power in range(15))
 DEFAULT_BUDGET_S = 2.5
 MOST_REPEATS = 31
 """Beyond these a median gains nothing that a machine would keep."""
+
+_FEW_REPEATS = 3
+"""Of a path that is timed again while training: enough to leave out one that the scheduler delayed."""
 
 _MEMORY_FRACTION = 0.5
 """Probes leave the other half of the memory that is available to whoever else needs it meanwhile."""
@@ -155,6 +159,41 @@ def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
         ]
     kinds = {PUSH: [ProbeKind.PUSH], PULL: [ProbeKind.PULL], BOTH: [ProbeKind.PUSH, ProbeKind.PULL]}
     return [Probe(kind=kind, device=path.target) for kind in kinds[path.kind]]
+
+
+def time_paths(
+    session: Session, probes: LinkProbes, paths: Iterable[PathId], sizes: Sequence[int]
+) -> dict[PathId, dict[int, float]]:
+    """Times some paths of this node's workers anew; every worker calls it alike, between two steps.
+
+    Args:
+        session: Of at least two workers.
+        probes: Of this worker, for the largest of `sizes`.
+        paths: From workers to memory devices or back, or both.
+        sizes: In bytes.
+
+    Returns:
+        Microseconds, medians of few repeats, by path and size; the same on every worker of the node.
+    """
+    table = session.partition_table
+    assert table is not None
+    number = session.node_workers.index(session.identity.rank)
+    own = [path for path in paths if path.source == number]
+    rows: list[tuple[str, int, int, int, float]] = []
+    for turn in range(session.most_workers_of_a_node):
+        if turn == number:
+            for path in own:
+                transfers = transfers_of(path, table)
+                for size in sizes:
+                    times_s = [probes.time_s(transfers, size) for _ in range(_FEW_REPEATS)]
+                    rows.append((path.kind, path.source, path.target, size, median(times_s) * 1e6))
+        session.barrier()
+    shares = gather_bytes(session, json.dumps(rows).encode())
+    times_us: dict[PathId, dict[int, float]] = {}
+    for rank in session.node_workers:
+        for kind, source, target, size, time_us in json.loads(shares[rank]):
+            times_us.setdefault(PathId(kind=kind, source=source, target=target), {})[size] = time_us
+    return times_us
 
 
 def gather_bytes(session: Session, own: bytes) -> list[bytes]:

@@ -16,8 +16,8 @@ def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
     """The curve after some of its sizes were timed anew.
 
     Every time of the curve is multiplied by new / old of the sizes around it: between two sizes that were timed the
-    factor goes over from the one to the other evenly on the scale of the logarithm of the size, beyond them it stays
-    what it is at the nearest.
+    factor goes over from the one to the other, evenly on logarithmic scales, so that what a link loses and gets back
+    leaves no trace; beyond them it stays what it is at the nearest.
 
     Args:
         curve: As measured before.
@@ -35,7 +35,7 @@ def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
     logarithms = [math.log(size) for size in sizes]
 
     def moved(point: CurvePoint) -> CurvePoint:
-        factor = float(np.interp(math.log(point.nbytes), logarithms, factors))
+        factor = math.exp(float(np.interp(math.log(point.nbytes), logarithms, np.log(factors))))
         return replace(point, time_us=point.time_us * factor, spread_us=point.spread_us * factor)
 
     return Curve(points=tuple(moved(point) for point in curve.points))

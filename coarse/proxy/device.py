@@ -278,6 +278,10 @@ class MemoryDevice:
             self._send(worker, {"type": "departures", "ranks": sorted(self._left_elsewhere)})
         elif received.kind == "set_bandwidth" and self._links is not None:
             self._send(worker, self._links.set_bandwidth(message))
+        elif received.kind == "transfers" and self._links is not None:
+            log_fd = self._shared[LINK_TABLE].read_only_fd()
+            self._send(worker, {"type": "transfers"}, [log_fd])
+            os.close(log_fd)
         elif received.kind == "pacing" and self._links is not None:
             self._send(worker, self._links.report())
         elif received.kind == "bye":

@@ -10,7 +10,8 @@ from coarse.proxy.protocol import Message, int_field
 
 def link_table_bytes(emulation: Emulation) -> int:
     """Memory that the link table takes."""
-    return _native.link_table_bytes(emulation.links.num_endpoints, len(emulation.links.buckets))
+    links = emulation.links
+    return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)
 
 
 def write_link_table(fd: int, emulation: Emulation) -> None:
@@ -23,6 +24,7 @@ def write_link_table(fd: int, emulation: Emulation) -> None:
             [None if path is None else (path.latency_us, path.buckets) for path in row]
             for row in emulation.links.paths
         ],
+        emulation.num_logged,
     )
 
 

@@ -41,6 +41,14 @@ def test_factors_go_over_from_one_size_to_the_other(small: float, large: float) 
     assert factors == pytest.approx(sorted(factors, reverse=large < small))
 
 
+@given(st.dictionaries(st.sampled_from(SIZES), st.floats(0.01, 100), min_size=1))
+def test_a_link_that_recovers_has_its_curve_back(factors: dict[int, float]) -> None:
+    slower = rescale_curve(CURVE, {size: CURVE.time_us(size) * factor for size, factor in factors.items()})
+    again = rescale_curve(slower, {size: CURVE.time_us(size) for size in factors})
+    for before, after in zip(CURVE.points, again.points, strict=True):
+        assert after.time_us == pytest.approx(before.time_us)
+
+
 @pytest.mark.parametrize("times", [{}, {4096: 0.0}, {4096: -1.0}, {4096: float("nan")}, {4096: float("inf")}])
 def test_what_is_no_time_is_refused(times: dict[int, float]) -> None:
     with pytest.raises(ValueError, match="time"):

@@ -1,0 +1,287 @@
+"""`coarse bench replay`: a training step whose computation is a trace and whose synchronisation is real.
+
+Workers push real tensors through the real runtime, paced as the links of another machine; only the computation
+between pushes is replaced by its measured time (coarse.bench.trace). All figures are *emulated*, in the emulated
+machine's seconds: real time divided by the time dilation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from coarse.bench.collectives import CoarseSession
+from coarse.bench.fleet import Fleet
+from coarse.bench.statistics import Timing, slowest_worker
+from coarse.bench.trace import ComputeTrace
+from coarse.bench.worker import Adapter, WorkerJob
+from coarse.profiler.replanner import TIMED_STEPS
+
+_WHOLE_TENSORS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One way of synchronising a step.
+
+    Args:
+        settings: Fields of coarse.env.Settings that it sets.
+        is_pipelined: Whether a tensor is pushed as soon as it is ready. Otherwise first-in-first-out: its push waits
+            for the pull of the tensor before it (paper, Fig 9).
+        what: In words.
+    """
+
+    settings: Mapping[str, Any]
+    is_pipelined: bool
+    what: str
+
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {
+        "coarse": Scheme(
+            settings={"dual_sync": "auto"}, is_pipelined=True, what="routing table, dual synchronisation"
+        ),
+        "offload": Scheme(
+            settings={"dual_sync": "off"}, is_pipelined=True, what="routing table, all in memory devices"
+        ),
+        "local": Scheme(
+            settings={"dual_sync": "off", "routing": "local"},
+            is_pipelined=True,
+            what="always the local memory device",
+        ),
+        "fifo": Scheme(
+            settings={"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS},
+            is_pipelined=False,
+            what="whole tensors, first in first out",
+        ),
+        "allreduce": Scheme(
+            settings={"dual_sync": "0"}, is_pipelined=True, what="ring over the workers' own links"
+        ),
+    }
+)
+"""Schemes by their names on the command line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What one run replays.
+
+    Args:
+        schemes: Names in SCHEMES, in the order of their turns.
+        trace: The computation.
+        has_compute: False leaves the computation out: every gradient is ready at once, and what remains is the
+            bandwidth of synchronisation.
+        machine: Whose links are emulated: a name or a file (coarse.machine).
+        time_dilation: How many real seconds an emulated one lasts.
+        memory_devices: 0 for one per worker.
+        steps: Timed in each round, after one that is not counted.
+        rounds: Turns that each scheme takes.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    schemes: tuple[str, ...]
+    trace: ComputeTrace
+    machine: str
+    num_workers: int
+    has_compute: bool = True
+    time_dilation: float = 1.0
+    memory_devices: int = 0
+    steps: int = 3
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        unknown = [scheme for scheme in self.schemes if scheme not in SCHEMES]
+        if unknown or not self.schemes:
+            raise ValueError(f"schemes {', '.join(unknown) or '(none)'}: choose of {', '.join(SCHEMES)}")
+        if (
+            min(self.num_workers, self.steps, self.rounds) < 1
+            or self.memory_devices < 0
+            or self.time_dilation <= 0
+        ):
+            raise ValueError(
+                "workers, steps and rounds start at 1, memory devices at 0, time dilation above 0"
+            )
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computation in a step."""
+        return self.trace.forward_s + self.trace.backward_s if self.has_compute else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """Figures of one scheme, in emulated time, of the slowest worker."""
+
+    scheme: str
+    plan: ReplayPlan
+    step: Timing
+    decisions: tuple[str, ...]
+    """What each worker's session decided: its routes, shard size and dual synchronisation, in words."""
+
+    @property
+    def blocked_us(self) -> float:
+        """What a step waits for its gradients: its median less the computation."""
+        return self.step.p50_us - self.plan.compute_s * 1e6
+
+    @property
+    def sync_gbytes_per_s(self) -> float | None:
+        """Bytes of one worker's gradients over the median step; None where computation hides a part of it."""
+        return None if self.plan.has_compute else self.plan.trace.nbytes / self.step.p50_us / 1e3
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields of a record line, beside provenance."""
+        plan, trace = self.plan, self.plan.trace
+        return {
+            "bench": "replay",
+            "system": self.scheme,
+            "num_workers": plan.num_workers,
+            "bytes": trace.nbytes,
+            **asdict(self.step),
+            "algbw_gbytes_per_s": self.sync_gbytes_per_s,
+            "emulated_machine": plan.machine,
+            "time_dilation": plan.time_dilation,
+            "model": trace.model,
+            "batch": trace.batch,
+            "compute_us": plan.compute_s * 1e6,
+            "compute_source": trace.source if plan.has_compute else "none",
+            "blocked_us": self.blocked_us,
+            "decisions": list(self.decisions),
+        }
+
+
+class ReplayAdapter:
+    """The commands of one scheme's worker. Its options are a trace as JSON, the scheme, and settings."""
+
+    commands = frozenset({"verify", "run"})
+
+    def __init__(self, job: WorkerJob) -> None:
+        options = dict(job.options)
+        self._trace = ComputeTrace.from_json(options.pop("trace"))
+        self._has_compute = options.pop("has_compute")
+        self._scheme = SCHEMES[options.pop("scheme")]
+        self._dilation = options["time_dilation"]
+        self._rank, self._num_workers = job.rank, job.num_workers
+        # Links are looked at once, before: what is timed is their use.
+        settings = {**options, **self._scheme.settings, "replan_steps": 0}
+        self._session = CoarseSession(
+            WorkerJob(rank=job.rank, num_workers=job.num_workers, directory=job.directory, options=settings)
+        )
+        self._group: Any = None
+
+    def setup(self) -> int:
+        rank = self._session.join()
+        self._group = self._session.value.register("gradients", self._trace.specs())
+        return rank
+
+    def verify(self) -> list[str]:
+        """Takes a step on known numbers, and those from which a session learns; returns what it decided.
+
+        Raises:
+            ValueError: If a mean is wrong. What follows keeps the same numbers: the mean of equal ones.
+        """
+        expected = (2**self._num_workers - 1) / self._num_workers
+        buffers = [
+            np.frombuffer(self._group.buffer(i), dtype=e.dtype) for i, e in enumerate(self._trace.events)
+        ]
+        for each in buffers:
+            each[:] = 2**self._rank
+        for _ in range(1 + self._learning_steps()):
+            self._step()
+        for event, each in zip(self._trace.events, buffers, strict=True):
+            if not (each == expected).all():
+                raise ValueError(f"worker {self._rank}: {event.name} is not the mean {expected}")
+        decisions: list[str] = self._session.value.decisions()
+        return decisions
+
+    def _learning_steps(self) -> int:
+        return 0 if self._scheme.settings["dual_sync"] == "off" else 1 + TIMED_STEPS
+
+    def run(self, steps: int) -> list[float]:
+        """Takes `steps` steps after one that is not counted; returns the emulated seconds of each."""
+        self._step()
+        return [self._step() for _ in range(steps)]
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _step(self) -> float:
+        """One step; returns its emulated seconds."""
+        self._session.value.barrier()
+        started = time.perf_counter()
+        backward = started + self._real(self._trace.forward_s)
+        for index, event in enumerate(self._trace.events):
+            _wait_until(backward + self._real(event.ready * self._trace.backward_s))
+            self._group.push(index)
+            self._group.flush()
+            if not self._scheme.is_pipelined:
+                self._group.pull(index)
+        _wait_until(backward + self._real(self._trace.backward_s))
+        self._group.pull_all()
+        seconds: float = (time.perf_counter() - started) / self._dilation
+        return seconds
+
+    def _real(self, seconds: float) -> float:
+        return seconds * self._dilation if self._has_compute else 0.0
+
+
+def _wait_until(moment: float) -> None:
+    remaining = moment - time.perf_counter()
+    if remaining > 0:
+        time.sleep(remaining)
+
+
+Progress = Callable[[str], None]
+
+
+def num_progress_steps(plan: ReplayPlan) -> int:
+    """How often run_replay() calls its progress function."""
+    return len(plan.schemes) * plan.rounds
+
+
+def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[ReplayResult, ...]:
+    """Verifies and times every scheme; each has the machine to itself, for emulated links need its processors.
+
+    Raises:
+        CoarseError: If a worker dies or answers too late, or a result is wrong.
+    """
+    seconds: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {scheme: [] for scheme in plan.schemes}
+    decisions: dict[str, tuple[str, ...]] = {}
+    for turn in range(plan.rounds):
+        for scheme in plan.schemes:
+            progress(f"{scheme}  round {turn + 1} of {plan.rounds}")
+            with _fleet(plan, scheme) as fleet:
+                fleet.start()
+                decisions[scheme] = tuple(line for answer in fleet.ask("verify") for line in answer)
+                seconds[scheme].append(slowest_worker(fleet.ask("run", steps=plan.steps)))
+    return tuple(
+        ReplayResult(
+            scheme=scheme,
+            plan=plan,
+            step=Timing.from_seconds(np.concatenate(seconds[scheme])),
+            decisions=decisions[scheme],
+        )
+        for scheme in plan.schemes
+    )
+
+
+def _fleet(plan: ReplayPlan, scheme: str) -> Fleet:
+    options = {
+        "trace": plan.trace.to_json(),
+        "scheme": scheme,
+        "has_compute": plan.has_compute,
+        "machine": plan.machine,
+        "time_dilation": plan.time_dilation,
+        "memory_devices": plan.memory_devices,
+    }
+    return Fleet("replay", plan.num_workers, options)
+
+
+REPLAY_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {"replay": ReplayAdapter}
+"""Adapter of the system that Fleet knows."""

@@ -1,0 +1,209 @@
+"""Plans a job's synchronisation again while it trains (COARSE paper, III-E and III-F; docs/design/planning.md).
+
+Everything here happens between two steps, at the same step on every worker, and is computed by all of them alike from
+the same numbers. No result depends on it: the order of additions knows nothing of routes and paths.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
+from coarse.profiler.linked import sync_costs_from_links
+from coarse.profiler.measure import time_paths
+from coarse.profiler.profile import BOTH, Profile
+from coarse.profiler.refresh import largest_change, refresh_profile
+from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
+from coarse.profiler.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from coarse.client.link_probes import LinkProbes
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.profiler.link_plan import LinkPlan
+    from coarse.session import Session
+
+logger = logging.getLogger(__name__)
+
+TIMED_STEPS = 3
+"""Whole steps from which T_FP and T_BP are taken, after one that only starts the clock."""
+
+COST_FRACTION = 0.01
+"""Part of the time of training that probes may take."""
+
+MOST_STEPS_APART = 10_000
+_FEWEST_STEPS_APART = 10
+_LATENCY_BYTES = 4096
+
+
+class Replanner:
+    """Watches the steps of one tensor group and renews its plan.
+
+    Args:
+        session: Of the group.
+        group: Whose steps are counted.
+        profile: The links as they were measured; the same on every worker.
+        plan: What was made of it when the session started.
+        dual_sync: "off", "auto", or bytes that go to the memory devices.
+        every_steps: Steps between two looks at the links; 0 for none, -1 for what costs COST_FRACTION of the time.
+
+    Raises:
+        ValueError: If `dual_sync` is none of these.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: TensorGroup,
+        *,
+        profile: Profile,
+        plan: LinkPlan,
+        dual_sync: str,
+        every_steps: int,
+    ) -> None:
+        self._session = session
+        self._number = session.node_workers.index(session.identity.rank)
+        self._is_first = session.identity.rank == 0
+        self._probes: LinkProbes | None = None
+        self._group = group
+        self._profile = profile
+        self._tables = plan.tables
+        self._shard_bytes = plan.shard_bytes
+        self._dual_sync = parse_mode(dual_sync)
+        self._every_steps = every_steps
+        self._is_learning = True
+        self._num_steps = 0
+        self._next_look = 0
+        self._clock = StepClock()
+        self.decisions: list[str] = []
+        """What was decided since the start, a line each."""
+        group.watch(self._clock.pushed, self._step_done)
+
+    def _step_done(self) -> None:
+        """Everything of a step has been pulled, by every worker alike."""
+        self._num_steps += 1
+        if self._is_learning:
+            self._clock.pulled_all()
+            self._is_learning = self._clock.num_steps < TIMED_STEPS
+            if not self._is_learning:
+                self._plan_by_first_steps()
+        elif 0 < self._next_look <= self._num_steps:
+            self._look_at_links()
+
+    def _plan_by_first_steps(self) -> None:
+        self._group.watch(None, self._step_done)  # pushes need no clock any more
+        if self._dual_sync != OFF:
+            self._plan_dual_sync()
+        if self._every_steps != 0:
+            self._look_at_links()
+
+    # ---- dual synchronisation ----
+
+    def _plan_dual_sync(self) -> None:
+        dilation = self._session.time_dilation
+        forward_s, backward_s, _ = self._slowest([each / dilation for each in self._clock.medians_s()])
+        order = self._order_of_first_worker()
+        specs = self._group.specs
+        plan = plan_dual_sync(
+            DualSyncInputs(
+                tensor_bytes=tuple(specs[tensor].nbytes for tensor in order),
+                forward_s=forward_s,
+                backward_s=backward_s,
+                costs=self._sync_costs(),
+            ),
+            mode=self._dual_sync,
+        )
+        self._group.use_own_path(order[plan.num_offloaded :])
+        self._decide(
+            f"dual synchronisation: {plan.num_offloaded} of {len(order)} tensors, {plan.m_bytes} of "
+            f"{sum(spec.nbytes for spec in specs)} bytes, go to the memory devices "
+            f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
+        )
+
+    def _sync_costs(self) -> SyncCosts:
+        """Seconds per byte by either way: of all links at once where they are known, else of measured pairs."""
+        emulation = self._session.emulation
+        if emulation is not None:
+            return sync_costs_from_links(emulation.links, self._tables)
+        return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of each time that of the worker for which it is longest."""
+        slowest = np.array(seconds, dtype=np.float64)
+        self._session.all_reduce(slowest, op="max")
+        return [float(each) for each in slowest]
+
+    def _order_of_first_worker(self) -> list[int]:
+        """Tensors in the order in which the first worker pushed them; others may have pushed them in another one."""
+        order = np.zeros(len(self._group.specs), dtype=np.float64)
+        if self._is_first:
+            order[:] = self._clock.order
+        self._session.all_reduce(order, op="max")
+        return [int(tensor) for tensor in order]
+
+    # ---- dynamic profiling ----
+
+    def _look_at_links(self) -> None:
+        """Times the links as they are now, and changes routes where that pays."""
+        # One for which latency counts, that of most shards, and one for which only bandwidth does.
+        sizes = sorted({_LATENCY_BYTES, self._shard_bytes, 4 * self._shard_bytes})
+        began = time.perf_counter()
+        paths = [path for path in self._profile.curves if path.kind == BOTH]
+        times = time_paths(self._session, self._open_probes(max(sizes)), paths, sizes)
+        (cost_s,) = self._slowest([time.perf_counter() - began])
+        self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
+        change = largest_change(self._profile, times)
+        self._profile = refresh_profile(self._profile, times)
+        if change <= DEFAULT_MARGIN:
+            return
+        tables = plan_routing(self._profile)
+        histogram = self._shard_histogram()
+        better = [
+            is_better(new, old, self._profile.both_at_once(worker), histogram)
+            for worker, (new, old) in enumerate(zip(tables, self._tables, strict=True))
+        ]
+        if not any(better):
+            return
+        before = self._tables
+        self._tables = tuple(
+            new if pays else old for new, old, pays in zip(tables, before, better, strict=True)
+        )
+        self._session.adopt_routing(self._tables[self._number])
+        for worker, (old, new) in enumerate(zip(before, self._tables, strict=True)):
+            if old != new:
+                self._decide(f"step {self._num_steps}: w{worker} goes {_route(new)} instead of {_route(old)}")
+
+    def _open_probes(self, largest_bytes: int) -> LinkProbes:
+        if self._probes is None:
+            self._probes = self._session.open_probes(largest_bytes)
+        return self._probes
+
+    def _steps_until_next_look(self, cost_s: float) -> int:
+        if self._every_steps > 0:
+            return self._every_steps
+        step_s = self._clock.medians_s()[2]
+        (slowest_step_s,) = self._slowest([step_s])
+        wanted = math.ceil(cost_s / (COST_FRACTION * max(slowest_step_s, 1e-9)))
+        return min(max(wanted, _FEWEST_STEPS_APART), MOST_STEPS_APART)
+
+    def _shard_histogram(self) -> Mapping[int, int]:
+        return Counter(self._group.shard_sizes())
+
+    def _decide(self, text: str) -> None:
+        self.decisions.append(text)
+        if self._is_first:
+            logger.info("[w0] %s", text)
+
+
+def _route(table: RoutingTable) -> str:
+    if table.lat_proxy == table.bw_proxy:
+        return f"to md{table.bw_proxy}"
+    return (
+        f"to md{table.lat_proxy} below {table.threshold_bytes} bytes and to md{table.bw_proxy} from there on"
+    )

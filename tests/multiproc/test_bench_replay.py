@@ -1,0 +1,91 @@
+"""Replayed training steps: real synchronisation on emulated links, recorded computation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from coarse.bench.replay import SCHEMES, ReplayPlan, run_replay
+from coarse.bench.trace import ComputeTrace, GradientEvent
+from coarse.cli.main import main
+
+MIB = 1 << 20
+TRACE = ComputeTrace(
+    model="four layers",
+    batch=1,
+    sequence=0,
+    forward_s=1e-3,
+    backward_s=2e-3,
+    flops=1e9,
+    events=tuple(
+        GradientEvent(name=f"layer{4 - i}", num_elements=MIB // 4, dtype="float32", ready=i / 4)
+        for i in range(1, 5)
+    ),
+    source="made up",
+)
+
+
+def replay(**changes):
+    plan = {
+        "schemes": tuple(SCHEMES),
+        "trace": TRACE,
+        "machine": "aws-p3",
+        "num_workers": 2,
+        "time_dilation": 20.0,
+        "steps": 2,
+    }
+    return {result.scheme: result for result in run_replay(ReplayPlan(**{**plan, **changes}))}
+
+
+def test_every_scheme_takes_the_time_of_its_links():
+    results = replay(has_compute=False)
+    assert set(results) == set(SCHEMES)
+    # A worker's local pair carries 9 GB/s both ways together; half of what is exchanged comes on top at the least.
+    assert results["local"].step.min_us >= 2 * 4 * MIB / 9e3
+    assert results["fifo"].step.min_us > results["offload"].step.min_us
+    for result in results.values():
+        assert result.sync_gbytes_per_s == pytest.approx(4 * MIB / result.step.p50_us / 1e3)
+
+
+def test_computation_passes_and_hides_synchronisation():
+    computing = replay(schemes=("offload",))["offload"]
+    alone = replay(schemes=("offload",), has_compute=False)["offload"]
+    assert computing.step.min_us >= 3e3
+    assert computing.blocked_us < alone.step.p50_us
+    record = computing.as_json()
+    assert record["compute_source"] == "made up"
+    assert record["algbw_gbytes_per_s"] is None
+    assert record["emulated_machine"] == "aws-p3"
+    assert any(line.startswith("routes") for line in record["decisions"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"schemes": ()}, "choose of coarse"),
+        ({"schemes": ("gloo",)}, "gloo"),
+        ({"num_workers": 0}, "start at 1"),
+        ({"time_dilation": 0.0}, "above 0"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(change, reason):
+    with pytest.raises(ValueError, match=reason):
+        replay(**change)
+
+
+def test_command_line_says_emulated(tmp_path, capfd):
+    records = tmp_path / "records.jsonl"
+    arguments = ["bench", "replay", "--machine", "sdsc-p100", "--model", "resnet50", "--workers", "2"]
+    arguments += ["--schemes", "local", "--no-compute", "--steps", "1", "--json", str(records)]
+    assert main(arguments) == 0
+    printed = capfd.readouterr().out
+    assert "emulated on" in printed
+    (record,) = map(json.loads, records.read_text().splitlines())
+    assert record["kind"] == "emulated"
+    assert record["system"] == "local"
+
+
+def test_an_unknown_machine_is_an_error_of_usage(capfd):
+    assert main(["bench", "replay", "--machine", "aws-p4"]) == 2
+    assert "did you mean aws-p3" in capfd.readouterr().err

@@ -1,0 +1,159 @@
+"""Planning anew while a job trains: dual synchronisation after the first steps, routes as links change."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import numpy as np
+import pytest
+from test_sync import floats, sync
+
+from coarse.profiler.replanner import TIMED_STEPS
+
+KIB = 1 << 10
+LAYERS = floats([f"layer{i}" for i in range(6)], 160 * KIB // 4, op="mean")
+LARGE = floats(["first", "last"], 1024 * KIB // 4, op="mean")
+P3 = {"machine": "aws-p3", "time_dilation": 4.0, "memory_devices": 2, "shard_bytes": 64 * KIB}
+LEARNED = 1 + TIMED_STEPS
+REMOTE_OF_W0 = "gpu 0 = gpu 3"
+
+
+def train(session, steps, *, layers=LAYERS, compute_s=0.0, after_step=None):
+    """Pushes the layers from the last to the first, as a backward pass does; returns a digest of all results."""
+    noise = np.random.default_rng(session.identity.rank)
+    group = session.register("gradients", layers)
+    digest = hashlib.sha256()
+
+    def backward(spec, ready):
+        gradient = noise.standard_normal(spec.num_elements, dtype=np.float32)
+        while time.monotonic() < ready:
+            pass
+        return gradient
+
+    for step in range(steps):
+        begin = time.monotonic()
+        moments = iter([begin + compute_s * (number + 1) / len(layers) for number in range(len(layers))])
+        sync(
+            group, range(len(layers) - 1, -1, -1), lambda spec, moments=moments: backward(spec, next(moments))
+        )
+        for index in range(len(layers)):
+            digest.update(group.buffer(index))
+        if after_step is not None:
+            after_step(step)
+    return digest.hexdigest()
+
+
+def between_workers(session):
+    return [each for each in session.transfers() if max(each.source, each.target) < 2]
+
+
+@pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 6), ("320KiB", 2), ("0", 0), ("1GiB", 6)])
+def test_the_last_tensors_go_by_the_workers_own_path(job, dual_sync, num_offloaded):
+    def worker(me):
+        with me.join(dual_sync=dual_sync, replan_steps=0, transfer_log=10_000, **P3) as session:
+            digest = train(session, LEARNED + 2)
+            session.barrier()
+            transfers = between_workers(session)
+            decided = [line for line in session.decisions() if line.startswith("dual synchronisation")]
+            session.barrier()
+        return digest, len(transfers), decided
+
+    outcomes = job.run(2, worker)
+    assert len({digest for digest, _, _ in outcomes}) == 1
+    for _, num_transfers, decided in outcomes:
+        # A shard goes around in two iterations, in which each of two workers sends.
+        shards = 2 * (6 - num_offloaded)
+        assert num_transfers == 2 * shards * 2 * 2
+        assert len(decided) == (dual_sync != "off")
+        assert all(f": {num_offloaded} of 6 tensors" in line for line in decided)
+
+
+def test_dual_synchronisation_changes_no_bit(job):
+    def worker(me, dual_sync):
+        with me.join(f"dual {dual_sync}", dual_sync=dual_sync, replan_steps=0, **P3) as session:
+            return train(session, LEARNED + 2)
+
+    digests = {
+        digest
+        for dual_sync in ("off", "auto", "480KiB", "0")
+        for digest in job.run(3, lambda me, dual_sync=dual_sync: worker(me, dual_sync))
+    }
+    assert len(digests) == 1
+
+
+def test_where_offloading_does_not_pay_the_workers_do_it_all(job):
+    """COARSE paper, sections V-C and V-E: T4."""
+
+    def worker(me):
+        # About as long a backward pass for the bytes as BERT-large has on a T4: 0.12 ms for 1 MB.
+        settings = {**P3, "machine": "aws-g4dn", "memory_devices": 4, "time_dilation": 400.0}
+        with me.join(replan_steps=0, **settings) as session:
+            train(session, LEARNED, compute_s=400 * 0.12e-3)
+            return [line for line in session.decisions() if line.startswith("dual synchronisation")]
+
+    for (decided,) in job.run(4, worker):
+        assert ": 0 of 6 tensors" in decided
+        assert "offloading does not pay" in decided
+
+
+def test_a_link_that_degrades_in_mid_training_is_left_and_taken_again(job):
+    every = 3
+    degraded_after, restored_after = LEARNED + every, LEARNED + 4 * every
+    steps = restored_after + 3 * every + 1
+
+    def worker(me, name, change):
+        settings = {**P3, "shard_bytes": 1024 * KIB}
+        with me.join(name, dual_sync="off", replan_steps=every, **settings) as session:
+
+            def after_step(step):
+                if me.rank == 0 and change and step in (degraded_after, restored_after):
+                    session.set_bandwidth(REMOTE_OF_W0, 0.5 if step == degraded_after else 16.0)
+                session.barrier()
+
+            digest = train(session, steps, layers=LARGE, after_step=after_step)
+            return (
+                digest,
+                [line for line in session.decisions() if line.startswith("step")],
+                [session.routing.lat_proxy, session.routing.bw_proxy],
+            )
+
+    quiet = job.run(2, lambda me: worker(me, "quiet", False))
+    changed = job.run(2, lambda me: worker(me, "changed", True))
+    assert {digest for digest, _, _ in quiet} == {digest for digest, _, _ in changed}, (
+        "numbers are what they were"
+    )
+    assert all(not moves for _, moves, _ in quiet), "nothing changed, so nothing is changed"
+    assert changed[0][1] == changed[1][1], "every worker decides the same at the same step"
+    moves = changed[0][1]
+    assert len(moves) == 2
+    assert "w0 goes to md0 instead of to md0 below" in moves[0]
+    assert "and to md1 from there on instead of to md0" in moves[1]
+    when = [int(line.split(":")[0].removeprefix("step ")) for line in moves]
+    assert degraded_after < when[0] <= degraded_after + 1 + every
+    assert restored_after < when[1] <= restored_after + 1 + every
+    assert [routing for _, _, routing in changed] == [routing for _, _, routing in quiet]
+
+
+def test_looking_at_links_costs_a_hundredth_of_the_time(job):
+    def worker(me):
+        with me.join(dual_sync="off", replan_steps=-1, **P3) as session:
+            begin = time.monotonic()
+            train(session, LEARNED)
+            step_s = (time.monotonic() - begin) / LEARNED
+            (replanner,) = session._replanners
+            steps_apart = replanner._next_look - LEARNED
+            return steps_apart, step_s
+
+    (apart, step_s), (other, _) = job.run(2, worker)
+    assert apart == other, "all look at the same step"
+    assert 10 <= apart <= 10_000
+    assert step_s > 0
+
+
+def test_a_size_that_cannot_be_is_refused(job):
+    def worker(me):
+        with pytest.raises(ValueError, match="COARSE_DUAL_SYNC"):
+            me.join(dual_sync="much", **P3)
+
+    job.run(1, worker)
