@@ -32,7 +32,7 @@ GroupPlan exchangedTensor(std::size_t numClients, std::uint32_t numElements, std
 }
 
 /// One step of all clients, each through its own device. @returns its longest seconds.
-double step(Cluster& cluster, const GroupPlan& plan, std::uint32_t number) {
+double step(Cluster& cluster, const GroupPlan& plan, std::uint32_t number, std::uint8_t flags = kPresent) {
   const std::size_t numElements = plan.slotBytes / sizeof(float);
   std::vector<std::size_t> everybody(plan.numClients);
   std::iota(everybody.begin(), everybody.end(), std::size_t{0});
@@ -44,7 +44,7 @@ double step(Cluster& cluster, const GroupPlan& plan, std::uint32_t number) {
   std::vector<MonotonicNs> ends(plan.numClients);
   together(plan.numClients, [&](std::size_t client) {
     Client& own = cluster.client(client);
-    ASSERT_EQ(own.push(plan.id, 0, kPresent, buffers[client].data()), WaitStatus::kDone);
+    ASSERT_EQ(own.push(plan.id, 0, flags, buffers[client].data()), WaitStatus::kDone);
     ASSERT_EQ(own.pull(plan.id, 0, buffers[client].data(), kPatienceSeconds), WaitStatus::kDone);
     ends[client] = monotonicNow();
     EXPECT_EQ(buffers[client], expected);
@@ -74,34 +74,13 @@ TEST(EmulatedLinks, CarryPushReductionAndPullInNoLessThanTheirTime) {
   EXPECT_GT(pacer.arrivals().numArrivals, 0U);
 }
 
-/// One step in which every client keeps its contribution. @returns its longest seconds.
-double ownPathStep(Cluster& cluster, const GroupPlan& plan, std::uint32_t number) {
-  const std::size_t numElements = plan.slotBytes / sizeof(float);
-  std::vector<std::size_t> everybody(plan.numClients);
-  std::iota(everybody.begin(), everybody.end(), std::size_t{0});
-  const Bytes expected = result(DType::kFloat32, ReduceOp::kSum, numElements, everybody, number, 1);
-  std::vector<Bytes> buffers;
-  for (std::size_t client = 0; client < plan.numClients; ++client)
-    buffers.push_back(contribution(DType::kFloat32, numElements, client, number));
-  const MonotonicNs begin = monotonicNow();
-  std::vector<MonotonicNs> ends(plan.numClients);
-  together(plan.numClients, [&](std::size_t client) {
-    Client& own = cluster.client(client);
-    ASSERT_EQ(own.push(plan.id, 0, kPresent | kOwnPath, buffers[client].data()), WaitStatus::kDone);
-    ASSERT_EQ(own.pull(plan.id, 0, buffers[client].data(), kPatienceSeconds), WaitStatus::kDone);
-    ends[client] = monotonicNow();
-    EXPECT_EQ(buffers[client], expected);
-  });
-  return static_cast<double>(*std::max_element(ends.begin(), ends.end()) - begin) / 1e9;
-}
-
 TEST(OwnPath, IsARingOverTheLinksBetweenWorkersAlone) {
   const ClusterShape shape{4, 2, 1};
   Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
   const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
   cluster.addGroup(plan);
   cluster.start();
-  const double seconds = ownPathStep(cluster, plan, 1);
+  const double seconds = step(cluster, plan, 1, kPresent | kOwnPath);
   // Six iterations, in each of which a quarter of the tensor goes to the next worker.
   EXPECT_GE(seconds, 6 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
   const Pacer pacer = cluster.pacer();
@@ -122,7 +101,7 @@ TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
   cluster.addGroup(plan);
   cluster.start();
   for (std::uint32_t number = 1; number <= 6; number += 2) {
-    ownPathStep(cluster, plan, number);
+    step(cluster, plan, number, kPresent | kOwnPath);
     step(cluster, plan, number + 1);
   }
 }
