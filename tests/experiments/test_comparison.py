@@ -11,6 +11,7 @@ from experiments.common import PAPER_MACHINES
 from experiments.fig08_bandwidth_matrix import run as fig08
 from experiments.fig14_bandwidth_by_size import run as fig14
 from experiments.fig15_routing import run as fig15
+from experiments.fig17_blocked_time import run as fig17
 from experiments.profiles import links_of
 
 
@@ -84,3 +85,21 @@ def test_bandwidths_have_to_be_within_a_tenth_of_the_papers(machine, local, remo
 def test_links_have_to_be_full_at_2_mb_neither_sooner_nor_later(alpha_us, agrees):
     profile = profile_of(key_of(machine="aws-p3"), local=(alpha_us, 8), remote=(alpha_us, 8))
     assert fig14.compare(profile).agrees is agrees
+
+
+@pytest.mark.parametrize(
+    ("machine", "ratio", "agrees"),
+    [
+        ("aws-p3", 0.7, True),
+        ("aws-p3", 0.9, False),
+        ("sdsc-p100", 0.72, True),
+        ("sdsc-p100", 1.0, False),
+        ("aws-g4dn", 1.04, True),
+        ("aws-g4dn", 1.2, False),
+    ],
+)
+def test_blocked_time_has_to_fall_by_a_fifth_except_on_t4(machine, ratio, agrees):
+    finding = fig17.compare(machine, {fig17.COARSE: ratio * 1e4, fig17.ALLREDUCE: 1e4})
+    assert finding.agrees is agrees
+    assert finding.kind == "emulated"
+    assert "against 10 ms" in finding.found
