@@ -25,7 +25,7 @@ EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15, FIG17)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if an experiment came out otherwise than the paper says."""
+    """Runs them. What came out otherwise than the paper says is told, and is no failure."""
     names = [experiment.name for experiment in EXPERIMENTS]
     parser = argparse.ArgumentParser(
         prog="python -m experiments", description="Runs the paper's experiments."
@@ -42,14 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quick and arguments.results is None:
         parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")
     chosen = [each for each in EXPERIMENTS if each.name in (arguments.names or names)]
-    agrees = [_run(each, arguments.quick, arguments.results) for each in chosen]
+    for each in chosen:
+        _run(each, arguments.quick, arguments.results)
     if arguments.results is None:
         write_tables(chosen)
-    return 0 if all(agrees) else 1
+    return 0
 
 
-def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> bool:
-    """Runs one with a line at its begin and its end; returns whether all came out as the paper says."""
+def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> None:
+    """Runs one with a line at its begin and its end, and one for whatever came out otherwise."""
     print(f"{experiment.figure}: {experiment.name}", flush=True)
     options = Options(is_quick=is_quick, progress=_say)
     if results is not None:
@@ -61,7 +62,6 @@ def _run(experiment: Experiment, is_quick: bool, results: Path | None) -> bool:
         _say(f"NOT AS EXPECTED: {finding.ran}: expected {finding.expected}, got {finding.found}")
     as_expected = sum(finding.agrees is True for finding in outcome.findings)
     _say(f"{time.monotonic() - begin:.1f} s, {as_expected} of {as_expected + len(unlike)} as the paper says")
-    return not unlike
 
 
 def _say(text: str) -> None:
