@@ -101,6 +101,7 @@ _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read b
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "profile", "local")
+OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,7 @@ class Settings:
         dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers of an emulated machine
             reduce the tensors that are ready last themselves, where that is faster; a size is what goes to the memory
             devices.
+        own_path: How they do it: "ring", "all-gather", "all-to-all", or "auto" for what is fastest for each size.
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
@@ -156,6 +158,7 @@ class Settings:
     time_dilation: float = 1.0
     transfer_log: int = 0
     dual_sync: str = "auto"
+    own_path: str = "auto"
     replan_steps: int = -1
     node: str = ""
     node_address: str = ""
@@ -171,6 +174,7 @@ class Settings:
         _check_choice("COARSE_ALGORITHM", self.algorithm, ALGORITHM_CHOICES)
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
         _check_choice("COARSE_ROUTING", self.routing, ROUTING_CHOICES)
+        _check_choice("COARSE_OWN_PATH", self.own_path, OWN_PATH_CHOICES)
         if not self.profile:
             raise ValueError(
                 "COARSE_PROFILE is empty; write off, cached, auto, refresh or the name of a file"
@@ -220,6 +224,7 @@ class Settings:
             "time_dilation": _read_float,
             "transfer_log": _read_int,
             "dual_sync": _read_text,
+            "own_path": _read_text,
             "replan_steps": _read_int,
             "node": _read_text,
             "node_address": _read_text,

@@ -340,6 +340,7 @@ class Session:
             profile=self._profile,
             plan=self._plan,
             dual_sync=self.settings.dual_sync if has_own_path else OFF,
+            own_path=self.settings.own_path,
             every_steps=self.settings.replan_steps if looks_at_links else 0,
         )
         self._replanners.append(replanner)

@@ -54,13 +54,18 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
             is_pipelined=True,
             what="always the local memory device",
         ),
+        "workers": Scheme(
+            settings={"dual_sync": "0"}, is_pipelined=True, what="all by the workers, in the fastest way"
+        ),
         "fifo": Scheme(
             settings={"dual_sync": "off", "shard_bytes": _WHOLE_TENSORS},
             is_pipelined=False,
             what="whole tensors, first in first out",
         ),
         "allreduce": Scheme(
-            settings={"dual_sync": "0"}, is_pipelined=True, what="ring over the workers' own links"
+            settings={"dual_sync": "0", "own_path": "ring"},
+            is_pipelined=True,
+            what="ring over the workers' own links",
         ),
     }
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.schema import ITEM_BYTES
@@ -12,6 +12,12 @@ from coarse.proxy.registration import GroupSchema
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
+
+_OWN_PATH_FLAGS = {
+    "ring": _native.OWN_PATH,
+    "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
+    "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
+}
 
 
 class TensorGroup:
@@ -110,19 +116,29 @@ class TensorGroup:
         self._on_push = on_push
         self._on_step = on_step
 
-    def use_own_path(self, tensors: Iterable[int]) -> None:
+    def use_own_path(self, tensors: Mapping[int, str]) -> None:
         """Has the workers reduce these tensors themselves from the next push on, and memory devices all others.
 
         Every worker calls it alike, between two steps. Results do not change by it. Emulated sessions only.
+
+        Args:
+            tensors: How each of them is reduced: "ring", "all-gather" or "all-to-all".
         """
         self._path_flags = bytearray(len(self.specs))
-        for tensor in tensors:
-            self._path_flags[tensor] = _native.OWN_PATH
+        for tensor, collective in tensors.items():
+            self._path_flags[tensor] = _OWN_PATH_FLAGS[collective]
 
     def shard_sizes(self) -> list[int]:
         """Bytes of each shard of a step."""
         shards = self._schema.partition().shards
         return [shard.num_elements * ITEM_BYTES[self.specs[shard.tensor].dtype] for shard in shards]
+
+    def largest_shards(self) -> list[int]:
+        """Bytes of the largest shard of each tensor."""
+        largest = [0] * len(self.specs)
+        for shard, nbytes in zip(self._schema.partition().shards, self.shard_sizes(), strict=True):
+            largest[shard.tensor] = max(largest[shard.tensor], nbytes)
+        return largest
 
     def close(self) -> None:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 PRESENT: int
 JOINED: int
 OWN_PATH: int
+ALL_GATHER: int
+ALL_TO_ALL: int
 RING_LOGS_BYTES: int
 RING_SEGMENT_BYTES: int
 RING_LOG_CAPACITY: int

@@ -5,13 +5,16 @@ Pure functions of a link table, for planning without the machine and as the refe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 
 from coarse import __version__
 from coarse.machine.links import LinkTable, Path
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.dual_sync import SyncCosts, ring_factor
+from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, AUTO, RING, Collectives, widest_collective
 from coarse.profiler.profile import (
     BOTH,
     DEVICES,
@@ -23,12 +26,13 @@ from coarse.profiler.profile import (
     ProfileKey,
 )
 from coarse.profiler.routing import RoutingTable
+from coarse.profiler.switchover import AlphaBeta
 
 DEFAULT_SIZES = tuple(4096 << power for power in range(15))
 """4 KiB to 64 MiB."""
 
 _BYTES_PER_US = 1e3  # of one GB/s
-_BYTES_PER_S = 1e9
+_US_PER_S = 1e6
 
 Traffic = dict[int, float]
 """Bytes that pass each bucket, by its position."""
@@ -67,24 +71,25 @@ def profile_from_links(
     )
 
 
-def sync_costs_from_links(links: LinkTable, tables: Sequence[RoutingTable]) -> SyncCosts:
+def sync_costs_from_links(
+    links: LinkTable, tables: Sequence[RoutingTable], *, own_path: str = AUTO
+) -> SyncCosts:
     """Seconds per byte on either way, when all links are as busy as they then are.
 
     Pairs that are measured alone do not show which of them share a link; a link table does. Each bucket
-    takes the bytes of all that passes it: pushes and pulls of every worker, the ring of the memory devices, the
-    ring of the workers. The slowest bucket sets the pace.
+    takes the bytes of all that passes it: pushes and pulls of every worker, the exchange between the memory
+    devices, the workers' own all-reduce. The slowest bucket sets the pace.
 
     Args:
         links: Of the machine.
         tables: The routing table of each worker.
+        own_path: How the workers reduce large shards themselves: "auto" for the fastest way.
     """
-    proxy = _clients_traffic(links, tables)
-    for bucket, nbytes in _ring_traffic(links, [links.device(d) for d in range(links.num_devices)]).items():
-        proxy[bucket] = proxy.get(bucket, 0.0) + nbytes
-    worker = _ring_traffic(links, [links.worker(worker) for worker in range(links.num_workers)])
+    proxy = _devices_traffic(links, tables)
+    worker = _workers_traffic(links, widest_collective(collectives_from_links(links), own_path))
 
     def seconds(bucket: int, traffic: Traffic) -> float:
-        return traffic[bucket] / (links.buckets[bucket].gbytes_per_s * _BYTES_PER_S)
+        return _us_per_byte(links, bucket, traffic) / _US_PER_S
 
     both = sorted(set(proxy) & set(worker))
     return SyncCosts(
@@ -92,6 +97,26 @@ def sync_costs_from_links(links: LinkTable, tables: Sequence[RoutingTable]) -> S
         worker_s_per_byte=max((seconds(bucket, worker) for bucket in worker), default=0.0),
         shared=tuple((seconds(bucket, proxy), seconds(bucket, worker)) for bucket in both),
     )
+
+
+def collectives_from_links(links: LinkTable) -> Collectives:
+    """How long an all-reduce among the workers takes by its bytes, in each way, on otherwise idle links.
+
+    Where pairs of workers share links, all-gather and all-to-all are slower than pairs that are measured alone say.
+    """
+    latencies_us = {
+        name: max((links.path(*pair).latency_us for pair in pairs), default=0.0)
+        for name, pairs in ((RING, _neighbours(links)), (ALL_TO_ALL, _pairs(links)))
+    }
+    alpha_us = {
+        RING: 2 * (links.num_workers - 1) * latencies_us[RING],
+        ALL_GATHER: latencies_us[ALL_TO_ALL],
+        ALL_TO_ALL: 2 * latencies_us[ALL_TO_ALL],
+    }
+    return {
+        name: AlphaBeta(alpha_us=alpha, beta_gbytes_per_s=_gbytes_per_s(links, _workers_traffic(links, name)))
+        for name, alpha in alpha_us.items()
+    }
 
 
 def _transfers(links: LinkTable, path: PathId) -> tuple[Path, ...]:
@@ -118,9 +143,18 @@ def _curve(links: LinkTable, transfers: Sequence[Path], sizes: Sequence[int]) ->
     )
 
 
-def _clients_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffic:
-    """Of each byte of a tensor: every worker pushes it and pulls it."""
+def _devices_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffic:
+    """Of each byte of a tensor that goes to the memory devices: every worker pushes and pulls it, and devices
+    exchange it (docs/design/queue-protocol.md).
+
+    A device with k of the p clients reduces k p-ths: it fetches those of each contribution from where it lies, and
+    sends the results to every other device that has clients.
+    """
     traffic: Traffic = {}
+    num_clients = Counter(table.bw_proxy for table in tables)
+    for source, target in permutations(num_clients, 2):
+        exchanged = num_clients[source] * (num_clients[target] + 1) / len(tables)
+        _add(traffic, links.path(links.device(source), links.device(target)), exchanged)
     for worker, table in enumerate(tables):
         client, proxy = links.worker(worker), links.device(table.bw_proxy)
         _add(traffic, links.path(client, proxy), 1.0)
@@ -128,13 +162,35 @@ def _clients_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffi
     return traffic
 
 
-def _ring_traffic(links: LinkTable, members: Sequence[int]) -> Traffic:
-    """Of each byte of a tensor that the members reduce in a ring."""
+def _workers_traffic(links: LinkTable, collective: str) -> Traffic:
+    """Of each byte of a tensor that the workers reduce themselves."""
+    p = links.num_workers
+    pairs = _neighbours(links) if collective == RING else _pairs(links)
+    nbytes = {RING: ring_factor(p), ALL_GATHER: 1.0, ALL_TO_ALL: 2 / p}[collective]
     traffic: Traffic = {}
-    if len(members) > 1:
-        for member, following in zip(members, [*members[1:], members[0]], strict=True):
-            _add(traffic, links.path(member, following), ring_factor(len(members)))
+    for source, target in pairs:
+        _add(traffic, links.path(source, target), nbytes)
     return traffic
+
+
+def _neighbours(links: LinkTable) -> list[tuple[int, int]]:
+    p = links.num_workers
+    return [(worker, (worker + 1) % p) for worker in range(p)] if p > 1 else []
+
+
+def _pairs(links: LinkTable) -> list[tuple[int, int]]:
+    return list(permutations(range(links.num_workers), 2))
+
+
+def _us_per_byte(links: LinkTable, bucket: int, traffic: Traffic) -> float:
+    return traffic[bucket] / (links.buckets[bucket].gbytes_per_s * _BYTES_PER_US)
+
+
+def _gbytes_per_s(links: LinkTable, traffic: Traffic) -> float:
+    """Of all of it at once: what its slowest bucket lets through."""
+    return min(
+        (links.buckets[bucket].gbytes_per_s / nbytes for bucket, nbytes in traffic.items()), default=math.inf
+    )
 
 
 def _add(traffic: Traffic, path: Path, nbytes: float) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
-from coarse.profiler.linked import sync_costs_from_links
+from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
 from coarse.profiler.measure import time_paths
+from coarse.profiler.own_path import choose_collective
 from coarse.profiler.profile import BOTH, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
@@ -51,6 +52,7 @@ class Replanner:
         profile: The links as they were measured; the same on every worker.
         plan: What was made of it when the session started.
         dual_sync: "off", "auto", or bytes that go to the memory devices.
+        own_path: How the workers reduce the others: "auto" for what is fastest for each size (profiler/own_path.py).
         every_steps: Steps between two looks at the links; 0 for none, -1 for what costs COST_FRACTION of the time.
 
     Raises:
@@ -65,6 +67,7 @@ class Replanner:
         profile: Profile,
         plan: LinkPlan,
         dual_sync: str,
+        own_path: str,
         every_steps: int,
     ) -> None:
         self._session = session
@@ -76,6 +79,7 @@ class Replanner:
         self._tables = plan.tables
         self._shard_bytes = plan.shard_bytes
         self._dual_sync = parse_mode(dual_sync)
+        self._own_path = own_path
         self._every_steps = every_steps
         self._is_learning = True
         self._num_steps = 0
@@ -119,18 +123,33 @@ class Replanner:
             ),
             mode=self._dual_sync,
         )
-        self._group.use_own_path(order[plan.num_offloaded :])
+        self._use_own_path(order[plan.num_offloaded :])
         self._decide(
             f"dual synchronisation: {plan.num_offloaded} of {len(order)} tensors, {plan.m_bytes} of "
             f"{sum(spec.nbytes for spec in specs)} bytes, go to the memory devices "
             f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
         )
 
+    def _use_own_path(self, tensors: Sequence[int]) -> None:
+        """The workers reduce `tensors` themselves, each in the way that suits its shards."""
+        emulation = self._session.emulation
+        if emulation is None:
+            return
+        collectives = collectives_from_links(emulation.links)
+        largest = self._group.largest_shards()
+        chosen = {
+            tensor: choose_collective(collectives, largest[tensor], self._own_path) for tensor in tensors
+        }
+        self._group.use_own_path(chosen)
+        if chosen:
+            ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
+            self._decide(f"the workers' own path: {ways}")
+
     def _sync_costs(self) -> SyncCosts:
         """Seconds per byte by either way: of all links at once where they are known, else of measured pairs."""
         emulation = self._session.emulation
         if emulation is not None:
-            return sync_costs_from_links(emulation.links, self._tables)
+            return sync_costs_from_links(emulation.links, self._tables, own_path=self._own_path)
         return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:

@@ -107,6 +107,19 @@ def all_to_all(path: AlphaBeta, num_workers: int) -> AlphaBeta:
     )
 
 
+def ring(path: AlphaBeta, num_workers: int) -> AlphaBeta:
+    """All-reduce of S bytes in which an N-th of them at a time goes around.
+
+    2 (N-1) synchronisations, 2 (N-1)/N S bytes out of each worker: all to the next one, so that no other link is
+    used.
+    """
+    _check_workers(num_workers)
+    return AlphaBeta(
+        alpha_us=2 * (num_workers - 1) * path.alpha_us,
+        beta_gbytes_per_s=path.beta_gbytes_per_s * num_workers / (2 * (num_workers - 1)),
+    )
+
+
 def predict_all_to_all_crossing(path: AlphaBeta, num_workers: int) -> float | None:
     """The tensor size in bytes from which on all-to-all beats all-gather: alpha beta N / ((N-1) (N-2)).
 

@@ -51,7 +51,8 @@ def between_workers(session):
 @pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 6), ("320KiB", 2), ("0", 0), ("1GiB", 6)])
 def test_the_last_tensors_go_by_the_workers_own_path(job, dual_sync, num_offloaded):
     def worker(me):
-        with me.join(dual_sync=dual_sync, replan_steps=0, transfer_log=10_000, **P3) as session:
+        settings = {**P3, "dual_sync": dual_sync, "own_path": "ring", "transfer_log": 10_000}
+        with me.join(replan_steps=0, **settings) as session:
             digest = train(session, LEARNED + 2)
             session.barrier()
             transfers = between_workers(session)
@@ -80,6 +81,30 @@ def test_dual_synchronisation_changes_no_bit(job):
         for digest in job.run(3, lambda me, dual_sync=dual_sync: worker(me, dual_sync))
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("own_path", "num_transfers"), [("ring", 4 * 3), ("all-gather", 3 * 2), ("all-to-all", 2 * 3 * 2)]
+)
+def test_the_way_on_the_own_path_changes_transfers_and_no_bit(job, own_path, num_transfers):
+    def worker(me, how):
+        settings = {**P3, "memory_devices": 3, "dual_sync": "0", "own_path": how, "transfer_log": 10_000}
+        with me.join(how, replan_steps=0, **settings) as session:
+            digest = train(session, LEARNED + 1)
+            session.barrier()
+            transfers = [each for each in session.transfers() if max(each.source, each.target) < 3]
+            decided = [line for line in session.decisions() if line.startswith("the workers' own path")]
+            session.barrier()
+        return digest, len(transfers), decided
+
+    planned = job.run(3, lambda me: worker(me, "auto"))
+    asked = job.run(3, lambda me: worker(me, own_path))
+    assert {digest for digest, _, _ in planned} == {digest for digest, _, _ in asked}
+    for _, transfers, decided in asked:
+        assert (
+            transfers == 6 * 2 * num_transfers
+        )  # two shards of each of six layers, in the one step after learning
+        assert decided == [f"the workers' own path: 6 by {own_path}"]
 
 
 def test_where_offloading_does_not_pay_the_workers_do_it_all(job):

@@ -94,6 +94,36 @@ TEST(OwnPath, IsARingOverTheLinksBetweenWorkersAlone) {
   }
 }
 
+/// Every worker sends `bytesToEach` to every other one, and nothing to a memory device.
+void expectTrafficBetweenAllWorkers(const Pacer& pacer, std::size_t numWorkers, std::uint64_t bytesToEach) {
+  for (std::size_t source = 0; source < numWorkers; ++source) {
+    for (std::size_t target = 0; target < pacer.numEndpoints(); ++target) {
+      if (source == target) continue;
+      EXPECT_EQ(pacer.statistics(source, target).numBytes, target < numWorkers ? bytesToEach : 0);
+    }
+  }
+}
+
+TEST(OwnPath, AllGatherTakesOneLatency) {
+  const ClusterShape shape{4, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  cluster.start();
+  EXPECT_GE(step(cluster, plan, 1, kPresent | kOwnPath | kAllGather), (1 << 20) / 0.1e9 + 1e-3 - 1e-6);
+  expectTrafficBetweenAllWorkers(cluster.pacer(), 4, 1 << 20);
+}
+
+TEST(OwnPath, AllToAllTakesTwoLatenciesAndTheBytesOfARing) {
+  const ClusterShape shape{4, 2, 1};
+  Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
+  const GroupPlan plan = exchangedTensor(4, kMiBOfFloats, kMiBOfFloats);
+  cluster.addGroup(plan);
+  cluster.start();
+  EXPECT_GE(step(cluster, plan, 1, kPresent | kOwnPath | kAllToAll), 2 * ((1 << 18) / 0.1e9 + 1e-3) - 1e-6);
+  expectTrafficBetweenAllWorkers(cluster.pacer(), 4, 2 << 18);
+}
+
 TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
   const ClusterShape shape{3, 3, 1};
   Cluster cluster(shape, separateLinks(shape, 10, 1));
@@ -101,25 +131,31 @@ TEST(OwnPath, TakesTurnsWithMemoryDevicesAndAddsInTheSameOrder) {
   cluster.addGroup(plan);
   cluster.start();
   for (std::uint32_t number = 1; number <= 6; number += 2) {
-    step(cluster, plan, number, kPresent | kOwnPath);
+    const std::uint8_t how = number == 3 ? kAllGather : number == 5 ? kAllToAll : 0;
+    step(cluster, plan, number, kPresent | kOwnPath | how);
     step(cluster, plan, number + 1);
   }
 }
 
-TEST(OwnPath, WorkersMustAgreeOnIt) {
+class Disagreement : public testing::TestWithParam<std::uint8_t> {};
+
+TEST_P(Disagreement, OnTheOwnPathIsReported) {
   const ClusterShape shape{2, 1, 1};
   Cluster cluster(shape, separateLinks(shape, 10, 1));
   const GroupPlan plan = exchangedTensor(2, 100, 100);
   cluster.addGroup(plan);
   cluster.start();
   ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);
-  ASSERT_EQ(cluster.client(1).push(plan.id, 0, kPresent, nullptr), WaitStatus::kDone);
+  ASSERT_EQ(cluster.client(1).push(plan.id, 0, kPresent | GetParam(), nullptr), WaitStatus::kDone);
   cluster.client(0).flush();
   cluster.client(1).flush();
   const auto events = cluster.events(0);
   ASSERT_EQ(events.size(), 1U);
-  EXPECT_NE(events[0].message.find("workers disagree on whether they reduce shard 0"), std::string::npos);
+  EXPECT_NE(events[0].message.find("workers disagree on whether or how they reduce shard 0"),
+            std::string::npos);
 }
+
+INSTANTIATE_TEST_SUITE_P(All, Disagreement, testing::Values(0, kOwnPath | kAllGather, kOwnPath | kAllToAll));
 
 TEST(OwnPath, IsRefusedWhereThereIsNone) {
   Cluster cluster({1, 1, 1});

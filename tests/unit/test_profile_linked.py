@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,14 @@ from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
-from coarse.profiler.linked import profile_from_links, sync_costs_from_links
+from coarse.profiler.linked import collectives_from_links, profile_from_links, sync_costs_from_links
+from coarse.profiler.own_path import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    RING,
+    choose_collective,
+    widest_collective,
+)
 from coarse.profiler.profile import SIMULATED, PathId
 from coarse.profiler.routing import RoutingTable, plan_routing
 from coarse.profiler.shard_size import plan_shard_size
@@ -147,19 +156,72 @@ def test_paths_share_links_where_the_lane_is_the_limit():
 def test_costs_add_up_in_every_bucket():
     tables = [RoutingTable(lat_proxy=worker, bw_proxy=worker) for worker in (0, 1)]
     costs = sync_costs_from_links(two_by_two(lane=10, pair=8), tables)
-    # A device's lane: its client's push or pull, and 2 (p-1)/p = 1 of the ring.
+    # A device's lane: its client's push or pull, and 2 (p-1)/p = 1 of the exchange.
     assert costs.proxy_s_per_byte == pytest.approx((1 + 1) / 10e9)
     assert costs.worker_s_per_byte == pytest.approx(1 / 8e9)
     assert all(shared == pytest.approx((1 / 10e9, 1 / 10e9)) for shared in costs.shared)
     assert len(costs.shared) == 4  # each worker's lane, up and down
 
 
-@given(st.lists(st.integers(0, 1), min_size=2, max_size=2))
-def test_workers_on_one_device_share_its_lane(proxies):
+@pytest.mark.parametrize(("proxies", "lane_bytes"), [([0, 1], 1 + 1), ([0, 0], 2)])
+def test_workers_on_one_device_share_its_lane_and_need_no_exchange(proxies, lane_bytes):
     tables = [RoutingTable(lat_proxy=proxy, bw_proxy=proxy) for proxy in proxies]
-    costs = sync_costs_from_links(two_by_two(lane=10, pair=8), tables)
-    most = max(proxies.count(0), proxies.count(1))
-    assert costs.proxy_s_per_byte == pytest.approx((most + 1) / 10e9)
+    costs = sync_costs_from_links(two_by_two(lane=10, pair=1000), tables)
+    assert costs.proxy_s_per_byte == pytest.approx(lane_bytes / 10e9)
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_the_exchange_of_devices_costs_the_bytes_of_its_protocol(proxies):
+    """docs/design/queue-protocol.md: k contributions at each of d devices, (k+1)(d-1)/d n into and out of each."""
+    table = PartitionTable.even(num_workers=4, num_devices=4)
+    links = load_machine("aws-p3").link_table(table)
+    tables = [RoutingTable(lat_proxy=proxy, bw_proxy=proxy) for proxy in proxies]
+    num_clients = {proxy: proxies.count(proxy) for proxy in proxies}
+    if len(set(num_clients.values())) > 1:
+        return  # the formula is of equally many contributions at each
+    (d, k) = len(num_clients), next(iter(num_clients.values()))
+    lanes = [number for number, bucket in enumerate(links.buckets) if "cci up" in bucket.name]
+    crowded = dataclasses.replace(
+        links,
+        buckets=tuple(
+            dataclasses.replace(bucket, gbytes_per_s=0.001 if number in lanes else bucket.gbytes_per_s)
+            for number, bucket in enumerate(links.buckets)
+        ),
+    )
+    costs = sync_costs_from_links(crowded, tables)
+    if d > 1:
+        assert costs.proxy_s_per_byte == pytest.approx((k + 1) * (d - 1) / d / 1e6)
+
+
+def test_collectives_among_workers_count_the_links_that_pairs_share():
+    """Two workers: all three send every byte once, or half of it twice."""
+    collectives = collectives_from_links(two_by_two(lane=10, pair=8))
+    assert {name: each.beta_gbytes_per_s for name, each in collectives.items()} == pytest.approx(
+        {RING: 8, ALL_GATHER: 8, ALL_TO_ALL: 8}
+    )
+    assert {name: each.alpha_us for name, each in collectives.items()} == {
+        RING: 6,
+        ALL_GATHER: 3,
+        ALL_TO_ALL: 6,
+    }
+    assert choose_collective(collectives, 1 << 30) == widest_collective(collectives) == ALL_GATHER
+    assert choose_collective(collectives, 1 << 10, RING) == widest_collective(collectives, RING) == RING
+
+
+@pytest.mark.parametrize(("machine", "widest"), [("aws-p3", ALL_TO_ALL), ("aws-g4dn", ALL_TO_ALL)])
+def test_one_latency_for_small_shards_and_few_bytes_for_large_ones(machine, widest):
+    links, _ = links_of(machine)
+    collectives = collectives_from_links(links)
+    assert choose_collective(collectives, 4096) == ALL_GATHER
+    assert choose_collective(collectives, 16 << 20) == widest_collective(collectives) == widest
+
+
+def test_a_ring_uses_one_link_of_each_worker_and_all_to_all_every_one():
+    """aws-p3: a pair carries 8.32 GB/s, a worker's lane 13."""
+    links, _ = links_of("aws-p3")
+    collectives = collectives_from_links(links)
+    assert collectives[RING].beta_gbytes_per_s == pytest.approx(8.32 / 1.5)
+    assert collectives[ALL_TO_ALL].beta_gbytes_per_s == pytest.approx(13 / 1.5)
 
 
 def plan_bert_large(machine, forward_s, backward_s):

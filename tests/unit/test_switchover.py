@@ -17,6 +17,7 @@ from coarse.profiler.switchover import (
     measure_crossing,
     predict_all_to_all_crossing,
     predict_crossing,
+    ring,
     slowest_path,
 )
 
@@ -143,3 +144,11 @@ def test_an_all_reduce_waits_for_the_worst_latency_and_the_worst_bandwidth(paths
 def test_no_paths_have_no_worst():
     with pytest.raises(ValueError, match="no paths"):
         slowest_path([])
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 8])
+def test_a_ring_sends_as_much_as_all_to_all_in_more_turns(num_workers):
+    link = path(5, 10)
+    around, exchanged = ring(link, num_workers), all_to_all(link, num_workers)
+    assert around.beta_gbytes_per_s == exchanged.beta_gbytes_per_s
+    assert around.alpha_us == (num_workers - 1) * exchanged.alpha_us

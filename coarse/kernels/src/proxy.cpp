@@ -86,7 +86,7 @@ void Proxy::openLinks() {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
       });
-  workerRing_ = std::make_unique<WorkerRing>(
+  ownPath_ = std::make_unique<OwnPath>(
       links_, [this](std::uint32_t group) { return findGroup(group); },
       [this](TensorGroup& group, const RingEntry& entry) { reduceShard(group, entry); });
 }
@@ -520,7 +520,7 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
   if (algorithm == Algorithm::kExchange && group.isOnOwnPath(entry.shard)) {
-    workerRing_->start(group, entry);
+    ownPath_->start(group, entry);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0) {
@@ -535,10 +535,10 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
 }
 
 std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) const {
-  const std::uint8_t path = group.control().contribution(shard, 0).flags & kOwnPath;
+  const std::uint8_t path = group.pathFlags(shard);
   for (std::size_t client = 1; client < config_.numClients; ++client) {
-    if ((group.control().contribution(shard, client).flags & kOwnPath) == path) continue;
-    return "workers disagree on whether they reduce shard " + std::to_string(shard) +
+    if ((group.control().contribution(shard, client).flags & kPathFlags) == path) continue;
+    return "workers disagree on whether or how they reduce shard " + std::to_string(shard) +
            " themselves: workers 0 and " + std::to_string(client) + " do not agree";
   }
   if (!group.plan().shards[shard].isDynamic) return {};

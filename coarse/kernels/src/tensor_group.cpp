@@ -54,7 +54,11 @@ bool TensorGroup::isPresent(std::uint32_t shard, std::size_t client) const noexc
 }
 
 bool TensorGroup::isOnOwnPath(std::uint32_t shard) const noexcept {
-  return (control_.contribution(shard, 0).flags & kOwnPath) != 0;
+  return (pathFlags(shard) & kOwnPath) != 0;
+}
+
+std::uint8_t TensorGroup::pathFlags(std::uint32_t shard) const noexcept {
+  return control_.contribution(shard, 0).flags & kPathFlags;
 }
 
 std::uint32_t TensorGroup::numCounted(std::uint32_t shard) const noexcept {

@@ -63,10 +63,15 @@ static_assert(sizeof(Inbox) == kCacheLineBytes);
 
 /// Flags of a contribution.
 enum : std::uint8_t {
-  kPresent = 1,  // the slot holds a contribution; without it the client contributes nothing
-  kJoined = 2,   // the client has run out of inputs and doesn't count in a mean
-  kOwnPath = 4,  // the workers reduce this shard themselves: the contribution stays with its worker
+  kPresent = 1,    // the slot holds a contribution; without it the client contributes nothing
+  kJoined = 2,     // the client has run out of inputs and doesn't count in a mean
+  kOwnPath = 4,    // the workers reduce this shard themselves: the contribution stays with its worker
+  kAllGather = 8,  // on their own path they do it by all-gather,
+  kAllToAll = 16,  // or by all-to-all; without either in a ring
 };
+
+/// What all contributions to a shard must agree on.
+inline constexpr std::uint8_t kPathFlags = kOwnPath | kAllGather | kAllToAll;
 
 /// One client's notice that its contribution to a shard lies in its slot.
 struct Descriptor {

@@ -17,11 +17,11 @@
 #include "coarse/device_links.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/node_exchange.hpp"
+#include "coarse/own_path.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/ring.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/tensor_group.hpp"
-#include "coarse/worker_ring.hpp"
 
 namespace coarse {
 
@@ -172,7 +172,7 @@ class Proxy {
   // Driven by core 0.
   DeviceLinks links_;
   std::unique_ptr<DeviceExchange> deviceExchange_;  // null where no group is exchanged
-  std::unique_ptr<WorkerRing> workerRing_;          // likewise
+  std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
   std::vector<std::unique_ptr<Client>> clients_;
 
