@@ -197,6 +197,7 @@ def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPl
         forward_s=trace.forward_s,
         backward_s=trace.backward_s,
         costs=basis.costs,
+        ready_s=tuple(event.ready * trace.backward_s for event in trace.events),
     )
     return plan_dual_sync(inputs, mode=mode)
 

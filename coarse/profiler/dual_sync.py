@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING
 
 from coarse.env import parse_bytes
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from coarse.profiler.routing import RoutingTable
 
 OFF, AUTO = "off", "auto"
+
+ALIKE_FRACTION = 0.005
+"""Estimates are no more exact than this. For less, tensors are not split between the two ways."""
 
 _BYTES_PER_S = 1e9  # of one GB/s
 
@@ -122,15 +125,19 @@ class DualSyncInputs:
         tensor_bytes: Of each tensor, in the order of pushing: the last layers' first.
         forward_s, backward_s: T_FP and T_BP, from the first iterations.
         costs: Of a byte on either way.
+        ready_s: When each tensor is ready, in seconds of the backward pass and never before the one that is pushed
+            before it. None where it is not known: the estimate is the paper's then.
 
     Raises:
-        ValueError: If there is no tensor, one is empty, or a time is negative or not finite.
+        ValueError: If there is no tensor, one is empty, or a time is negative or not finite; if tensors are ready out
+            of order or after the backward pass.
     """
 
     tensor_bytes: tuple[int, ...]
     forward_s: float
     backward_s: float
     costs: SyncCosts
+    ready_s: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:
@@ -139,6 +146,13 @@ class DualSyncInputs:
             raise ValueError(
                 f"forward_s={self.forward_s} and backward_s={self.backward_s} must be finite and at least 0"
             )
+        if self.ready_s is not None:
+            moments = (0.0, *self.ready_s, self.backward_s)
+            if len(self.ready_s) != len(self.tensor_bytes) or not all(a <= b for a, b in pairwise(moments)):
+                raise ValueError(
+                    f"ready_s must say for each of {len(self.tensor_bytes)} tensors when it is ready, in order, "
+                    f"within the {self.backward_s} s of the backward pass"
+                )
 
     @property
     def total_bytes(self) -> int:
@@ -156,6 +170,23 @@ class DualSyncInputs:
         the backward pass on.
         """
         return self.forward_s + max(fixed + slope * m_bytes for fixed, slope in self._lines())
+
+    def timelines_s(self) -> tuple[float, ...]:
+        """T_train for each number of offloaded tensors, from 0 on, by when tensors are ready.
+
+        Each way, and each link that both ways use, serves tensors one after the other in the order of pushing, none
+        before it is ready. Where train_s() has memory devices begin with the backward pass and workers at its end,
+        here both begin with their first tensor.
+
+        Raises:
+            ValueError: If `ready_s` is not known.
+        """
+        if self.ready_s is None:
+            raise ValueError("when tensors are ready is not known")
+        costs = self.costs
+        ways = ((costs.proxy_s_per_byte, 0.0), (0.0, costs.worker_s_per_byte), *_greatest(costs.shared))
+        ends = [_ends_s(self.tensor_bytes, self.ready_s, *way) for way in ways]
+        return tuple(self.forward_s + max(self.backward_s, *each) for each in zip(*ends, strict=True))
 
     def workers_only_s(self) -> float:
         """T_train of the other path: an all-reduce by the workers that overlaps with the backward pass.
@@ -247,6 +278,8 @@ def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyn
         return _plan(inputs, len(inputs.tensor_bytes), optimum, "off: all tensors go to the memory devices")
     if isinstance(mode, int):
         return _plan(inputs, _round(inputs, mode), optimum, f"{mode} bytes were asked for")
+    if inputs.ready_s is not None:
+        return _plan_by_timeline(inputs, optimum)
     chosen = _round(inputs, optimum)
     predicted_s, workers_only_s = inputs.train_s(inputs.boundaries()[chosen]), inputs.workers_only_s()
     if workers_only_s < predicted_s:
@@ -256,6 +289,36 @@ def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyn
         )
         return _plan(inputs, 0, optimum, why, predicted_s=workers_only_s)
     return _plan(inputs, chosen, optimum, _explain(inputs, chosen, predicted_s))
+
+
+def _plan_by_timeline(inputs: DualSyncInputs, optimum_bytes: float) -> DualSyncPlan:
+    timelines_s = inputs.timelines_s()
+    everything = len(inputs.tensor_bytes)
+    alike_s = min(timelines_s) * (1 + ALIKE_FRACTION)
+    best = min(range(everything + 1), key=lambda offloaded: (timelines_s[offloaded], -offloaded))
+    chosen = next(offloaded for offloaded in (everything, 0, best) if timelines_s[offloaded] <= alike_s)
+    predicted_s, devices_only_s, workers_only_s = timelines_s[chosen], timelines_s[-1], timelines_s[0]
+    if chosen == 0:
+        why = (
+            f"offloading does not pay: {_ms(predicted_s)} if the workers synchronise everything while they compute, "
+            f"{_ms(devices_only_s)} through memory devices alone"
+        )
+    elif chosen == everything:
+        why = f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
+    else:
+        why = (
+            f"{_ms(predicted_s)} a step, by when tensors are ready; {_ms(devices_only_s)} through memory devices "
+            f"alone, {_ms(workers_only_s)} by the workers alone"
+        )
+    return DualSyncPlan(
+        num_offloaded=chosen,
+        m_bytes=inputs.boundaries()[chosen],
+        optimum_bytes=optimum_bytes,
+        predicted_s=predicted_s,
+        devices_only_s=devices_only_s,
+        workers_only_s=workers_only_s,
+        reason=why,
+    )
 
 
 def _plan(
@@ -295,6 +358,26 @@ def _explain(inputs: DualSyncInputs, chosen: int, predicted_s: float) -> str:
         return f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
     saved_s = inputs.train_s(inputs.total_bytes) - predicted_s
     return f"both finish together: {_ms(predicted_s)} a step, {_ms(saved_s)} less than through memory devices alone"
+
+
+def _ends_s(
+    tensor_bytes: Sequence[int], ready_s: Sequence[float], proxy_s_per_byte: float, worker_s_per_byte: float
+) -> list[float]:
+    """When a link is done with all tensors, for each number of them that come first and go to the memory devices.
+
+    The others wait either for those, or for the one among them from which on the link has no pause.
+    """
+    offloaded_s = [0.0]
+    for nbytes, ready in zip(tensor_bytes, ready_s, strict=True):
+        offloaded_s.append(max(offloaded_s[-1], ready) + proxy_s_per_byte * nbytes)
+    ends_s, rest_s, paused_s = [offloaded_s[-1]], 0.0, 0.0
+    for nbytes, ready, before_s in zip(
+        reversed(tensor_bytes), reversed(ready_s), reversed(offloaded_s[:-1]), strict=True
+    ):
+        rest_s += worker_s_per_byte * nbytes
+        paused_s = max(paused_s, ready + rest_s)
+        ends_s.append(max(before_s + rest_s, paused_s))
+    return ends_s[::-1]
 
 
 def _greatest(ways: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:

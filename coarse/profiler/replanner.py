@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,6 +114,7 @@ class Replanner:
         dilation = self._session.time_dilation
         forward_s, backward_s, _ = self._slowest([each / dilation for each in self._clock.medians_s()])
         order = self._order_of_first_worker()
+        ready_s = self._ready_s(order, backward_s)
         specs = self._group.specs
         plan = plan_dual_sync(
             DualSyncInputs(
@@ -120,6 +122,7 @@ class Replanner:
                 forward_s=forward_s,
                 backward_s=backward_s,
                 costs=self._sync_costs(),
+                ready_s=ready_s,
             ),
             mode=self._dual_sync,
         )
@@ -165,6 +168,15 @@ class Replanner:
             order[:] = self._clock.order
         self._session.all_reduce(order, op="max")
         return [int(tensor) for tensor in order]
+
+    def _ready_s(self, order: Sequence[int], backward_s: float) -> tuple[float, ...]:
+        """When each tensor of `order` is ready in the backward pass, on the slowest worker and in that order."""
+        dilation = self._session.time_dilation
+        by_tensor = [0.0] * len(order)
+        for tensor, ready_s in zip(self._clock.order, self._clock.ready_s(), strict=True):
+            by_tensor[tensor] = ready_s / dilation
+        slowest = self._slowest(by_tensor)
+        return tuple(min(each, backward_s) for each in accumulate((slowest[tensor] for tensor in order), max))
 
     # ---- dynamic profiling ----
 

@@ -26,6 +26,7 @@ class StepClock:
         self._forward_s: list[float] = []
         self._backward_s: list[float] = []
         self._step_s: list[float] = []
+        self._ready_s: dict[int, list[float]] = {}
         self.order: list[int] = []
 
     @property
@@ -40,6 +41,7 @@ class StepClock:
             self._first_push = self._last_push
             self.order = []
         self.order.append(tensor)
+        self._ready_s.setdefault(tensor, []).append(self._last_push - self._first_push)
 
     def pulled_all(self) -> None:
         """Everything has been pulled: a step is over."""
@@ -60,6 +62,11 @@ class StepClock:
             raise ValueError("no whole step was timed")
         return median(self._forward_s), median(self._backward_s), median(self._step_s)
 
+    def ready_s(self) -> list[float]:
+        """Seconds from the first push of a step to the push of each tensor of `order`, in that order: medians."""
+        return [median(self._ready_s[tensor]) for tensor in self.order]
+
     def restart(self) -> None:
         """Forgets the steps that were timed."""
         self._forward_s, self._backward_s, self._step_s = [], [], []
+        self._ready_s = {}

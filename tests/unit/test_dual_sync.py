@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import curves, key_of, profile_of
 
 from coarse.profiler.dual_sync import (
+    ALIKE_FRACTION,
     DualSyncInputs,
     SyncCosts,
     parse_mode,
@@ -170,6 +173,84 @@ def test_one_worker_has_nothing_to_synchronise(job):
     plan = plan_dual_sync(alone)
     assert plan.num_offloaded == len(job.tensor_bytes)
     assert plan.predicted_s == job.forward_s + job.backward_s
+
+
+# ---- by when tensors are ready ----
+
+
+@st.composite
+def timed(draw):
+    """Inputs that know when each tensor is ready."""
+    job = draw(inputs)
+    shares = sorted(
+        draw(st.lists(st.floats(0, 1), min_size=len(job.tensor_bytes), max_size=len(job.tensor_bytes)))
+    )
+    return dataclasses.replace(job, ready_s=tuple(share * job.backward_s for share in shares))
+
+
+def replay(job, num_offloaded):
+    """T_train as a walk through time: each way, and each shared link, serves tensors in order when they are ready."""
+    costs, ends = job.costs, [job.backward_s]
+    for proxy, worker in [(costs.proxy_s_per_byte, 0), (0, costs.worker_s_per_byte), *costs.shared]:
+        free_s = 0.0
+        for number, (nbytes, ready_s) in enumerate(zip(job.tensor_bytes, job.ready_s, strict=True)):
+            cost = proxy if number < num_offloaded else worker
+            free_s = max(free_s, ready_s) + cost * nbytes
+        ends.append(free_s)
+    return job.forward_s + max(ends)
+
+
+@given(timed())
+def test_timelines_are_walks_through_time(job):
+    walked = [replay(job, offloaded) for offloaded in range(len(job.tensor_bytes) + 1)]
+    assert job.timelines_s() == pytest.approx(walked)
+
+
+@given(timed())
+def test_the_plan_is_the_best_of_all_timelines(job):
+    timelines_s = job.timelines_s()
+    plan = plan_dual_sync(job)
+    assert plan.predicted_s == timelines_s[plan.num_offloaded]
+    assert min(timelines_s) <= plan.predicted_s <= min(timelines_s) * (1 + ALIKE_FRACTION)
+    assert (plan.devices_only_s, plan.workers_only_s) == (timelines_s[-1], timelines_s[0])
+    assert plan.m_bytes == job.boundaries()[plan.num_offloaded]
+    assert plan.optimum_bytes == dataclasses.replace(job, ready_s=None).optimum_bytes(), (
+        "the paper's m is shown"
+    )
+
+
+@given(inputs)
+def test_gradients_that_are_all_ready_at_the_end_leave_nothing_to_hide_behind(job):
+    late = dataclasses.replace(job, ready_s=(job.backward_s,) * len(job.tensor_bytes))
+    assert min(late.timelines_s()) >= job.train_s(job.optimum_bytes()) * (1 - 1e-9)
+
+
+def test_a_way_that_waits_for_its_tensors_begins_late():
+    """Ten tensors of a second each on either way, one every half second of the backward pass."""
+    job = DualSyncInputs(
+        tensor_bytes=(10**9,) * 10,
+        forward_s=1.0,
+        backward_s=4.5,
+        costs=SyncCosts(proxy_s_per_byte=1e-9, worker_s_per_byte=1e-9),
+        ready_s=tuple(number / 2 for number in range(10)),
+    )
+    assert job.timelines_s()[0] == job.timelines_s()[-1] == 11.0
+    # Seven end at 7 s; three that are ready from 3.5 s on end at 6.5 s. Six and four: 6 and 7 s.
+    plan = plan_dual_sync(job)
+    assert (plan.num_offloaded, plan.predicted_s) == (7, 8.0)
+    assert "by when tensors are ready" in plan.reason
+
+
+@pytest.mark.parametrize("ready_s", [(0.0,), (2.0, 1.0), (0.0, 3.0), (-1.0, 0.0), (float("nan"), 1.0)])
+def test_times_that_cannot_be_are_refused(ready_s):
+    costs = SyncCosts(proxy_s_per_byte=1.0, worker_s_per_byte=1.0)
+    with pytest.raises(ValueError, match="when it is ready, in order"):
+        DualSyncInputs(tensor_bytes=(1, 1), forward_s=1.0, backward_s=2.0, costs=costs, ready_s=ready_s)
+
+
+def test_without_times_there_are_no_timelines():
+    with pytest.raises(ValueError, match="not known"):
+        paper().timelines_s()
 
 
 # ---- modes ----

@@ -234,6 +234,7 @@ def plan_bert_large(machine, forward_s, backward_s):
             forward_s=forward_s,
             backward_s=backward_s,
             costs=sync_costs_from_links(links, tables),
+            ready_s=tuple(backward_s * number / 318 for number in range(319)),
         )
     )
 

@@ -33,6 +33,7 @@ def test_splits_steps_at_their_pushes() -> None:
     assert clock.num_steps == 3
     assert clock.medians_s() == pytest.approx((1.0, 2.0, 3.25))
     assert clock.order == [2, 1, 0]
+    assert clock.ready_s() == pytest.approx([0.0, 0.5, 2.0])
 
 
 def test_one_slow_step_does_not_count() -> None:
