@@ -27,8 +27,8 @@ def train(session, steps, *, layers=LAYERS, compute_s=0.0, after_step=None):
 
     def backward(spec, ready):
         gradient = noise.standard_normal(spec.num_elements, dtype=np.float32)
-        while time.monotonic() < ready:
-            pass
+        # Computation takes a processor of its own, which here are fewer than workers: it takes none.
+        time.sleep(max(0.0, ready - time.monotonic()))
         return gradient
 
     for step in range(steps):
@@ -111,10 +111,10 @@ def test_where_offloading_does_not_pay_the_workers_do_it_all(job):
     """COARSE paper, sections V-C and V-E: T4."""
 
     def worker(me):
-        # About as long a backward pass for the bytes as BERT-large has on a T4: 0.12 ms for 1 MB.
-        settings = {**P3, "machine": "aws-g4dn", "memory_devices": 4, "time_dilation": 400.0}
+        # About as long a backward pass for the bytes as BERT-large has on a T4: 0.16 ms for 1 MB.
+        settings = {**P3, "machine": "aws-g4dn", "memory_devices": 4, "time_dilation": 1000.0}
         with me.join(replan_steps=0, **settings) as session:
-            train(session, LEARNED, compute_s=400 * 0.12e-3)
+            train(session, LEARNED, compute_s=1000 * 0.2e-3)
             return [line for line in session.decisions() if line.startswith("dual synchronisation")]
 
     for (decided,) in job.run(4, worker):
@@ -148,7 +148,7 @@ def test_a_link_that_degrades_in_mid_training_is_left_and_taken_again(job):
     assert {digest for digest, _, _ in quiet} == {digest for digest, _, _ in changed}, (
         "numbers are what they were"
     )
-    assert all(not moves for _, moves, _ in quiet), "nothing changed, so nothing is changed"
+    assert [moves for _, moves, _ in quiet] == [[], []], "nothing changed, so nothing is changed"
     assert changed[0][1] == changed[1][1], "every worker decides the same at the same step"
     moves = changed[0][1]
     assert len(moves) == 2
