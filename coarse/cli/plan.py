@@ -239,6 +239,8 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
             "num_tensors": len(trace.events),
             "total_bytes": trace.nbytes,
             **asdict(split),
+            "num_offloaded": split.num_offloaded,
+            "offloaded": [trace.events[position].name for position in sorted(split.offloaded)],
         }
     return document
 
@@ -342,7 +344,7 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
             "memory devices",
             f"{split.num_offloaded} of {len(trace.events)} tensors, {format_size(split.m_bytes)} of "
             f"{format_size(trace.nbytes)}",
-            f"the first to be pushed; the formula's m is {format_size(round(split.optimum_bytes))}",
+            f"the formula's m is {format_size(round(split.optimum_bytes))}",
         ),
         ("step, this plan", f"{split.predicted_s * 1e3:.1f} ms", split.reason),
         ("step, memory devices alone", f"{split.devices_only_s * 1e3:.1f} ms", "m = n"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING
@@ -22,6 +22,9 @@ OFF, AUTO = "off", "auto"
 
 ALIKE_FRACTION = 0.005
 """Estimates are no more exact than this. For less, tensors are not split between the two ways."""
+
+_SHARES = 16
+"""Of all bytes, so many shares are tried for the memory devices."""
 
 _BYTES_PER_S = 1e9  # of one GB/s
 
@@ -171,12 +174,11 @@ class DualSyncInputs:
         """
         return self.forward_s + max(fixed + slope * m_bytes for fixed, slope in self._lines())
 
-    def timelines_s(self) -> tuple[float, ...]:
-        """T_train for each number of offloaded tensors, from 0 on, by when tensors are ready.
+    def timeline_s(self, offloaded: Collection[int]) -> float:
+        """T_train by when tensors are ready, if the memory devices synchronise those at the positions `offloaded`.
 
-        Each way, and each link that both ways use, serves tensors one after the other in the order of pushing, none
-        before it is ready. Where train_s() has memory devices begin with the backward pass and workers at its end,
-        here both begin with their first tensor.
+        Each way, and each link that both ways use, serves its tensors one after the other in the order of pushing,
+        none before it is ready.
 
         Raises:
             ValueError: If `ready_s` is not known.
@@ -185,8 +187,29 @@ class DualSyncInputs:
             raise ValueError("when tensors are ready is not known")
         costs = self.costs
         ways = ((costs.proxy_s_per_byte, 0.0), (0.0, costs.worker_s_per_byte), *_greatest(costs.shared))
-        ends = [_ends_s(self.tensor_bytes, self.ready_s, *way) for way in ways]
-        return tuple(self.forward_s + max(self.backward_s, *each) for each in zip(*ends, strict=True))
+        goes_to_devices = [position in offloaded for position in range(len(self.tensor_bytes))]
+        tensors = list(zip(self.tensor_bytes, self.ready_s, goes_to_devices, strict=True))
+        end_s = self.backward_s
+        for proxy, worker in ways:
+            free_s = 0.0
+            for nbytes, ready_s, to_devices in tensors:
+                free_s = max(free_s, ready_s) + (proxy if to_devices else worker) * nbytes
+            end_s = max(end_s, free_s)
+        return self.forward_s + end_s
+
+    def spread(self, share: float) -> frozenset[int]:
+        """Positions of tensors that make up at most `share` of all bytes, and of those of each beginning of the step.
+
+        So that both ways are busy during the whole backward pass.
+        """
+        chosen, chosen_bytes = [], 0
+        for position, (nbytes, pushed_bytes) in enumerate(
+            zip(self.tensor_bytes, accumulate(self.tensor_bytes), strict=True)
+        ):
+            if chosen_bytes + nbytes <= share * pushed_bytes:
+                chosen.append(position)
+                chosen_bytes += nbytes
+        return frozenset(chosen)
 
     def workers_only_s(self) -> float:
         """T_train of the other path: an all-reduce by the workers that overlaps with the backward pass.
@@ -232,8 +255,8 @@ class DualSyncPlan:
     """Who synchronises what.
 
     Args:
-        num_offloaded: So many tensors, in the order of pushing, go to the memory devices; the workers reduce the
-            rest themselves.
+        offloaded: Positions in the order of pushing of the tensors that go to the memory devices; the workers
+            reduce the others themselves.
         m_bytes: Bytes of those.
         optimum_bytes: The m that the formula gives before it is rounded to a tensor boundary.
         predicted_s: T_train of this plan.
@@ -242,7 +265,7 @@ class DualSyncPlan:
         reason: Why, in words.
     """
 
-    num_offloaded: int
+    offloaded: frozenset[int]
     m_bytes: int
     optimum_bytes: float
     predicted_s: float
@@ -251,9 +274,14 @@ class DualSyncPlan:
     reason: str
 
     @property
+    def num_offloaded(self) -> int:
+        """How many tensors go to the memory devices."""
+        return len(self.offloaded)
+
+    @property
     def offloads(self) -> bool:
         """Whether the memory devices synchronise anything."""
-        return self.num_offloaded > 0
+        return bool(self.offloaded)
 
 
 def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyncPlan:
@@ -292,13 +320,16 @@ def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyn
 
 
 def _plan_by_timeline(inputs: DualSyncInputs, optimum_bytes: float) -> DualSyncPlan:
-    timelines_s = inputs.timelines_s()
-    everything = len(inputs.tensor_bytes)
-    alike_s = min(timelines_s) * (1 + ALIKE_FRACTION)
-    best = min(range(everything + 1), key=lambda offloaded: (timelines_s[offloaded], -offloaded))
-    chosen = next(offloaded for offloaded in (everything, 0, best) if timelines_s[offloaded] <= alike_s)
-    predicted_s, devices_only_s, workers_only_s = timelines_s[chosen], timelines_s[-1], timelines_s[0]
-    if chosen == 0:
+    everything, nothing = frozenset(range(len(inputs.tensor_bytes))), frozenset[int]()
+    splits = [everything, nothing, *(inputs.spread(share / _SHARES) for share in range(1, _SHARES))]
+    timelines_s = {split: inputs.timeline_s(split) for split in splits}
+    alike_s = min(timelines_s.values()) * (1 + ALIKE_FRACTION)
+    best = min(splits, key=timelines_s.__getitem__)
+    chosen = next(split for split in (everything, nothing, best) if timelines_s[split] <= alike_s)
+    predicted_s, devices_only_s, workers_only_s = (
+        timelines_s[split] for split in (chosen, everything, nothing)
+    )
+    if chosen == nothing:
         why = (
             f"offloading does not pay: {_ms(predicted_s)} if the workers synchronise everything while they compute, "
             f"{_ms(devices_only_s)} through memory devices alone"
@@ -307,12 +338,12 @@ def _plan_by_timeline(inputs: DualSyncInputs, optimum_bytes: float) -> DualSyncP
         why = f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
     else:
         why = (
-            f"{_ms(predicted_s)} a step, by when tensors are ready; {_ms(devices_only_s)} through memory devices "
+            f"{_ms(predicted_s)} a step, spread over the backward pass; {_ms(devices_only_s)} through memory devices "
             f"alone, {_ms(workers_only_s)} by the workers alone"
         )
     return DualSyncPlan(
-        num_offloaded=chosen,
-        m_bytes=inputs.boundaries()[chosen],
+        offloaded=chosen,
+        m_bytes=sum(inputs.tensor_bytes[position] for position in chosen),
         optimum_bytes=optimum_bytes,
         predicted_s=predicted_s,
         devices_only_s=devices_only_s,
@@ -331,7 +362,7 @@ def _plan(
 ) -> DualSyncPlan:
     m_bytes = inputs.boundaries()[num_offloaded]
     return DualSyncPlan(
-        num_offloaded=num_offloaded,
+        offloaded=frozenset(range(num_offloaded)),
         m_bytes=m_bytes,
         optimum_bytes=optimum_bytes,
         predicted_s=inputs.train_s(m_bytes) if predicted_s is None else predicted_s,
@@ -358,26 +389,6 @@ def _explain(inputs: DualSyncInputs, chosen: int, predicted_s: float) -> str:
         return f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
     saved_s = inputs.train_s(inputs.total_bytes) - predicted_s
     return f"both finish together: {_ms(predicted_s)} a step, {_ms(saved_s)} less than through memory devices alone"
-
-
-def _ends_s(
-    tensor_bytes: Sequence[int], ready_s: Sequence[float], proxy_s_per_byte: float, worker_s_per_byte: float
-) -> list[float]:
-    """When a link is done with all tensors, for each number of them that come first and go to the memory devices.
-
-    The others wait either for those, or for the one among them from which on the link has no pause.
-    """
-    offloaded_s = [0.0]
-    for nbytes, ready in zip(tensor_bytes, ready_s, strict=True):
-        offloaded_s.append(max(offloaded_s[-1], ready) + proxy_s_per_byte * nbytes)
-    ends_s, rest_s, paused_s = [offloaded_s[-1]], 0.0, 0.0
-    for nbytes, ready, before_s in zip(
-        reversed(tensor_bytes), reversed(ready_s), reversed(offloaded_s[:-1]), strict=True
-    ):
-        rest_s += worker_s_per_byte * nbytes
-        paused_s = max(paused_s, ready + rest_s)
-        ends_s.append(max(before_s + rest_s, paused_s))
-    return ends_s[::-1]
 
 
 def _greatest(ways: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:

@@ -126,7 +126,9 @@ class Replanner:
             ),
             mode=self._dual_sync,
         )
-        self._use_own_path(order[plan.num_offloaded :])
+        self._use_own_path(
+            [tensor for position, tensor in enumerate(order) if position not in plan.offloaded]
+        )
         self._decide(
             f"dual synchronisation: {plan.num_offloaded} of {len(order)} tensors, {plan.m_bytes} of "
             f"{sum(spec.nbytes for spec in specs)} bytes, go to the memory devices "

@@ -188,45 +188,50 @@ def timed(draw):
     return dataclasses.replace(job, ready_s=tuple(share * job.backward_s for share in shares))
 
 
-def replay(job, num_offloaded):
-    """T_train as a walk through time: each way, and each shared link, serves tensors in order when they are ready."""
-    costs, ends = job.costs, [job.backward_s]
-    for proxy, worker in [(costs.proxy_s_per_byte, 0), (0, costs.worker_s_per_byte), *costs.shared]:
-        free_s = 0.0
-        for number, (nbytes, ready_s) in enumerate(zip(job.tensor_bytes, job.ready_s, strict=True)):
-            cost = proxy if number < num_offloaded else worker
-            free_s = max(free_s, ready_s) + cost * nbytes
-        ends.append(free_s)
-    return job.forward_s + max(ends)
+@given(timed(), st.floats(0, 1))
+def test_no_timeline_ends_before_what_any_link_carries(job, share):
+    offloaded = job.spread(share)
+    m = sum(job.tensor_bytes[position] for position in offloaded)
+    rest, costs = job.total_bytes - m, job.costs
+    end_s = job.timeline_s(offloaded) - job.forward_s
+    least_s = [job.backward_s, costs.proxy_s_per_byte * m, costs.worker_s_per_byte * rest]
+    least_s += [proxy * m + worker * rest for proxy, worker in costs.shared]
+    assert end_s >= max(least_s) * (1 - 1e-6) - 1e-6
+    # And none after everything has been ready, and every way has served its tensors.
+    assert end_s <= job.backward_s + max(least_s) * (1 + 1e-6) + 1e-6
+
+
+@given(timed(), st.floats(0, 1))
+def test_what_is_ready_earlier_ends_no_later(job, share):
+    earlier = dataclasses.replace(job, ready_s=tuple(each / 2 for each in job.ready_s))
+    offloaded = job.spread(share)
+    assert earlier.timeline_s(offloaded) <= job.timeline_s(offloaded)
+
+
+@given(inputs, st.floats(0, 1))
+def test_a_share_is_spread_over_the_whole_step(job, share):
+    offloaded = job.spread(share)
+    for pushed in range(1, len(job.tensor_bytes) + 1):
+        m = sum(nbytes for i, nbytes in enumerate(job.tensor_bytes[:pushed]) if i in offloaded)
+        n = sum(job.tensor_bytes[:pushed])
+        assert share * n - max(job.tensor_bytes) <= m <= share * n
+    assert job.spread(1.0) == set(range(len(job.tensor_bytes)))
 
 
 @given(timed())
-def test_timelines_are_walks_through_time(job):
-    walked = [replay(job, offloaded) for offloaded in range(len(job.tensor_bytes) + 1)]
-    assert job.timelines_s() == pytest.approx(walked)
-
-
-@given(timed())
-def test_the_plan_is_the_best_of_all_timelines(job):
-    timelines_s = job.timelines_s()
+def test_the_plan_is_as_good_as_any_share_and_either_way_alone(job):
     plan = plan_dual_sync(job)
-    assert plan.predicted_s == timelines_s[plan.num_offloaded]
-    assert min(timelines_s) <= plan.predicted_s <= min(timelines_s) * (1 + ALIKE_FRACTION)
-    assert (plan.devices_only_s, plan.workers_only_s) == (timelines_s[-1], timelines_s[0])
-    assert plan.m_bytes == job.boundaries()[plan.num_offloaded]
-    assert plan.optimum_bytes == dataclasses.replace(job, ready_s=None).optimum_bytes(), (
-        "the paper's m is shown"
-    )
+    everything = range(len(job.tensor_bytes))
+    splits = [everything, (), *(job.spread(share / 16) for share in range(1, 16))]
+    assert plan.predicted_s == job.timeline_s(plan.offloaded)
+    assert plan.predicted_s <= min(map(job.timeline_s, splits)) * (1 + ALIKE_FRACTION)
+    assert (plan.devices_only_s, plan.workers_only_s) == (job.timeline_s(everything), job.timeline_s(()))
+    assert plan.m_bytes == sum(job.tensor_bytes[position] for position in plan.offloaded)
+    assert plan.optimum_bytes == job.optimum_bytes(), "the paper's m is shown"
 
 
-@given(inputs)
-def test_gradients_that_are_all_ready_at_the_end_leave_nothing_to_hide_behind(job):
-    late = dataclasses.replace(job, ready_s=(job.backward_s,) * len(job.tensor_bytes))
-    assert min(late.timelines_s()) >= job.train_s(job.optimum_bytes()) * (1 - 1e-9)
-
-
-def test_a_way_that_waits_for_its_tensors_begins_late():
-    """Ten tensors of a second each on either way, one every half second of the backward pass."""
+def test_both_ways_are_busy_during_the_whole_backward_pass():
+    """Ten tensors of a second each on either way, one every half second: both ways keep up with half of them."""
     job = DualSyncInputs(
         tensor_bytes=(10**9,) * 10,
         forward_s=1.0,
@@ -234,11 +239,12 @@ def test_a_way_that_waits_for_its_tensors_begins_late():
         costs=SyncCosts(proxy_s_per_byte=1e-9, worker_s_per_byte=1e-9),
         ready_s=tuple(number / 2 for number in range(10)),
     )
-    assert job.timelines_s()[0] == job.timelines_s()[-1] == 11.0
-    # Seven end at 7 s; three that are ready from 3.5 s on end at 6.5 s. Six and four: 6 and 7 s.
     plan = plan_dual_sync(job)
-    assert (plan.num_offloaded, plan.predicted_s) == (7, 8.0)
-    assert "by when tensors are ready" in plan.reason
+    assert (plan.devices_only_s, plan.workers_only_s) == (11.0, 11.0)
+    assert job.timeline_s(range(7)) == 8.0, "the best of all that send the first ones to the memory devices"
+    assert plan.offloaded == {1, 3, 5, 7, 9}
+    assert plan.predicted_s == 1 + 4.5 + 1
+    assert "spread over the backward pass" in plan.reason
 
 
 @pytest.mark.parametrize("ready_s", [(0.0,), (2.0, 1.0), (0.0, 3.0), (-1.0, 0.0), (float("nan"), 1.0)])
@@ -250,7 +256,7 @@ def test_times_that_cannot_be_are_refused(ready_s):
 
 def test_without_times_there_are_no_timelines():
     with pytest.raises(ValueError, match="not known"):
-        paper().timelines_s()
+        paper().timeline_s(())
 
 
 # ---- modes ----
