@@ -20,8 +20,9 @@ from experiments.fig10_deadlock.run import EXPERIMENT as FIG10
 from experiments.fig14_bandwidth_by_size.run import EXPERIMENT as FIG14
 from experiments.fig15_routing.run import EXPERIMENT as FIG15
 from experiments.fig17_blocked_time.run import EXPERIMENT as FIG17
+from experiments.switch_over.run import EXPERIMENT as SWITCH_OVER
 
-EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15, FIG17)
+EXPERIMENTS = (FIG08, FIG09, FIG10, FIG14, FIG15, FIG17, SWITCH_OVER)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

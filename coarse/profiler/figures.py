@@ -21,6 +21,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.profile import BOTH, PROFILE_KINDS, PULL, PUSH, Profile
 from coarse.profiler.routing import RoutingTable
+from coarse.profiler.switchover import AlphaBeta
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's palette, the darker ones first."""
@@ -223,6 +224,33 @@ def draw_timeline(timelines: Mapping[str, Sequence[Transfer]], *, machine: str, 
     return _titled(figure, "Transfers", f"{machine} ({kind})")
 
 
+# ---- switch-over sizes ----
+
+
+def draw_crossings(
+    measured: Mapping[str, Curve], predicted: Mapping[str, AlphaBeta], *, whereof: str
+) -> Figure:
+    """Time by size of several ways to do the same: measured points on the lines that a model predicts.
+
+    Args:
+        measured: By the name of the way; all at the same sizes.
+        predicted: The model of each.
+        whereof: Machine and kind, for the title.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, curve), colour, mark in zip(measured.items(), COLOURS, "osv^D", strict=False):
+        sizes = [point.nbytes for point in curve.points]
+        axes.plot(sizes, [predicted[name].time_us(nbytes) for nbytes in sizes], color=colour, linewidth=1)
+        times_us = [point.time_us for point in curve.points]
+        axes.plot(sizes, times_us, mark, color=colour, markersize=5, label=name)
+    axes.set_yscale("log")
+    axes.set_ylabel("time, us (lines: predicted)")
+    _draw_size_axis(axes, [point.nbytes for curve in measured.values() for point in curve.points])
+    axes.legend(fontsize="small")
+    return _titled(figure, "All-reduce among the workers by size", whereof)
+
+
 def save_figure(figure: Figure, stem: Path) -> tuple[Path, Path]:
     """Writes a figure as PNG and SVG, and returns the files; the same figure gives the same files.
 
@@ -297,7 +325,15 @@ def _draw_sizes(
     axes: Axes, profile: Profile, worker: int, table: RoutingTable | None, shard_bytes: int | None
 ) -> None:
     """The axis of sizes, and lines where the plan changes."""
-    sizes = [point.nbytes for point in profile.both_at_once(worker)[0].points]
+    _draw_size_axis(axes, [point.nbytes for point in profile.both_at_once(worker)[0].points])
+    if table is not None and table.threshold_bytes:
+        _draw_size(axes, table.threshold_bytes, f"S = {format_size(table.threshold_bytes)}", "-.")
+    if shard_bytes is not None:
+        _draw_size(axes, shard_bytes, f"S' = {format_size(shard_bytes)}", ":")
+
+
+def _draw_size_axis(axes: Axes, nbytes: Sequence[int]) -> None:
+    sizes = sorted(set(nbytes))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(sizes[:: max(1, len(sizes) // 5)]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -305,10 +341,6 @@ def _draw_sizes(
     axes.tick_params(axis="x", labelsize="small", rotation=30)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
-    if table is not None and table.threshold_bytes:
-        _draw_size(axes, table.threshold_bytes, f"S = {format_size(table.threshold_bytes)}", "-.")
-    if shard_bytes is not None:
-        _draw_size(axes, shard_bytes, f"S' = {format_size(shard_bytes)}", ":")
 
 
 def _draw_size(axes: Axes, nbytes: int, label: str, linestyle: str) -> None:

@@ -7,12 +7,14 @@ from planning import key_of, profile_of
 
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.figures import (
     Transfer,
     busy_fraction,
     describe,
     draw_bandwidth_matrix,
     draw_by_size,
+    draw_crossings,
     draw_normalised,
     draw_timeline,
     format_size,
@@ -22,6 +24,7 @@ from coarse.profiler.figures import (
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import EMULATED
 from coarse.profiler.routing import plan_routing
+from coarse.profiler.switchover import AlphaBeta
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -128,6 +131,24 @@ def test_of_equally_wide_remote_devices_the_nearest_counts():
 
 
 # ---- Figure 9 ----
+
+
+def test_crossings_have_measured_points_on_predicted_lines():
+    models = {
+        "near": AlphaBeta(alpha_us=1, beta_gbytes_per_s=1),
+        "wide": AlphaBeta(alpha_us=5, beta_gbytes_per_s=9),
+    }
+    points = {
+        name: Curve(points=tuple(CurvePoint(nbytes=n, time_us=model.time_us(n) + 1) for n in (4096, 8192)))
+        for name, model in models.items()
+    }
+    figure = draw_crossings(points, models, whereof="there (emulated)")
+    (axes,) = figure.axes
+    assert "there (emulated)" in figure.get_suptitle()
+    lines = axes.get_lines()
+    for name, line, marks in zip(models, lines[::2], lines[1::2], strict=True):
+        assert marks.get_label() == name
+        assert list(marks.get_ydata() - line.get_ydata()) == pytest.approx([1, 1])
 
 
 def test_a_timeline_has_a_row_for_each_link_and_a_bar_for_each_shard():

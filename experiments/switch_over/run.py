@@ -1,0 +1,186 @@
+"""Switch-over sizes: from which size on another proxy, or another all-reduce among the workers, is the faster one.
+
+Predicted from alpha-beta fits, and looked up in what a real session on emulated links measures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import TensorGroup
+from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.figures import draw_crossings, format_size
+from coarse.profiler.linked import collectives_from_links
+from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING, Collectives
+from coarse.profiler.profile import EMULATED, Profile
+from coarse.profiler.routing import RoutingTable
+from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
+from experiments.common import Experiment, Finding, Options, Outcome, main
+from experiments.crew import Crew, Seat
+from experiments.profiles import get_profile, links_of, plan_tables
+
+MACHINES = ("aws-p3", "sdsc-p100")
+WAYS = (ALL_GATHER, ALL_TO_ALL, RING)
+"""Of reducing among the workers, those with few latencies first."""
+
+SIZES = tuple(4096 << power for power in range(10))
+"""4 KiB to 2 MiB, which is a shard."""
+
+TIME_DILATION = 400.0
+"""One latency of 20 us takes 8 ms of the host then, which a late look prolongs by a few per cent."""
+
+REPEATS = 9
+AGREES_WITHIN = 0.25
+"""Of a prediction: a latency is measured about that exactly, and the crossing is proportional to it."""
+
+_WHOLE_TENSORS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """What the workers measured of their own path: by way, the time of an all-reduce by its size."""
+
+    machine: str
+    num_workers: int
+    curves: Mapping[str, Curve]
+
+    def crossing(self, small: str, large: str, model: Collectives) -> SwitchOver:
+        """From which size on `large` is faster, by a model and by what was measured."""
+        return SwitchOver(
+            predicted_bytes=predict_crossing(model[small], model[large]),
+            measured_bytes=measure_crossing(self.curves[small], self.curves[large]),
+        )
+
+
+# ---- workers ----
+
+
+def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DILATION) -> Timings:
+    """Has the workers of a machine reduce one tensor at a time among themselves, in every way and size."""
+    settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
+    num_workers = PartitionTable.load(machine).num_workers
+    with Crew(num_workers, _work) as crew:
+        answers = crew.ask((settings, repeats))
+    # The one that pushed last waited for nobody: the least of all workers' times is that of the links.
+    fastest = {
+        key: median(map(min, zip(*(answer[key] for answer in answers), strict=True))) for key in answers[0]
+    }
+    curves = {
+        way: Curve(points=tuple(CurvePoint(nbytes=n, time_us=fastest[way, n] * 1e6) for n in SIZES))
+        for way in WAYS
+    }
+    return Timings(machine=machine, num_workers=num_workers, curves=curves)
+
+
+def _work(seat: Seat) -> None:
+    """A worker: hears settings and how often to repeat, answers the seconds of the machine by way and size."""
+    settings, repeats = seat.hear()
+    specs = [TensorSpec(name=format_size(n), dtype="float32", num_elements=n // 4, op="mean") for n in SIZES]
+    seconds: dict[tuple[str, int], list[float]] = {(way, n): [] for way in WAYS for n in SIZES}
+    with seat.join("session", dual_sync="off", shard_bytes=_WHOLE_TENSORS, **settings) as session:
+        group = session.register("tensors", specs)
+        assert isinstance(group, TensorGroup)  # there are several workers
+        for _ in range(repeats):
+            for way in WAYS:
+                group.use_own_path(dict.fromkeys(range(len(specs)), way))
+                for tensor, nbytes in enumerate(SIZES):
+                    session.barrier()
+                    begin = time.perf_counter()
+                    group.push(tensor)
+                    group.pull(tensor)
+                    seconds[way, nbytes].append((time.perf_counter() - begin) / settings["time_dilation"])
+    seat.tell(seconds)
+    seat.hear()
+
+
+# ---- what comes out ----
+
+
+def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[Finding, dict[str, Any]]:
+    """LatProxy against BwProxy, of the first worker."""
+    machine, table = profile.key.machine, tables[0]
+    ran = f"LatProxy to BwProxy, {machine}"
+    if table.lat_proxy == table.bw_proxy:
+        found = "one proxy is the fastest at every size"
+        finding = Finding(ran=ran, expected="nothing", found=found, agrees=None, kind=profile.kind)
+        return finding, {"kind": profile.kind, "machine": machine, "what": ran, "crossing": None}
+    curves = profile.both_at_once(0)
+    crossing = compare_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
+    return _finding(ran, crossing, profile.kind), _data(machine, ran, crossing, profile.kind)
+
+
+def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], list[dict[str, Any]]]:
+    """Every two ways of reducing among the workers, by what the links of all workers at once allow."""
+    findings, data = [], []
+    for small, large in combinations(WAYS, 2):
+        if model[small] == model[large]:  # of two workers, each of which sends as much to the only other one
+            continue
+        ran = f"{small} to {large} among {timings.num_workers} workers, {timings.machine}"
+        crossing = timings.crossing(small, large, model)
+        findings.append(_finding(ran, crossing, EMULATED))
+        data.append(_data(timings.machine, ran, crossing, EMULATED))
+    curves = {
+        way: [[p.nbytes, round(p.time_us, 3)] for p in curve.points] for way, curve in timings.curves.items()
+    }
+    return findings, [
+        *data,
+        {"kind": EMULATED, "machine": timings.machine, "what": "own path", "curves": curves},
+    ]
+
+
+def run(options: Options) -> Outcome:
+    """Profiles each machine, and times its workers' own path."""
+    findings: list[Finding] = []
+    data: list[dict[str, Any]] = []
+    pictures = {}
+    for machine in (each for each in options.machines if each in MACHINES):
+        profile = get_profile(machine, is_quick=options.is_quick)
+        finding, values = compare_proxies(profile, plan_tables(profile))
+        findings.append(finding)
+        data.append(values)
+        options.progress(f"{machine}: the workers' own path")
+        timings = time_own_path(machine, repeats=1 if options.is_quick else REPEATS)
+        model = collectives_from_links(links_of(machine)[0])
+        more_findings, more_values = compare_ways(timings, model)
+        findings += more_findings
+        data += more_values
+        pictures[f"own-path-{machine}"] = draw_crossings(
+            timings.curves, model, whereof=f"{machine}, {timings.num_workers} workers ({EMULATED})"
+        )
+    return Outcome(findings=findings, data=data, pictures=pictures)
+
+
+def _finding(ran: str, crossing: SwitchOver, kind: str) -> Finding:
+    predicted, measured = (_words(size) for size in (crossing.predicted_bytes, crossing.measured_bytes))
+    ratio = crossing.ratio
+    agrees = predicted == measured if ratio is None else abs(ratio - 1) <= AGREES_WITHIN
+    return Finding(ran=ran, expected=f"{predicted} (S*, predicted)", found=measured, agrees=agrees, kind=kind)
+
+
+def _data(machine: str, what: str, crossing: SwitchOver, kind: str) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "machine": machine,
+        "what": what,
+        "predicted_bytes": crossing.predicted_bytes,
+        "measured_bytes": crossing.measured_bytes,
+    }
+
+
+def _words(nbytes: float | None) -> str:
+    if nbytes is None or nbytes > SIZES[-1]:
+        return "never faster"
+    return "faster at every size" if nbytes <= SIZES[0] else f"from {format_size(nbytes)} on"
+
+
+EXPERIMENT = Experiment(name="switch_over", figure="S*", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))
