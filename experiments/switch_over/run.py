@@ -113,7 +113,8 @@ def compare_proxies(profile: Profile, tables: Sequence[RoutingTable]) -> tuple[F
         return finding, {"kind": profile.kind, "machine": machine, "what": ran, "crossing": None}
     curves = profile.both_at_once(0)
     crossing = compare_crossings(curves[table.lat_proxy], curves[table.bw_proxy])
-    return _finding(ran, crossing, profile.kind), _data(machine, ran, crossing, profile.kind)
+    largest = curves[table.lat_proxy].points[-1].nbytes
+    return _finding(ran, crossing, profile.kind, largest), _data(machine, ran, crossing, profile.kind)
 
 
 def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], list[dict[str, Any]]]:
@@ -124,7 +125,7 @@ def compare_ways(timings: Timings, model: Collectives) -> tuple[list[Finding], l
             continue
         ran = f"{small} to {large} among {timings.num_workers} workers, {timings.machine}"
         crossing = timings.crossing(small, large, model)
-        findings.append(_finding(ran, crossing, EMULATED))
+        findings.append(_finding(ran, crossing, EMULATED, SIZES[-1]))
         data.append(_data(timings.machine, ran, crossing, EMULATED))
     curves = {
         way: [[p.nbytes, round(p.time_us, 3)] for p in curve.points] for way, curve in timings.curves.items()
@@ -157,8 +158,9 @@ def run(options: Options) -> Outcome:
     return Outcome(findings=findings, data=data, pictures=pictures)
 
 
-def _finding(ran: str, crossing: SwitchOver, kind: str) -> Finding:
-    predicted, measured = (_words(size) for size in (crossing.predicted_bytes, crossing.measured_bytes))
+def _finding(ran: str, crossing: SwitchOver, kind: str, largest_bytes: int) -> Finding:
+    sizes = (crossing.predicted_bytes, crossing.measured_bytes)
+    predicted, measured = (_words(size, largest_bytes) for size in sizes)
     ratio = crossing.ratio
     agrees = predicted == measured if ratio is None else abs(ratio - 1) <= AGREES_WITHIN
     return Finding(ran=ran, expected=f"{predicted} (S*, predicted)", found=measured, agrees=agrees, kind=kind)
@@ -174,9 +176,9 @@ def _data(machine: str, what: str, crossing: SwitchOver, kind: str) -> dict[str,
     }
 
 
-def _words(nbytes: float | None) -> str:
-    if nbytes is None or nbytes > SIZES[-1]:
-        return "never faster"
+def _words(nbytes: float | None, largest_bytes: int) -> str:
+    if nbytes is None or nbytes > largest_bytes:
+        return f"not faster up to {format_size(largest_bytes)}"
     return "faster at every size" if nbytes <= SIZES[0] else f"from {format_size(nbytes)} on"
 
 

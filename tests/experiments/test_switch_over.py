@@ -1,0 +1,46 @@
+"""Switch-over sizes: what was measured agrees with a prediction, or the table says that it does not."""
+
+from __future__ import annotations
+
+import pytest
+from planning import curve_of, path
+
+from coarse.profiler.curve import Curve, CurvePoint
+from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING
+from coarse.profiler.switchover import all_gather, all_to_all, ring
+from experiments.switch_over.run import SIZES, Timings, compare_ways
+
+LINK = path(20, 10)
+MODEL = {ALL_GATHER: all_gather(LINK, 4), ALL_TO_ALL: all_to_all(LINK, 4), RING: ring(LINK, 4)}
+
+
+def timings(factors):
+    """What the workers would measure if each way took so many times longer than the model says."""
+    curves = {
+        way: Curve(points=tuple(CurvePoint(nbytes=n, time_us=model.time_us(n) * factors[way]) for n in SIZES))
+        for way, model in MODEL.items()
+    }
+    return Timings(machine="test", num_workers=4, curves=curves)
+
+
+def test_measured_as_predicted():
+    findings, data = compare_ways(timings(dict.fromkeys(MODEL, 1.0)), MODEL)
+    assert [finding.agrees for finding in findings] == [True, True, True]
+    assert findings[0].found == "from 130 KiB on"  # alpha beta N / ((N-1)(N-2)) = 133 kB
+    assert findings[2].found == "not faster up to 2 MiB"
+    assert {values["kind"] for values in data} == {"emulated"}
+
+
+@pytest.mark.parametrize("slower", [ALL_GATHER, ALL_TO_ALL])
+def test_a_way_that_is_slower_than_predicted_is_told(slower):
+    findings, _ = compare_ways(timings({**dict.fromkeys(MODEL, 1.0), slower: 1.5}), MODEL)
+    assert findings[0].agrees is False
+
+
+def test_two_workers_have_one_way_less_to_compare():
+    pair = {ALL_GATHER: all_gather(LINK, 2), ALL_TO_ALL: all_to_all(LINK, 2), RING: ring(LINK, 2)}
+    measured = Timings(
+        machine="test", num_workers=2, curves={way: curve_of(model) for way, model in pair.items()}
+    )
+    findings, _ = compare_ways(measured, pair)
+    assert len(findings) == 2
