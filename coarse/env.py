@@ -100,7 +100,7 @@ _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read b
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
-ROUTING_CHOICES = ("auto", "profile", "local")
+ROUTING_CHOICES = ("auto", "profile", "spread", "local")
 OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
 
 
@@ -124,7 +124,8 @@ class Settings:
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
             "refresh" to measure one in any case; or a file.
         routing: "profile" for routes by the links' profile; "local" for each worker's own memory device; "auto" for
-            those of the profile where links carry the shards: not in the host's memory.
+            those of the profile where links carry the shards: not in the host's memory; "spread" to have large shards
+            take turns between both memory devices of the table, where all links of an emulated machine carry more so.
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
         transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().

@@ -316,7 +316,13 @@ class Session:
 
             profile = profile_from_links(node.emulation.links, local_devices)
             note = f"simulated from the links of {node.emulation.machine}; {note}"
-        plan = plan_links(profile, note, local_devices=local_devices, settings=self.settings)
+        plan = plan_links(
+            profile,
+            note,
+            local_devices=local_devices,
+            settings=self.settings,
+            links=None if node.emulation is None else node.emulation.links,
+        )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
         self._profile, self._plan, self._decisions = profile, plan, plan.decisions
         if self.identity.rank == node.ranks[0]:

@@ -18,7 +18,7 @@ import numpy as np
 from coarse.bench.collectives import CoarseSession
 from coarse.bench.fleet import Fleet
 from coarse.bench.statistics import Timing, slowest_worker
-from coarse.bench.trace import ComputeTrace
+from coarse.bench.trace import ComputeTrace, compute_until
 from coarse.bench.worker import Adapter, WorkerJob
 from coarse.profiler.replanner import TIMED_STEPS
 
@@ -48,6 +48,11 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
         ),
         "offload": Scheme(
             settings={"dual_sync": "off"}, is_pipelined=True, what="routing table, all in memory devices"
+        ),
+        "spread": Scheme(
+            settings={"dual_sync": "off", "routing": "spread"},
+            is_pipelined=True,
+            what="routing table, large shards in turn to both of its memory devices",
         ),
         "local": Scheme(
             settings={"dual_sync": "off", "routing": "local"},
@@ -222,24 +227,18 @@ class ReplayAdapter:
         started = time.perf_counter()
         backward = started + self._real(self._trace.forward_s)
         for index, event in enumerate(self._trace.events):
-            _wait_until(backward + self._real(event.ready * self._trace.backward_s))
+            compute_until(backward + self._real(event.ready * self._trace.backward_s))
             self._group.push(index)
             self._group.flush()
             if not self._scheme.is_pipelined:
                 self._group.pull(index)
-        _wait_until(backward + self._real(self._trace.backward_s))
+        compute_until(backward + self._real(self._trace.backward_s))
         self._group.pull_all()
         seconds: float = (time.perf_counter() - started) / self._dilation
         return seconds
 
     def _real(self, seconds: float) -> float:
         return seconds * self._dilation if self._has_compute else 0.0
-
-
-def _wait_until(moment: float) -> None:
-    remaining = moment - time.perf_counter()
-    if remaining > 0:
-        time.sleep(remaining)
 
 
 Progress = Callable[[str], None]

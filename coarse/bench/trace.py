@@ -144,6 +144,13 @@ PEAK_TFLOPS: Mapping[str, float] = MappingProxyType({"V100": 15.7, "P100": 9.3, 
 _SUSTAINED_FRACTION = 0.5
 
 
+def compute_until(moment_s: float) -> None:
+    """Takes the time of a computation, and no processor: returns at `moment_s` of time.perf_counter()."""
+    remaining_s = moment_s - time.perf_counter()
+    if remaining_s > 0:
+        time.sleep(remaining_s)
+
+
 def check_tflops(tflops: float) -> None:
     """Refuses what no processor sustains.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-default", "none")
-_REPLAY_SCHEMES = ("coarse", "offload", "local", "workers", "fifo", "allreduce")
+_REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
 _TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = ("bert-large", "bert-base", "bert-small", "resnet50", "digits")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"

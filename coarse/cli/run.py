@@ -58,7 +58,7 @@ _SESSION_FLAGS = (
     (
         "--replan-steps",
         "COARSE_REPLAN_STEPS",
-        "steps between looks at the links, 0 for none, -1 for 1 % of the time",
+        "steps between looks at the links, 0 for none, -1 for a hundredth of the time",
     ),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),

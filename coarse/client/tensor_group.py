@@ -42,7 +42,7 @@ class TensorGroup:
         self._client = client
         self._native = native
         self._schema = schema
-        self._path_flags = bytearray(len(schema.specs))
+        self._path_flags: dict[int, int] = {}
         self._on_push: Callable[[int], None] | None = None
         self._on_step: Callable[[], None] | None = None
         self._offsets = tensor_offsets
@@ -69,7 +69,7 @@ class TensorGroup:
         if self._on_push is not None:
             self._on_push(index)
         flags = (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0)
-        status = self._native.push(self.id, index, flags | self._path_flags[index], source)
+        status = self._native.push(self.id, index, flags | self._path_flags.get(index, 0), source)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
@@ -124,9 +124,7 @@ class TensorGroup:
         Args:
             tensors: How each of them is reduced: "ring", "all-gather" or "all-to-all".
         """
-        self._path_flags = bytearray(len(self.specs))
-        for tensor, collective in tensors.items():
-            self._path_flags[tensor] = _OWN_PATH_FLAGS[collective]
+        self._path_flags = {tensor: _OWN_PATH_FLAGS[collective] for tensor, collective in tensors.items()}
 
     def shard_sizes(self) -> list[int]:
         """Bytes of each shard of a step."""

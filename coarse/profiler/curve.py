@@ -70,6 +70,16 @@ class CurvePoint:
             num_repeats=int(kept.size),
         )
 
+    @classmethod
+    def from_fastest(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:
+        """Takes the fastest repeat: for emulated links, which no transfer beats and every delay of the host adds to.
+
+        Raises:
+            ValueError: As from_repeats() does.
+        """
+        point = cls.from_repeats(nbytes, times_us)
+        return cls(nbytes=nbytes, time_us=min(times_us), spread_us=point.spread_us, num_repeats=len(times_us))
+
     @property
     def gbytes_per_s(self) -> float:
         """Bandwidth at this size, in 1e9 bytes per second."""
@@ -102,6 +112,11 @@ class Curve:
     def from_repeats(cls, times_us: Mapping[int, Sequence[float]]) -> Curve:
         """The curve of all repeats in microseconds, by size in bytes (see CurvePoint.from_repeats)."""
         return cls(points=tuple(CurvePoint.from_repeats(nbytes, times) for nbytes, times in times_us.items()))
+
+    @classmethod
+    def from_fastest(cls, times_us: Mapping[int, Sequence[float]]) -> Curve:
+        """The curve of the fastest repeats, likewise (see CurvePoint.from_fastest)."""
+        return cls(points=tuple(CurvePoint.from_fastest(nbytes, times) for nbytes, times in times_us.items()))
 
     @property
     def latency_us(self) -> float:

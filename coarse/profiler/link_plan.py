@@ -10,6 +10,7 @@ from coarse.profiler.routing import RoutingTable
 
 if TYPE_CHECKING:  # what these import is slow, and needed with a profile only
     from coarse.env import Settings
+    from coarse.machine.links import LinkTable
     from coarse.profiler.profile import Profile
 
 DEFAULT_SHARD_BYTES = 256 << 10
@@ -35,7 +36,12 @@ class LinkPlan:
 
 
 def plan_links(
-    profile: Profile | None, note: str, *, local_devices: Sequence[int], settings: Settings
+    profile: Profile | None,
+    note: str,
+    *,
+    local_devices: Sequence[int],
+    settings: Settings,
+    links: LinkTable | None = None,
 ) -> LinkPlan:
     """Plans from a profile, or without one.
 
@@ -46,10 +52,15 @@ def plan_links(
         note: Where the profile comes from, or why there is none, in words.
         local_devices: The memory device of each worker, by client number.
         settings: Of the session.
+        links: Of the machine that is emulated; None without.
     """
     tables, why_tables = _tables(profile, local_devices, settings)
     if settings.routing_threshold_bytes:
         tables = tuple(_with_threshold(table, settings.routing_threshold_bytes) for table in tables)
+    if settings.routing == "spread" and links is not None and profile is not None:
+        from coarse.profiler.linked import spread_over_links
+
+        tables = spread_over_links(links, tables)
     shard_bytes, why_size = _shard_bytes(profile, tables, settings)
     routes = [f"w{worker}: {_routes(table)}" for worker, table in enumerate(tables)]
     return LinkPlan(
@@ -78,7 +89,7 @@ def _tables(
     from coarse.profiler.profile import MEASURED
     from coarse.profiler.routing import plan_routing
 
-    if profile.kind == MEASURED and settings.routing == "auto":
+    if profile.kind == MEASURED and settings.routing != "profile":
         why = "local, because in the host's memory a shard stays where it is, whoever takes its descriptor"
         return _local(local_devices), f"{why} (COARSE_ROUTING=profile goes by what was measured)"
     return plan_routing(profile), f"by the {profile.kind} profile"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from coarse import __version__
@@ -99,6 +100,52 @@ def sync_costs_from_links(
     )
 
 
+MOST_TURNS = 16
+"""Large shards are dealt out in sixteenths at the finest: a step has hundreds."""
+
+_LEAST_GAIN = 0.05
+
+
+def spread_over_links(links: LinkTable, tables: Sequence[RoutingTable]) -> tuple[RoutingTable, ...]:
+    """Has large shards take turns between both proxies of each table, where all links together carry more so.
+
+    The paper sends them all to BwProxy, and leaves the link to LatProxy idle meanwhile.
+
+    Args:
+        links: Of the machine.
+        tables: The routing table of each worker.
+
+    Returns:
+        Tables with the turns for which a byte takes the least time; those that were given if that saves no 5 %.
+    """
+    best, best_s = tuple(tables), (1 - _LEAST_GAIN) * _slowest_bucket_s(links, tables)
+    for num_near in range(1, MOST_TURNS):
+        spread = tuple(_with_turns(table, MOST_TURNS, num_near) for table in tables)
+        cost_s = _slowest_bucket_s(links, spread)
+        if cost_s < best_s:
+            best, best_s = spread, cost_s
+    return best
+
+
+def _slowest_bucket_s(links: LinkTable, tables: Sequence[RoutingTable]) -> float:
+    traffic = _devices_traffic(links, tables)
+    return max((_us_per_byte(links, bucket, traffic) / _US_PER_S for bucket in traffic), default=0.0)
+
+
+def _with_turns(table: RoutingTable, num_turns: int, num_near: int) -> RoutingTable:
+    """LatProxy takes `num_near` of so many turns, evenly among those of BwProxy."""
+    if table.lat_proxy == table.bw_proxy:
+        return table
+    takes_near = [
+        (turn + 1) * num_near // num_turns > turn * num_near // num_turns for turn in range(num_turns)
+    ]
+    turns = tuple(table.lat_proxy if is_near else table.bw_proxy for is_near in takes_near)
+    why = (
+        f"md{table.lat_proxy} takes {num_near} of {num_turns} large shards: all links together carry more so"
+    )
+    return replace(table, turns=turns, reasons=(*table.reasons, why))
+
+
 def collectives_from_links(links: LinkTable) -> Collectives:
     """How long an all-reduce among the workers takes by its bytes, in each way, on otherwise idle links.
 
@@ -151,15 +198,23 @@ def _devices_traffic(links: LinkTable, tables: Sequence[RoutingTable]) -> Traffi
     sends the results to every other device that has clients.
     """
     traffic: Traffic = {}
-    num_clients = Counter(table.bw_proxy for table in tables)
-    for source, target in permutations(num_clients, 2):
-        exchanged = num_clients[source] * (num_clients[target] + 1) / len(tables)
-        _add(traffic, links.path(links.device(source), links.device(target)), exchanged)
-    for worker, table in enumerate(tables):
-        client, proxy = links.worker(worker), links.device(table.bw_proxy)
-        _add(traffic, links.path(client, proxy), 1.0)
-        _add(traffic, links.path(proxy, client), 1.0)
+    rounds = [table.turns or (table.bw_proxy,) for table in tables]
+    length = math.lcm(*map(len, rounds))
+    for turn in range(length):
+        _add_turn(traffic, links, [proxies[turn % len(proxies)] for proxies in rounds], 1 / length)
     return traffic
+
+
+def _add_turn(traffic: Traffic, links: LinkTable, proxies: Sequence[int], share: float) -> None:
+    """What a part of a tensor makes pass that all workers push alike; `proxies` by worker."""
+    num_clients = Counter(proxies)
+    for source, target in permutations(num_clients, 2):
+        exchanged = share * num_clients[source] * (num_clients[target] + 1) / len(proxies)
+        _add(traffic, links.path(links.device(source), links.device(target)), exchanged)
+    for worker, device in enumerate(proxies):
+        client, proxy = links.worker(worker), links.device(device)
+        _add(traffic, links.path(client, proxy), share)
+        _add(traffic, links.path(proxy, client), share)
 
 
 def _workers_traffic(links: LinkTable, collective: str) -> Traffic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from coarse.client.schema import ITEM_BYTES
@@ -31,6 +32,7 @@ class RoutingTable:
         lat_proxy: Memory device for shards smaller than the threshold: the one with the lowest latency.
         bw_proxy: Memory device for the others: the one with the highest bandwidth.
         threshold_bytes: Where both take equally long.
+        turns: The proxies that large shards of a step take in turn; () for BwProxy alone, as in the paper.
         reasons: Why, in words; tables that differ in nothing else are equal.
 
     Raises:
@@ -45,10 +47,11 @@ class RoutingTable:
     lat_proxy: int
     bw_proxy: int
     threshold_bytes: int = 0
+    turns: tuple[int, ...] = ()
     reasons: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        if min(self.lat_proxy, self.bw_proxy, self.threshold_bytes) < 0:
+        if min(self.lat_proxy, self.bw_proxy, self.threshold_bytes, *self.turns) < 0:
             raise ValueError(f"a routing table holds no negative numbers: {self}")
 
     def route(self, nbytes: int) -> int:
@@ -109,7 +112,9 @@ class RoutingTable:
 def route_shards(table: RoutingTable, plan: PartitionPlan, specs: Sequence[TensorSpec]) -> list[int]:
     """The memory device of each shard of a plan, in the order of its shards."""
     item_bytes = [ITEM_BYTES[spec.dtype] for spec in specs]
-    return [table.route(shard.num_elements * item_bytes[shard.tensor]) for shard in plan.shards]
+    turns = cycle(table.turns or (table.bw_proxy,))
+    sizes = (shard.num_elements * item_bytes[shard.tensor] for shard in plan.shards)
+    return [table.lat_proxy if nbytes < table.threshold_bytes else next(turns) for nbytes in sizes]
 
 
 def plan_routing(profile: Profile, *, tie_fraction: float | None = None) -> tuple[RoutingTable, ...]:

@@ -161,7 +161,8 @@ def test_workers_of_different_nodes_that_disagree_on_an_array_are_told(job):
 def test_memory_that_one_node_cannot_have_is_refused_on_all(job, monkeypatch):
     def worker(me):
         if me.rank == 2:  # its memory devices inherit it
-            monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(small_memory), os.environ["PYTHONPATH"]]))
+            paths = [str(small_memory), *filter(None, [os.environ.get("PYTHONPATH")])]
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
         with me.join(node=node_of(me.rank, (2, 1))) as session:
             with pytest.raises(MemoryError) as caught:
                 session.register("model", floats("ab", 2_000_000))
@@ -434,6 +435,17 @@ def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):
     assert [running.finish().details for running in workers] == ["", ""]
 
 
+def _sockets_of(pid):
+    """The numbers of the sockets that a process has open."""
+    targets = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor by which they are listed
+            targets.append(os.readlink(link))
+    return {
+        target.removeprefix("socket:[").rstrip("]") for target in targets if target.startswith("socket:[")
+    }
+
+
 def test_no_device_listens_once_the_job_has_started(job):
     def worker(me):
         with me.join(node=f"n{me.rank}") as session:
@@ -442,13 +454,9 @@ def test_no_device_listens_once_the_job_has_started(job):
             me.hear()
 
     workers = job.start(2, worker)
-    pids = [os.getpid(), *(pid for running in workers for pid in (running.pid, *running.hear()))]
-    inodes = {
-        target.removeprefix("socket:[").rstrip("]")
-        for pid in pids[1:]
-        for target in map(os.readlink, Path(f"/proc/{pid}/fd").iterdir())
-        if target.startswith("socket:[")
-    }
+    pids = [pid for running in workers for pid in (running.pid, *running.hear())]
+    # Workers are forked: what this process listens on for other tests is theirs, too.
+    inodes = set().union(*map(_sockets_of, pids)) - _sockets_of(os.getpid())
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert not [line for line in listening if line[3] == "0A" and line[9] in inodes]
     for running in workers:

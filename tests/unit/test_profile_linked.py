@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coarse.client.schema import TensorSpec
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
-from coarse.profiler.linked import collectives_from_links, profile_from_links, sync_costs_from_links
+from coarse.profiler.linked import (
+    collectives_from_links,
+    profile_from_links,
+    spread_over_links,
+    sync_costs_from_links,
+)
 from coarse.profiler.own_path import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -20,8 +26,9 @@ from coarse.profiler.own_path import (
     choose_collective,
     widest_collective,
 )
+from coarse.profiler.partition import plan_partition
 from coarse.profiler.profile import SIMULATED, PathId
-from coarse.profiler.routing import RoutingTable, plan_routing
+from coarse.profiler.routing import RoutingTable, plan_routing, route_shards
 from coarse.profiler.shard_size import plan_shard_size
 
 
@@ -248,3 +255,43 @@ def test_dual_synchronisation_pays_on_v100_and_not_on_t4():
     t4 = plan_bert_large("aws-g4dn", 0.154, 0.216)
     assert not t4.offloads
     assert "does not pay" in t4.reason
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_large_shards_in_turn_use_the_link_that_the_paper_leaves_idle(num_workers):
+    table = PartitionTable.even(num_workers=num_workers, num_devices=num_workers)
+    links = load_machine("aws-p3").link_table(table)
+    profile = profile_from_links(links, [table.local_device(worker) for worker in range(num_workers)])
+    alone = plan_routing(profile)
+    spread = spread_over_links(links, alone)
+    gain = (
+        sync_costs_from_links(links, alone).proxy_s_per_byte
+        / sync_costs_from_links(links, spread).proxy_s_per_byte
+    )
+    assert gain > 1.5
+    for before, after in zip(alone, spread, strict=True):
+        assert (after.lat_proxy, after.bw_proxy, after.threshold_bytes) == (
+            before.lat_proxy,
+            before.bw_proxy,
+            before.threshold_bytes,
+        )
+        assert set(after.turns) == {before.lat_proxy, before.bw_proxy}
+
+
+@pytest.mark.parametrize("machine", ["aws-g4dn", "sdsc-p100"])
+def test_nothing_is_spread_where_one_memory_device_has_all_the_links(machine):
+    table = PartitionTable.even(num_workers=2, num_devices=2)
+    links = load_machine(machine).link_table(table)
+    tables = plan_routing(profile_from_links(links, [0, 1]))
+    assert spread_over_links(links, tables) == tables
+
+
+def test_turns_are_for_large_shards_and_taken_evenly():
+    table = RoutingTable(lat_proxy=0, bw_proxy=1, threshold_bytes=1024, turns=(1, 1, 0))
+    specs = [
+        TensorSpec(name=f"t{i}", dtype="float32", num_elements=n, op="sum")
+        for i, n in enumerate([100, 9000, 10])
+    ]
+    plan = plan_partition(specs, shard_bytes=4096, gather_bytes=0)
+    assert [shard.tensor for shard in plan.shards] == [0, *[1] * 8, 2]
+    assert route_shards(table, plan, specs) == [0, 1, 1, 0, 1, 1, 0, 1, 1, 0]
