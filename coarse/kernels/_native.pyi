@@ -9,6 +9,9 @@ JOINED: int
 OWN_PATH: int
 ALL_GATHER: int
 ALL_TO_ALL: int
+UPDATE: int
+REDUCED: int
+UPDATE_SETTINGS_BYTES: int
 RING_LOGS_BYTES: int
 RING_SEGMENT_BYTES: int
 RING_LOG_CAPACITY: int
@@ -46,6 +49,7 @@ class GroupPlan:
         num_clients: int,
         slot_bytes: int,
         shards: Sequence[tuple[int, int, int, int, int, int, bool]],
+        num_states: int = -1,
     ) -> None: ...
     @property
     def id(self) -> int: ...
@@ -53,6 +57,12 @@ class GroupPlan:
     def num_clients(self) -> int: ...
     @property
     def slot_bytes(self) -> int: ...
+    @property
+    def client_bytes(self) -> int: ...
+    @property
+    def settings_offset(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
     @property
     def num_shards(self) -> int: ...
 
@@ -84,7 +94,9 @@ class Proxy:
         control_fd: int,
         slot_fds: Sequence[int],
         initialise: bool,
-        node_segment_fd: int,
+        node_segment_fd: int = -1,
+        parameters_fd: int = -1,
+        states_fd: int = -1,
     ) -> None: ...
     def remove_group(self, group: int) -> None: ...
     def abort_client(self, client: int) -> None: ...

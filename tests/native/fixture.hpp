@@ -237,7 +237,7 @@ class Cluster {
     auto memory = std::make_unique<GroupMemory>(plan, index_);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
       proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0,
-                                 memory->nodeSegment.fd);
+                                 memory->nodeSegment.fd, {memory->parameters.fd, memory->states.fd});
     const std::lock_guard<std::mutex> lock(memoryMutex_);
     memory_[plan.id] = std::move(memory);
   }
@@ -254,6 +254,11 @@ class Cluster {
     const Fd readOnly(reopenReadOnly(memory.control.fd));
     return clients_[client]->addGroup(plan, client, readOnly, memory.slots[client].fd, std::move(routes));
   }
+  /// A client's slots, and its settings behind them where the group has an optimizer.
+  std::byte* slots(const GroupPlan& plan, std::size_t client) const {
+    return memoryOf(plan).slots[client].data();
+  }
+  std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
   void removeFromProxies(std::uint32_t group) {
     for (auto& proxy : proxies_) proxy->removeGroup(group);
   }
@@ -275,10 +280,12 @@ class Cluster {
   struct GroupMemory {
     GroupMemory(const GroupPlan& plan, NodeIndex index)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
-          nodeSegment(NodeSegment::numBytes(plan, index)) {
-      for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.slotBytes);
+          nodeSegment(NodeSegment::numBytes(plan, index)),
+          parameters(plan.hasOptimizer ? plan.slotBytes : 1),
+          states(std::max<std::size_t>(plan.stateBytes(), 1)) {
+      for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.clientBytes());
     }
-    Memory control, nodeSegment;
+    Memory control, nodeSegment, parameters, states;
     std::vector<Memory> slots;
   };
 

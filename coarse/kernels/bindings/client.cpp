@@ -52,6 +52,8 @@ void registerClient(py::module_& module) {
   module.attr("OWN_PATH") = static_cast<int>(kOwnPath);
   module.attr("ALL_GATHER") = static_cast<int>(kAllGather);
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
+  module.attr("UPDATE") = static_cast<int>(kUpdate);
+  module.attr("REDUCED") = static_cast<int>(kReduced);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated) {

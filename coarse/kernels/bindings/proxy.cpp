@@ -44,8 +44,16 @@ void registerProxy(py::module_& module) {
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))
       .def("start", &Proxy::start)
       .def("stop", &Proxy::stop, ReleaseGil())
-      .def("add_group", &Proxy::addGroup, py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"),
-           py::arg("initialise"), py::arg("node_segment_fd"), ReleaseGil())
+      .def(
+          "add_group",
+          [](Proxy& proxy, GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
+             int nodeSegmentFd, int parametersFd, int statesFd) {
+            proxy.addGroup(std::move(plan), controlFd, slotFds, initialise, nodeSegmentFd,
+                           {parametersFd, statesFd});
+          },
+          py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"), py::arg("initialise"),
+          py::arg("node_segment_fd") = -1, py::arg("parameters_fd") = -1, py::arg("states_fd") = -1,
+          ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
       .def("abort_client", &Proxy::abortClient, py::arg("client"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "bindings.hpp"
@@ -27,12 +28,14 @@ Shard toShard(const ShardTuple& values) {
 }
 
 GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotBytes,
-                   const std::vector<ShardTuple>& shards) {
+                   const std::vector<ShardTuple>& shards, int numStates) {
   GroupPlan plan;
   plan.id = id;
   plan.numClients = numClients;
   plan.slotBytes = slotBytes;
   for (const ShardTuple& shard : shards) plan.shards.push_back(toShard(shard));
+  plan.hasOptimizer = numStates >= 0;
+  plan.numStates = static_cast<std::size_t>(std::max(0, numStates));
   plan.validate();
   return plan;
 }
@@ -42,10 +45,13 @@ GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotByt
 void registerTensorGroup(py::module_& module) {
   py::class_<GroupPlan>(module, "GroupPlan")
       .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"),
-           py::arg("shards"))
+           py::arg("shards"), py::arg("num_states") = -1)
       .def_readonly("id", &GroupPlan::id)
       .def_readonly("num_clients", &GroupPlan::numClients)
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
+      .def_property_readonly("client_bytes", &GroupPlan::clientBytes)
+      .def_property_readonly("settings_offset", &GroupPlan::settingsOffset)
+      .def_property_readonly("state_bytes", &GroupPlan::stateBytes)
       .def_property_readonly("num_shards", [](const GroupPlan& plan) { return plan.shards.size(); });
   module.def("client_segment_bytes", &ClientSegment::numBytes, py::arg("num_devices"));
   module.def(
@@ -61,6 +67,7 @@ void registerTensorGroup(py::module_& module) {
         return NodeSegment::numBytes(plan, {node, numNodes});
       },
       py::arg("plan"), py::arg("node"), py::arg("num_nodes"));
+  module.attr("UPDATE_SETTINGS_BYTES") = sizeof(UpdateSettings);
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);
   module.attr("RING_LOG_CAPACITY") = kRingLogCapacity;

@@ -51,7 +51,7 @@ std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, in
                                     Mapping::Access::kReadOnly, "group control");
   group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
   group->slots =
-      std::make_shared<Mapping>(mapSealed(slotsFd, plan.slotBytes, Mapping::Access::kReadWrite, "slots"));
+      std::make_shared<Mapping>(mapSealed(slotsFd, plan.clientBytes(), Mapping::Access::kReadWrite, "slots"));
   for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
     const std::uint32_t tensor = plan.shards[shard].tensor;
     if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <iterator>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -32,6 +34,42 @@ std::string describe(const ShardShape& shape) {
   return std::to_string(shape.numElements) + " elements of dtype " +
          std::to_string(static_cast<int>(shape.dtype)) + " with op " +
          std::to_string(static_cast<int>(shape.op));
+}
+
+/// Whether a worker's settings name a rule, and one for which there is state.
+bool canRun(const UpdateSettings& settings, const GroupPlan& plan) noexcept {
+  const auto rule = static_cast<std::uint32_t>(settings.rule);
+  return rule != 0 && rule < kNumUpdateRules && numStates(settings.rule) <= plan.numStates;
+}
+
+/// What two workers' settings of one tensor differ in, with both values; empty if they are alike.
+std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other) {
+  const auto differ = [](const char* name, auto first, auto second) {
+    // Bits, so that NaN is like NaN.
+    if (std::memcmp(&first, &second, sizeof(first)) == 0) return std::string();
+    std::ostringstream text;
+    text << name << " " << first << " and " << second;
+    return text.str();
+  };
+  const std::string differences[] = {
+      differ("rule", static_cast<std::uint32_t>(one.rule), static_cast<std::uint32_t>(other.rule)),
+      differ("number of the update", one.updateNumber, other.updateNumber),
+      differ("step size", one.stepSize, other.stepSize),
+      differ("weight decay", one.gradientDecay, other.gradientDecay),
+      differ("parameter scale", one.parameterScale, other.parameterScale),
+      differ("sign of the gradient", one.gradientSign, other.gradientSign),
+      differ("decay of the first state", one.firstDecay, other.firstDecay),
+      differ("weight of the gradient in the first state", one.firstWeight, other.firstWeight),
+      differ("momentum", one.momentum, other.momentum),
+      differ("decay of the second state", one.secondDecay, other.secondDecay),
+      differ("weight of the gradient in the second state", one.secondWeight, other.secondWeight),
+      differ("bias correction", one.secondScale, other.secondScale),
+      differ("epsilon", one.epsilon, other.epsilon),
+  };
+  for (const std::string& difference : differences) {
+    if (!difference.empty()) return difference;
+  }
+  return {};
 }
 
 }  // namespace
@@ -190,14 +228,14 @@ void Proxy::parkWhilePaused() {
 }
 
 void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                     int nodeSegmentFd) {
+                     int nodeSegmentFd, OptimizerFds optimizerFds) {
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
   if (std::string reason = unsupported(plan); !reason.empty()) throw std::invalid_argument(reason);
   if (findGroup(id) != nullptr)
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
-  auto group = std::make_shared<TensorGroup>(std::move(plan), controlFd, slotFds);
+  auto group = std::make_shared<TensorGroup>(std::move(plan), controlFd, slotFds, optimizerFds);
   if (initialise) group->control().initialise();
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegmentFd);
   whilePaused([&] {
@@ -211,6 +249,10 @@ std::string Proxy::unsupported(const GroupPlan& plan) const {
   for (const Shard& shard : plan.shards) {
     const Algorithm algorithm = shard.algorithm;
     if (algorithm == Algorithm::kProbe) continue;
+    if (plan.hasOptimizer && nodeExchange_ != nullptr)
+      return "optimizers run in the memory devices of one node only; this session has several";
+    if (plan.hasOptimizer && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
+      return "optimizers run in coherent memory only; choose the algorithm auto, direct or gather";
     if (nodeExchange_ != nullptr && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
       return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
              "starts";
@@ -485,6 +527,8 @@ std::string Proxy::rejection(std::size_t client, const Descriptor& descriptor,
   const Shard& shard = group->plan().shards[descriptor.shard];
   if ((descriptor.flags & kOwnPath) != 0 && shard.algorithm != Algorithm::kExchange)
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
+  if ((descriptor.flags & kUpdate) != 0 && !group->plan().hasOptimizer)
+    return "an update in a group without an optimizer";
   if (shard.algorithm == Algorithm::kProbe) return prober_->rejection(*group, descriptor);
   if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";
@@ -541,6 +585,7 @@ std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) c
     return "workers disagree on whether or how they reduce shard " + std::to_string(shard) +
            " themselves: workers 0 and " + std::to_string(client) + " do not agree";
   }
+  if (group.plan().hasOptimizer) return updateDisagreement(group, shard);
   if (!group.plan().shards[shard].isDynamic) return {};
   const ShardShape expected = group.shape(shard);
   for (std::size_t client = 0; client < config_.numClients; ++client) {
@@ -552,6 +597,28 @@ std::string Proxy::disagreement(const TensorGroup& group, std::uint32_t shard) c
     return "workers disagree on a buffer: worker " + nameOf(client) + " gave " + describe(shape) +
            ", another one " + describe(expected);
   }
+  return {};
+}
+
+std::string Proxy::updateDisagreement(const TensorGroup& group, std::uint32_t shard) const {
+  constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced;
+  const std::uint8_t expectedKind = group.control().contribution(shard, 0).flags & kKindOfUpdate;
+  const UpdateSettings expected = group.settings(shard, 0);
+  const auto tensor = [&] { return "tensor " + std::to_string(group.plan().shards[shard].tensor) + ": "; };
+  for (std::size_t client = 1; client < config_.numClients; ++client) {
+    const auto whom = [&] { return tensor() + "workers " + nameOf(0) + " and " + nameOf(client) + " "; };
+    if ((group.control().contribution(shard, client).flags & kKindOfUpdate) != expectedKind) {
+      return whom() +
+             "are at different points of a step: one averages a gradient, the other one updates the "
+             "parameter. Call backward() and optimizer.step() equally often on every worker";
+    }
+    const UpdateSettings other = group.settings(shard, client);
+    if (expectedKind == 0 || std::memcmp(&expected, &other, sizeof(expected)) == 0) continue;
+    return whom() + "disagree on the optimizer's settings: " + firstDifference(expected, other) +
+           ". Every worker must run the same scheduler and load the same state";
+  }
+  if (expectedKind != 0 && !canRun(expected, group.plan()))
+    return tensor() + "no update rule, or one that keeps more state than was registered";
   return {};
 }
 
@@ -572,6 +639,7 @@ void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
     nodeExchange_->contribute(group, entry);
     return;
   }
+  if (group.plan().hasOptimizer && group.isUpdate(entry.shard)) return updateShard(group, entry);
   const Shard& shard = group.plan().shards[entry.shard];
   std::array<const void*, kMostClients> inputs;
   std::array<void*, kMostClients> outputs;
@@ -586,6 +654,27 @@ void Proxy::reduceShard(TensorGroup& group, const RingEntry& entry) {
            shape.numElements, group.divisor(entry.shard));
   }
   count(shape);
+  for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+}
+
+void Proxy::updateShard(TensorGroup& group, const RingEntry& entry) noexcept {
+  const Shard& shard = group.plan().shards[entry.shard];
+  const bool isReduced = group.isReduced(entry.shard);
+  std::array<const float*, kMostClients> gradients;
+  std::size_t numGradients = 0;
+  for (std::size_t client = 0; client < config_.numClients; ++client) {
+    if (!group.isPresent(entry.shard, client) || (isReduced && numGradients == 1)) continue;
+    gradients[numGradients++] = reinterpret_cast<const float*>(group.slot(client, shard));
+  }
+  // Looked at again: a client can have written to them since they were compared.
+  const UpdateSettings settings = group.settings(entry.shard, 0);
+  if (numGradients > 0 && canRun(settings, group.plan())) {
+    std::array<float*, kMostStates> states;
+    for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
+    update(settings, gradients.data(), numGradients, isReduced ? 1 : group.divisor(entry.shard),
+           group.parameter(shard), states.data(), shard.numElements);
+  }
+  count(group.shape(entry.shard));
   for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
 }
 

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cstring>
 
+#include "coarse/update.hpp"
 #include "reduce_table.inc"
 
 #if defined(__x86_64__)
@@ -90,6 +91,11 @@ void narrow(DType dtype, const float* in, void* out, std::size_t numElements, st
             ReduceOp op) noexcept {
   const auto kernel = kernels().narrow[index(dtype)][index(op)];
   if (kernel != nullptr) kernel(in, out, numElements, divisor);
+}
+
+void update(const UpdateSettings& settings, const float* const* gradients, std::size_t numGradients,
+            std::uint32_t divisor, float* parameter, float* const* states, std::size_t numElements) noexcept {
+  kernels().update(settings, {gradients, numGradients, parameter, states, numElements}, divisor);
 }
 
 const char* instructionSet() noexcept { return kernels().name; }

@@ -1,12 +1,17 @@
 #include "coarse/tensor_group.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 namespace coarse {
 
 void GroupPlan::validate() const {
+  if (numStates > kMostStates || (numStates > 0 && !hasOptimizer)) {
+    throw std::invalid_argument("an optimizer keeps at most " + std::to_string(kMostStates) +
+                                " states per parameter, not " + std::to_string(numStates));
+  }
   for (std::size_t i = 0; i < shards.size(); ++i) {
     const Shard& shard = shards[i];
     const std::size_t itemSize = shard.isDynamic ? 1 : itemBytes(shard.dtype);
@@ -14,6 +19,10 @@ void GroupPlan::validate() const {
     if (end > slotBytes || shard.offset > slotBytes || shard.offset % itemSize != 0) {
       throw std::invalid_argument("shard " + std::to_string(i) + " ends at byte " + std::to_string(end) +
                                   " of slots of " + std::to_string(slotBytes) + " bytes");
+    }
+    if (hasOptimizer && (shard.dtype != DType::kFloat32 || shard.op != ReduceOp::kMean || shard.isDynamic)) {
+      throw std::invalid_argument("shard " + std::to_string(i) +
+                                  " has an optimizer: only means of float32 can update a parameter");
     }
   }
 }
@@ -27,7 +36,8 @@ Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const st
   return Mapping(fd, numBytes, access);
 }
 
-TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds)
+TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds,
+                         OptimizerFds optimizerFds)
     : plan_(std::move(plan)) {
   plan_.validate();
   if (slotFds.size() != plan_.numClients)
@@ -37,7 +47,12 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& 
                               Mapping::Access::kReadWrite, "group control");
   control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients);
   for (const int fd : slotFds)
-    slots_.push_back(mapSealed(fd, plan_.slotBytes, Mapping::Access::kReadWrite, "slots"));
+    slots_.push_back(mapSealed(fd, plan_.clientBytes(), Mapping::Access::kReadWrite, "slots"));
+  if (!plan_.hasOptimizer) return;
+  parameters_ =
+      mapSealed(optimizerFds.parameters, plan_.slotBytes, Mapping::Access::kReadWrite, "parameters");
+  if (plan_.numStates > 0)
+    states_ = mapSealed(optimizerFds.states, plan_.stateBytes(), Mapping::Access::kReadWrite, "states");
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
@@ -71,6 +86,21 @@ std::uint32_t TensorGroup::numCounted(std::uint32_t shard) const noexcept {
 
 std::uint32_t TensorGroup::divisor(std::uint32_t shard) const noexcept {
   return std::max(numCounted(shard), 1U);
+}
+
+bool TensorGroup::isUpdate(std::uint32_t shard) const noexcept {
+  return (control_.contribution(shard, 0).flags & kUpdate) != 0;
+}
+
+bool TensorGroup::isReduced(std::uint32_t shard) const noexcept {
+  return (control_.contribution(shard, 0).flags & kReduced) != 0;
+}
+
+UpdateSettings TensorGroup::settings(std::uint32_t shard, std::size_t client) const noexcept {
+  UpdateSettings copy;
+  const std::byte* const all = slots_[client].data() + plan_.settingsOffset();
+  std::memcpy(&copy, all + plan_.shards[shard].tensor * sizeof(UpdateSettings), sizeof(UpdateSettings));
+  return copy;
 }
 
 std::uint32_t TensorGroup::numPresent(std::uint32_t shard) const noexcept {

@@ -68,6 +68,8 @@ enum : std::uint8_t {
   kOwnPath = 4,    // the workers reduce this shard themselves: the contribution stays with its worker
   kAllGather = 8,  // on their own path they do it by all-gather,
   kAllToAll = 16,  // or by all-to-all; without either in a ring
+  kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay as they are
+  kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step, and the first stands for all
 };
 
 /// What all contributions to a shard must agree on.

@@ -90,10 +90,11 @@ class Proxy {
   void stop() noexcept;
 
   /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory;
-  /// `nodeSegmentFd` is needed where there are several nodes.
+  /// `nodeSegmentFd` is needed where there are several nodes, `optimizerFds` for a group that has an
+  /// optimizer.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already.
   void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                int nodeSegmentFd = -1);
+                int nodeSegmentFd = -1, OptimizerFds optimizerFds = {});
   /// Unmaps a tensor group, unless a ring is still at it: then the next call unmaps it. @pre every shard that
   /// was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
@@ -144,10 +145,12 @@ class Proxy {
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
   std::string disagreement(const TensorGroup& group, std::uint32_t shard) const;
+  std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard) const;
 
   std::string unsupported(const GroupPlan& plan) const;
   bool reduceReadyShard();
   void reduceShard(TensorGroup& group, const RingEntry& entry);
+  void updateShard(TensorGroup& group, const RingEntry& entry) noexcept;
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void count(const ShardShape& shape) noexcept;
   bool advanceRings(std::size_t core);

@@ -9,6 +9,7 @@
 #include "coarse/layout.hpp"
 #include "coarse/reduce.hpp"
 #include "coarse/shared_memory.hpp"
+#include "coarse/update.hpp"
 
 namespace coarse {
 
@@ -41,6 +42,20 @@ struct GroupPlan {
   std::size_t numClients = 0;
   std::size_t slotBytes = 0;  // of one client
   std::vector<Shard> shards;
+  bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
+  std::size_t numStates = 0;  // state tensors per parameter
+
+  /// Where a client's settings for each tensor lie in its segment, behind its slots.
+  std::size_t settingsOffset() const noexcept { return roundUp(slotBytes, kCacheLineBytes); }
+  std::size_t numTensors() const noexcept {
+    return shards.empty() ? 0 : shards.back().tensor + std::size_t{1};
+  }
+  /// Length of the segment that one client shares with the memory devices.
+  std::size_t clientBytes() const noexcept {
+    return hasOptimizer ? settingsOffset() + numTensors() * sizeof(UpdateSettings) : slotBytes;
+  }
+  /// Length of the states of all parameters, one after the other, each laid out as slots are.
+  std::size_t stateBytes() const noexcept { return numStates * settingsOffset(); }
 
   /// @throws std::invalid_argument if a shard leaves the slots or is misaligned.
   void validate() const;
@@ -53,12 +68,19 @@ struct ShardShape {
   ReduceOp op = ReduceOp::kMean;
 };
 
+/// What the devices and workers of a node share beside the slots of a group that has an optimizer.
+/// Descriptors stay the caller's.
+struct OptimizerFds {
+  int parameters = -1;  // laid out as slots are
+  int states = -1;      // GroupPlan::stateBytes(); none where the optimizer keeps no state
+};
+
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
 class TensorGroup {
  public:
   /// Maps `controlFd` and one slot descriptor per client; the descriptors stay the caller's.
   /// @throws std::invalid_argument if a descriptor is not sealed or too small.
-  TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds);
+  TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, OptimizerFds optimizerFds = {});
 
   const GroupPlan& plan() const noexcept { return plan_; }
   const GroupControl& control() const noexcept { return control_; }
@@ -81,12 +103,26 @@ class TensorGroup {
   /// The same, but 1 at least.
   std::uint32_t divisor(std::uint32_t shard) const noexcept;
   std::uint32_t numPresent(std::uint32_t shard) const noexcept;
+  /// Whether the shard's contributions update its parameter. @pre all have arrived and agree.
+  bool isUpdate(std::uint32_t shard) const noexcept;
+  /// Whether the slots of an update hold the mean already. @pre as for isUpdate().
+  bool isReduced(std::uint32_t shard) const noexcept;
+  /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
+  UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
+  float* parameter(const Shard& shard) const noexcept {
+    return reinterpret_cast<float*>(parameters_.data() + shard.offset);
+  }
+  float* state(const Shard& shard, std::size_t number) const noexcept {
+    return reinterpret_cast<float*>(states_.data() + number * plan_.settingsOffset() + shard.offset);
+  }
 
  private:
   GroupPlan plan_;
   Mapping controlMapping_;
   GroupControl control_;
   std::vector<Mapping> slots_;
+  Mapping parameters_;
+  Mapping states_;
 };
 
 /// Maps sealed memory after checking that it holds at least `numBytes`.
