@@ -118,16 +118,47 @@ class Session:
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
             ValueError: If there is no tensor, or two of one name.
         """
-        if not specs:
-            raise ValueError(f"{name}: there is no tensor to register")
-        if len({spec.name for spec in specs}) < len(specs):
-            raise ValueError(f"{name}: two tensors share a name")
+        _check_specs(name, specs)
         client = self._open()
         if not isinstance(client, Client):
             return client.register(name, specs)
         group = client.register(name, specs)
         self._watch_steps(group)
         return group
+
+    def cannot_update(self) -> str:
+        """Why the memory devices of this session cannot run an optimizer; "" if they can."""
+        if not isinstance(self._open(), Client):
+            return "a job of one worker has no memory devices"
+        if len(self.node_workers) < self.identity.world_size:
+            return "the job has several nodes, each with memory devices of its own"
+        if self.settings.sync_algorithm not in ("auto", "direct", "gather"):
+            return f"gradients are reduced by {self.settings.sync_algorithm}, as if memories were distinct"
+        return ""
+
+    def register_parameters(
+        self, name: str, specs: Sequence[TensorSpec], *, state_names: Sequence[str]
+    ) -> TensorGroup:
+        """As register(), for gradients whose parameters and optimizer states lie in the memory devices too.
+
+        Args:
+            name: As for register().
+            specs: Of the gradients, means of float32.
+            state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
+
+        Raises:
+            ValueError: Also if cannot_update() has a reason.
+        """
+        _check_specs(name, specs)
+        if reason := self.cannot_update():
+            raise ValueError(f"{name}: the optimizer cannot run in memory devices: {reason}")
+        for spec in specs:
+            if (spec.dtype, spec.op) != ("float32", "mean"):
+                raise ValueError(
+                    f"tensor {spec.name!r}: only means of float32 can update a parameter, not the {spec.op} "
+                    f"of {spec.dtype}"
+                )
+        return self._linked().register(name, specs, state_names=state_names)
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array that is not registered over all workers, in place; every worker calls it alike.
@@ -375,6 +406,13 @@ class Session:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
         return self._client
+
+
+def _check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
+    if not specs:
+        raise ValueError(f"{name}: there is no tensor to register")
+    if len({spec.name for spec in specs}) < len(specs):
+        raise ValueError(f"{name}: two tensors share a name")
 
 
 def _check_solo(settings: Settings) -> None:

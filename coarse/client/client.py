@@ -14,6 +14,7 @@ from typing import Any
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
+from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.pacing import LoggedTransfer, PacingReport
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
@@ -36,7 +37,7 @@ from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
-from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
+from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
@@ -143,12 +144,19 @@ class Client:
         self._routing = table
         self._shard_bytes = shard_bytes
 
-    def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
+    def register(
+        self, name: str, specs: Sequence[TensorSpec], *, state_names: Sequence[str] | None = None
+    ) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
+
+        Args:
+            name, specs: What for.
+            state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
 
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
+            ValueError: If the session cannot run an optimizer in its memory devices.
         """
         return self._register(
             GroupSchema(
@@ -157,6 +165,7 @@ class Client:
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=self._settings.sync_algorithm,
+                state_names=None if state_names is None else tuple(state_names),
             )
         )
 
@@ -367,11 +376,14 @@ class Client:
         partition = schema.partition()
         routes = route_shards(self._routing, partition, schema.specs)
         try:
-            slots = self._native.add_group(plan, self._number, fds["control"], fds["slots"], routes)
+            slots = self._native.add_group(plan, self._number, fds[CONTROL], fds["slots"], routes)
+            kept = None if schema.state_names is None else OptimizerMemory(plan, fds)
         finally:
             for fd in fds.values():
                 os.close(fd)
-        self._groups[group] = TensorGroup(self, self._native, group, schema, partition.tensor_offsets, slots)
+        self._groups[group] = TensorGroup(
+            self, self._native, group, schema, partition.tensor_offsets, slots, kept
+        )
         self._partitions[group] = partition
         return self._groups[group]
 

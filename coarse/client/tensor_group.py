@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.errors import SessionClosedError
 from coarse.kernels import _native
@@ -18,6 +20,17 @@ _OWN_PATH_FLAGS = {
     "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
+
+
+class UpdateKind(enum.IntEnum):
+    """What a push does to the parameter of a tensor."""
+
+    NONE = 0
+    """Nothing: the slots of all workers become the result."""
+    UPDATE = _native.UPDATE
+    """The result updates it; slots stay as they are."""
+    UPDATE_BY_MEAN = _native.UPDATE | _native.REDUCED
+    """The slots, which hold the same on every worker, update it."""
 
 
 class TensorGroup:
@@ -35,6 +48,7 @@ class TensorGroup:
         schema: GroupSchema,
         tensor_offsets: Sequence[int],
         slots: _native.Mapping,
+        kept: OptimizerMemory | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
@@ -47,6 +61,7 @@ class TensorGroup:
         self._on_step: Callable[[], None] | None = None
         self._offsets = tensor_offsets
         self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
+        self._kept = kept
 
     def buffer(self, index: int) -> memoryview[Any]:
         """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it."""
@@ -55,7 +70,37 @@ class TensorGroup:
         start = self._offsets[index]
         return self._slots[start : start + self.specs[index].nbytes]
 
-    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
+    def parameter(self, index: int) -> memoryview[Any]:
+        """The writable bytes of a parameter, which all workers of the node share. Of a group with an optimizer.
+
+        Memory devices write to it between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull, never else.
+        """
+        start = self._offsets[index]
+        return self._memory_kept().parameters[start : start + self.specs[index].nbytes]
+
+    def state(self, index: int, number: int) -> memoryview[Any]:
+        """The writable bytes of a parameter's `number`-th state; as parameter(). Mapped only while in use."""
+        start = self._offsets[index]
+        return self._memory_kept().state(number)[start : start + self.specs[index].nbytes]
+
+    def settings(self) -> memoryview[Any]:
+        """This worker's optimizer settings, a SETTINGS_DTYPE of coarse.client.update_settings for each tensor.
+
+        Of a group with an optimizer. To be written before an update is pushed, and left alone until it is pulled.
+        """
+        kept = self._memory_kept()
+        assert self._slots is not None
+        return self._slots[kept.settings_offset :][: len(self.specs) * _native.UPDATE_SETTINGS_BYTES]
+
+    def push(
+        self,
+        index: int,
+        *,
+        present: bool = True,
+        joined: bool = False,
+        source: int = 0,
+        update: UpdateKind = UpdateKind.NONE,
+    ) -> None:
         """Contributes a tensor to the next synchronisation.
 
         Args:
@@ -63,12 +108,15 @@ class TensorGroup:
             present: False contributes nothing, as if it were zeros.
             joined: True contributes nothing and does not count in a mean: this worker has run out of inputs.
             source: Address of the tensor's bytes to copy to the slot first; 0 if they are there already.
+            update: What becomes of the parameter, by the settings(); the same on every worker.
         """
         if self._slots is None:
             raise self._closed_error()
         if self._on_push is not None:
             self._on_push(index)
-        flags = (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0)
+        flags = (
+            (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0) | update
+        )
         status = self._native.push(self.id, index, flags | self._path_flags.get(index, 0), source)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
@@ -141,8 +189,15 @@ class TensorGroup:
     def close(self) -> None:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
-            self._slots = None
+            self._slots = self._kept = None
             self._client.release(self.id)
+
+    def _memory_kept(self) -> OptimizerMemory:
+        if self._slots is None:
+            raise self._closed_error()
+        if self._kept is None:
+            raise ValueError(f"{self.name} was registered without an optimizer")
+        return self._kept
 
     def _describe_pending(self) -> str:
         waits = [self._describe_wait(i) for i in range(len(self.specs)) if self._native.is_late(self.id, i)]

@@ -24,7 +24,7 @@ from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
-from coarse.proxy.job import DOORBELLS, EXCHANGE_LOGS, HOME_DEVICE, LINK_TABLE, RING_LOGS, DeviceJob
+from coarse.proxy.job import DOORBELLS, EXCHANGE_LOGS, LINK_TABLE, RING_LOGS, DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.paced_links import PacedLinks, write_link_table
 from coarse.proxy.protocol import Channel, Message, Received, int_field
@@ -206,7 +206,7 @@ class MemoryDevice:
         elif received.kind == "node_ended":
             self._node_ended(int_field(message, "node"), device)
         elif received.kind == "segments":
-            self._registrar.take_peer_memory(message, segments, has_control=device == HOME_DEVICE)
+            self._registrar.take_peer_memory(message, segments)
 
     # ---- workers ----
 

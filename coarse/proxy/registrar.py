@@ -10,7 +10,15 @@ from coarse.proxy.job import DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.protocol import Message, int_field
-from coarse.proxy.registration import GroupSchema, Registration, check_agreement
+from coarse.proxy.registration import (
+    CONTROL,
+    NODE,
+    PARAMETERS,
+    STATES,
+    GroupSchema,
+    Registration,
+    check_agreement,
+)
 
 _MOST_GROUP_ID = (1 << 32) - 1
 
@@ -59,14 +67,12 @@ class Registrar:
         """Whether others have asked for a group and this worker has not."""
         return any(client not in registration.schemas for registration in self._registrations.values())
 
-    def take_peer_memory(self, message: Message, segments: list[Segment], *, has_control: bool) -> None:
+    def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Another device has allocated its share of a group."""
         registration = self._registration(int_field(message, "group"))
-        if has_control:
-            if self._job.num_nodes > 1:
-                registration.node_segment = segments.pop()
-            registration.control = segments.pop()
-        registration.slots.update(zip(message["clients"], segments, strict=True))
+        clients, names = message["clients"], message["shared"]
+        registration.slots.update(zip(clients, segments[: len(clients)], strict=True))
+        registration.shared.update(zip(names, segments[len(clients) :], strict=True))
 
     def advance(self, proxy: _native.Proxy) -> None:
         """Takes every step that has become possible."""
@@ -93,10 +99,10 @@ class Registrar:
         try:
             if not registration.is_allocated:
                 self._check_agreement(registration)
-                if not self._job.is_home and registration.control is None:
+                if not self._job.is_home and CONTROL not in registration.shared:
                     return
                 self._allocate(registration)
-            if registration.control is not None and len(registration.slots) == self._job.num_clients:
+            if CONTROL in registration.shared and len(registration.slots) == self._job.num_clients:
                 self._activate(registration, proxy)
         except (SchemaMismatchError, OutOfDeviceMemoryError, ValueError) as error:
             self._refuse(registration, error)
@@ -124,34 +130,40 @@ class Registrar:
                     f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "
                     "keeps under way; raise COARSE_SHARD_BYTES"
                 )
-            control_bytes = _native.group_control_bytes(len(plan.shards), self._job.num_clients)
-            registration.control = self._memory.allocate(f"control of {schema.name}", control_bytes)
-            registration.node_segment = self._allocate_node_segment(registration)
+        native_plan = schema.native_plan(registration.group, self._job.num_clients)
+        shared = self._allocate_shared(schema, native_plan) if self._job.is_home else {}
+        registration.shared.update(shared)
         own = {}
         for client in self._job.local_clients:
-            own[client] = self._memory.allocate(f"gradients of {schema.name}", plan.slot_bytes)
+            own[client] = self._memory.allocate(f"gradients of {schema.name}", native_plan.client_bytes)
         registration.slots.update(own)
         registration.is_allocated = True
-        fds = [segment.fd for segment in own.values()]
-        if self._job.is_home and registration.control is not None:
-            fds.append(registration.control.fd)
-        if self._job.is_home and registration.node_segment is not None:
-            fds.append(registration.node_segment.fd)
-        self._send_to_peers({"type": "segments", "group": registration.group, "clients": list(own)}, fds)
+        self._send_to_peers(
+            {"type": "segments", "group": registration.group, "clients": list(own), "shared": list(shared)},
+            [segment.fd for segment in (*own.values(), *shared.values())],
+        )
 
-    def _allocate_node_segment(self, registration: Registration) -> Segment | None:
-        if self._job.num_nodes == 1:
-            return None
-        schema = registration.schema
-        plan = schema.native_plan(registration.group, self._job.num_clients)
-        num_bytes = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
-        return self._memory.allocate(f"other nodes' {schema.name}", num_bytes)
+    def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
+        """What a node has once for all its workers."""
+        num_bytes = {CONTROL: _native.group_control_bytes(plan.num_shards, self._job.num_clients)}
+        if self._job.num_nodes > 1:
+            num_bytes[NODE] = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
+        if schema.state_names is not None:
+            num_bytes[PARAMETERS] = plan.slot_bytes
+        if schema.state_names:
+            num_bytes[STATES] = plan.state_bytes
+        return {
+            name: self._memory.allocate(f"{name} of {schema.name}", length)
+            for name, length in num_bytes.items()
+        }
 
     def _check_fits(self, schema: GroupSchema) -> None:
-        # A slot for each worker, and places for what other nodes contribute to the shards that this one owns.
+        # A slot for each worker, places for what other nodes contribute to the shards that this one owns, and what an
+        # optimizer keeps.
         tensor_bytes = sum(spec.nbytes for spec in schema.specs)
         num_nodes = self._job.num_nodes
-        needed = tensor_bytes * self._job.num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
+        needed = tensor_bytes * (self._job.num_clients + schema.num_kept)
+        needed += tensor_bytes * (num_nodes - 1) // num_nodes
         available = self._memory.available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
@@ -161,23 +173,24 @@ class Registrar:
             )
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
-        assert registration.control is not None
+        shared = registration.shared
         clients = range(self._job.num_clients)
         proxy.add_group(
             registration.schema.native_plan(registration.group, self._job.num_clients),
-            registration.control.fd,
+            shared[CONTROL].fd,
             [registration.slots[client].fd for client in clients],
             self._job.is_home,
-            registration.node_segment.fd if registration.node_segment is not None else -1,
+            *(shared[name].fd if name in shared else -1 for name in (NODE, PARAMETERS, STATES)),
         )
         registration.is_active = True
-        control_fd = registration.control.read_only_fd()
+        control_fd = shared[CONTROL].read_only_fd()
         for client in clients:
             message: Message = {"type": "registered", "group": registration.group, "fds": []}
             fds = []
             if self._job.is_home:
-                message["fds"].append("control")
-                fds.append(control_fd)
+                kept = [name for name in (PARAMETERS, STATES) if name in shared]
+                message["fds"] += [CONTROL, *kept]
+                fds += [control_fd, *(shared[name].fd for name in kept)]
             if client in self._job.local_clients:
                 message["fds"].append("slots")
                 fds.append(registration.slots[client].fd)

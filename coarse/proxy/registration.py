@@ -16,6 +16,11 @@ OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
 _ALGORITHM_NUMBERS = {name: number for number, name in enumerate(ALGORITHMS)}
 _MAX_TENSORS = 1_000_000
 
+CONTROL = "control"
+NODE = "node"  # where there are several nodes
+PARAMETERS = "parameters"  # these two where the group has an optimizer
+STATES = "states"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSchema:
@@ -26,6 +31,8 @@ class GroupSchema:
         specs: Its tensors; of a staging group, its buffers as uint8.
         shard_bytes, gather_bytes, algorithm: How it is cut (coarse.profiler.partition).
         is_staging: Its shards carry buffers whose length, dtype and op come with each push.
+        state_names: Of the float32 tensors that an optimizer in the memory devices keeps beside each parameter, in
+            the order of the update rule; None if the group has no optimizer.
     """
 
     name: str
@@ -34,6 +41,12 @@ class GroupSchema:
     gather_bytes: int
     algorithm: str
     is_staging: bool = False
+    state_names: tuple[str, ...] | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """How many tensors of each spec a node holds once, not once per worker: the parameter and its states."""
+        return 0 if self.state_names is None else 1 + len(self.state_names)
 
     def partition(self) -> PartitionPlan:
         """The layout that worker and memory device compute alike."""
@@ -59,7 +72,13 @@ class GroupSchema:
             )
             for shard in plan.shards
         ]
-        return _native.GroupPlan(id=group, num_clients=num_clients, slot_bytes=plan.slot_bytes, shards=shards)
+        return _native.GroupPlan(
+            id=group,
+            num_clients=num_clients,
+            slot_bytes=plan.slot_bytes,
+            shards=shards,
+            num_states=-1 if self.state_names is None else len(self.state_names),
+        )
 
     def to_message(self, group: int) -> Message:
         """The control message that asks for it."""
@@ -72,6 +91,7 @@ class GroupSchema:
             "gather_bytes": self.gather_bytes,
             "algorithm": self.algorithm,
             "is_staging": self.is_staging,
+            "state_names": None if self.state_names is None else list(self.state_names),
         }
 
     @classmethod
@@ -81,9 +101,11 @@ class GroupSchema:
         Raises:
             ProtocolError: If anything in it is out of range.
         """
-        specs = message.get("specs")
+        specs, state_names = message.get("specs"), message.get("state_names")
         if not isinstance(specs, list) or not 0 < len(specs) <= _MAX_TENSORS:
             raise ProtocolError("a registration carries no list of tensors")
+        if state_names is not None and not isinstance(state_names, list):
+            raise ProtocolError("the state names of a registration are no list")
         try:
             return cls(
                 name=str(message["name"]),
@@ -95,6 +117,7 @@ class GroupSchema:
                 gather_bytes=int_field(message, "gather_bytes"),
                 algorithm=str(message["algorithm"]),
                 is_staging=message.get("is_staging") is True,
+                state_names=None if state_names is None else tuple(map(str, state_names)),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a registration cannot be read: {error}") from None
@@ -136,9 +159,10 @@ def _describe(spec: TensorSpec) -> str:
 
 
 def _settings(schema: GroupSchema) -> str:
+    optimizer = "" if schema.state_names is None else f", optimizer state ({', '.join(schema.state_names)})"
     return (
         f"{schema.name!r} with shard_bytes={schema.shard_bytes}, gather_bytes={schema.gather_bytes}, "
-        f"algorithm={schema.algorithm}"
+        f"algorithm={schema.algorithm}{optimizer}"
     )
 
 
@@ -149,8 +173,7 @@ class Registration:
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
     slots: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
-    control: Segment | None = None
-    node_segment: Segment | None = None  # where there are several nodes
+    shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
     is_allocated: bool = False
     is_active: bool = False
     refusal: Message | None = None
@@ -163,8 +186,5 @@ class Registration:
 
     def close(self) -> None:
         """Gives up this process's descriptors."""
-        for segment in self.slots.values():
+        for segment in (*self.slots.values(), *self.shared.values()):
             segment.close()
-        for shared in (self.control, self.node_segment):
-            if shared is not None:
-                shared.close()

@@ -13,16 +13,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
+from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SessionClosedError
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.facade import LoggerFacade, ReducerFacade
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.join import UnevenInputsHook
+from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.options import check_module, check_unsupported, find_devices, trainable_parameters
 from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
 from coarse.torch.state_dict import with_wrapper_prefix
+from coarse.torch.update_rules import UpdateRule
 
 _MIB = 1 << 20
 _DEFAULT_BUCKET_MIB = 25
@@ -150,7 +153,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self.logger = LoggerFacade(self)
 
         self._world_size = dist.get_world_size(self.process_group)
+        self._trainable = trainable
         self._gradients: GradientSynchroniser | None = None
+        self._offloaded: OffloadedParameters | None = None
         self._buffers_broadcast: BufferBroadcast | None = None
         if self._world_size > 1:
             self._register(trainable, init_sync, broadcast_initially)
@@ -163,14 +168,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         name = shared.next_model_name()
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
-        self._gradients = GradientSynchroniser(
-            self._session,
-            f"{name}/gradients",
-            trainable,
-            gradient_as_view=self.gradient_as_bucket_view,
-            find_unused=self.find_unused_parameters,
-            static_graph=self.static_graph,
-        )
+        self._name = name
+        self._gradients = self._register_gradients(f"{name}/gradients")
         self._groups = [self._gradients.group]
         if self.forward_sync_buffers and sum(buffer.numel() for buffer in self.modules_buffers):
             self._buffers_broadcast = BufferBroadcast(self._session, f"{name}/buffers", self.modules_buffers)
@@ -179,9 +178,28 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
             states = [tensor for _, tensor in self._named_states(buffers=broadcast_buffers)]
             broadcast_tensors(self._session, states)
             self._session.release_buffers()
+        self._dropped = shared.dropped
+        self._watch_end()
+
+    def _register_gradients(
+        self, name: str, state_names: Sequence[str] | None = None
+    ) -> GradientSynchroniser:
+        return GradientSynchroniser(
+            self._session,
+            name,
+            self._trainable,
+            gradient_as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            state_names=state_names,
+        )
+
+    def _watch_end(self) -> None:
+        """Arranges for what is left to do when nobody refers to this wrapper any more."""
+        assert self._gradients is not None
         closing = [group.close for group in self._groups]
-        dropped = weakref.finalize(self, _drop, self._gradients, closing, shared.dropped)
-        dropped.atexit = False  # the session ends at exit, with all its groups
+        self._end = weakref.finalize(self, _drop, self._gradients, self._offloaded, closing, self._dropped)
+        self._end.atexit = False  # the session ends at exit, with all its groups
 
     def _named_states(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Everything that must be equal on all workers at the start."""
@@ -199,8 +217,69 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self._closed = True
         if self._gradients is not None:
             self._gradients.remove_hooks()
+            if self._offloaded is not None:
+                self._offloaded.release()
             for group in self._groups:
                 group.close()
+
+    # An optimizer in the memory devices, for DistributedOptimizer.
+
+    @property
+    def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters whose gradients are averaged, with their names in the module."""
+        return self._trainable
+
+    def cannot_offload(self) -> str:
+        """Why this model's optimizer cannot run in the memory devices; "" if it can."""
+        if self._gradients is None:
+            return "a job of one worker has no memory devices"
+        return self._session.cannot_update()
+
+    def offload(
+        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, *, overlap: bool
+    ) -> OffloadedParameters:
+        """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
+
+        Args:
+            optimizer: Has the settings, and perhaps state.
+            rule: What it does.
+            overlap: Whether parameters are updated during backward(), not by update_parameters().
+
+        Raises:
+            RuntimeError: If this was done before.
+            ValueError: If cannot_offload() has a reason.
+        """
+        if self._offloaded is not None:
+            raise RuntimeError(
+                "this model has a DistributedOptimizer already; wrap the module again for another one"
+            )
+        if self._gradients is None:
+            raise ValueError(self.cannot_offload())
+        self._gradients.check_finished()
+        gradients = self._register_gradients(f"{self._name}/parameters", rule.state_names)
+        self._end.detach()
+        self._gradients.remove_hooks()
+        self._gradients.group.close()
+        writes = self._session.identity.rank == self._session.node_workers[0]
+        parameters = [parameter for _, parameter in self._trainable]
+        assert isinstance(gradients.group, TensorGroup)
+        self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
+        self._session.barrier()
+        self._offloaded.share()
+        if overlap:
+            gradients.update_in_backward(self._offloaded)
+        self._groups[0] = gradients.group
+        self._gradients = gradients
+        self._watch_end()
+        return self._offloaded
+
+    def update_parameters(self) -> list[int]:
+        """Has the memory devices update the parameters; returns how many workers had a gradient of each."""
+        if self._gradients is None or self._closed:
+            raise SessionClosedError(
+                "this model was closed, and its optimizer no longer runs in memory devices"
+            )
+        return self._gradients.update()
 
     # Forward.
 
@@ -288,6 +367,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
+        if self._offloaded is not None:
+            raise ValueError(
+                "join() does not work with a DistributedOptimizer: a worker without inputs would not take part in "
+                "step(). Give all workers equally many batches, or use the optimizer without it."
+            )
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
 
@@ -405,9 +489,12 @@ def _refuse(what: str, alternative: str) -> NoReturn:
 
 def _drop(
     gradients: GradientSynchroniser,
+    offloaded: OffloadedParameters | None,
     closing: list[Callable[[], None]],
     dropped: deque[Callable[[], None]],
 ) -> None:
     """Runs when a wrapper is gone, in whatever thread."""
     gradients.remove_hooks()
+    if offloaded is not None:
+        offloaded.release()
     dropped.extend(closing)

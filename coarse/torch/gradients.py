@@ -21,8 +21,10 @@ import torch
 from torch.autograd import Variable
 
 from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch.layout import DTYPE_NAMES, slot_tensor
+from coarse.torch.offloaded import OffloadedParameters
 
 _MOST_NAMES_IN_MESSAGE = 20
 
@@ -44,6 +46,7 @@ class GradientSynchroniser:
         find_unused: Whether parameters without a gradient at the end of a backward count as unused, instead
             of being waited for.
         static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
+        state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
 
     Raises:
         ValueError: If a parameter's dtype cannot be averaged.
@@ -58,11 +61,18 @@ class GradientSynchroniser:
         gradient_as_view: bool,
         find_unused: bool,
         static_graph: bool,
+        state_names: Sequence[str] | None = None,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self.group = session.register(name, [_spec(*named) for named in parameters])
+        specs = [_spec(*named) for named in parameters]
+        self.group = (
+            session.register(name, specs)
+            if state_names is None
+            else session.register_parameters(name, specs, state_names=state_names)
+        )
+        self._overlapped: OffloadedParameters | None = None
         self._slots = [slot_tensor(self.group.buffer(i), p) for i, p in enumerate(self._parameters)]
         self._strides = [slot.stride() for slot in self._slots]
         self._dtypes = [slot.dtype for slot in self._slots]
@@ -80,6 +90,25 @@ class GradientSynchroniser:
         ]
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
+
+    def update_in_backward(self, offloaded: OffloadedParameters) -> None:
+        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains."""
+        self._overlapped = offloaded
+
+    def update(self) -> list[int]:
+        """Has the memory devices update each parameter by its `.grad`, which is the same on every worker.
+
+        Returns:
+            How many workers had a gradient of each parameter.
+        """
+        assert isinstance(self.group, TensorGroup)
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            source = 0 if gradient is None else self._bring_to_slot(index, gradient)
+            self.group.push(
+                index, present=gradient is not None, source=source, update=UpdateKind.UPDATE_BY_MEAN
+            )
+        return self.group.pull_all()
 
     def use_static_graph(self) -> None:
         """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
@@ -170,6 +199,8 @@ class GradientSynchroniser:
 
     def _arm(self) -> None:
         self._armed = True
+        if self._overlapped is not None and not self._num_pushed:
+            self._overlapped.begin()
         Variable._execution_engine.queue_callback(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor) -> None:
@@ -177,10 +208,21 @@ class GradientSynchroniser:
             raise RuntimeError(self._twice_message(index))
         self._pushed[index] = 1
         self._num_pushed += 1
-        slot = self._slots[index]
-        if gradient is slot:
-            self.group.push(index)
-            return
+        self._send(index, source=self._bring_to_slot(index, gradient))
+        if self._is_view[index] and gradient is not self._slots[index]:
+            self._parameters[index].grad = self._slots[index]
+
+    def _send(self, index: int, *, present: bool = True, source: int = 0) -> None:
+        if self._overlapped is None:
+            self.group.push(index, present=present, source=source)
+        else:
+            assert isinstance(self.group, TensorGroup)
+            self.group.push(index, present=present, source=source, update=UpdateKind.UPDATE)
+
+    def _bring_to_slot(self, index: int, gradient: torch.Tensor) -> int:
+        """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
+        if gradient is self._slots[index]:
+            return 0
         if (
             gradient.layout is torch.strided
             and gradient.is_cpu
@@ -189,12 +231,9 @@ class GradientSynchroniser:
             and not gradient.requires_grad
         ):
             # The native code copies, and is done when push returns.
-            self.group.push(index, source=gradient.data_ptr())
-        else:
-            self._copy_to_slot(index, gradient)
-            self.group.push(index)
-        if self._is_view[index]:
-            self._parameters[index].grad = slot
+            return int(gradient.data_ptr())
+        self._copy_to_slot(index, gradient)
+        return 0
 
     def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
         """Everything but a plain gradient: other strides, other devices, or what is refused."""
@@ -234,7 +273,12 @@ class GradientSynchroniser:
             self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
-            self._deliver(contributors)
+            if self._overlapped is None:
+                self._deliver(contributors)
+            else:
+                self._overlapped.finish(contributors)
+                for parameter in self._parameters:
+                    parameter.grad = None
 
     def _push_remaining(self) -> None:
         """Pushes what may be left over: unused parameters, and a static graph's first iteration."""
@@ -250,7 +294,7 @@ class GradientSynchroniser:
                 self._pushed[index] = 1
                 self._num_pushed += 1
                 self._absent.append(index)
-                self.group.push(index, present=False)
+                self._send(index, present=False)
 
     def _deliver(self, contributors: Sequence[int]) -> None:
         """Makes `.grad` of each parameter that any worker used the average."""

@@ -60,12 +60,16 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    function: Callable[[Context], Any] | None = None, *, compare: bool = True, tolerance: float = 0.0
+    function: Callable[[Context], Any] | None = None,
+    *,
+    compare: bool = True,
+    tolerance: float = 0.0,
+    registry: dict[str, Scenario] = SCENARIOS,
 ) -> Any:
     """Registers a scenario under the name of its function."""
 
     def register(run: Callable[[Context], Any]) -> Callable[[Context], Any]:
-        SCENARIOS[run.__name__] = Scenario(run, compare, tolerance)
+        registry[run.__name__] = Scenario(run, compare, tolerance)
         return run
 
     return register if function is None else register(function)

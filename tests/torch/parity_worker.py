@@ -31,7 +31,10 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world_size)
     )
+    from optimizer_scenarios import OPTIMIZER_SCENARIOS
     from parity_scenarios import SCENARIOS, Context
+
+    scenarios = {**SCENARIOS, **OPTIMIZER_SCENARIOS}
 
     context = Context(
         rank=int(rank), world_size=int(world_size), wrap=wrapper_of(strategy), is_coarse=strategy == "coarse"
@@ -41,7 +44,7 @@ def main() -> None:
     while (name := connection.recv()) is not None:
         torch.manual_seed(1234)
         try:
-            connection.send(("result", SCENARIOS[name].run(context)))
+            connection.send(("result", scenarios[name].run(context)))
         except Exception as error:
             connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
     connection.close()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import ProtocolError, SchemaMismatchError
 from coarse.proxy.registration import GroupSchema, check_agreement
 
@@ -38,6 +39,7 @@ schemas = st.builds(
     gather_bytes=st.integers(0, 1 << 40),
     algorithm=st.sampled_from(["auto", "gather", "direct", "ring"]),
     is_staging=st.booleans(),
+    state_names=st.none() | st.lists(st.text(), max_size=2).map(tuple),
 )
 
 
@@ -103,6 +105,7 @@ def test_any_difference_is_a_mismatch_that_names_both_workers(one, other):
         (schema(spec("a")), schema(spec("a"), name="other"), "'other' with shard_bytes"),
         (schema(spec("a")), schema(spec("a"), algorithm="ring"), "algorithm=ring on worker 2"),
         (schema(spec("a")), schema(spec("a"), gather_bytes=0), "gather_bytes=0"),
+        (schema(spec("a")), schema(spec("a"), state_names=("m",)), "optimizer state (m) on worker 2"),
     ],
 )
 def test_the_first_difference_is_named(one, other, difference):
@@ -137,6 +140,8 @@ def message(**changes):
         {"shard_bytes": 1.5},
         {"gather_bytes": -1},
         {"gather_bytes": None},
+        {"state_names": "exp_avg"},
+        {"state_names": 2},
     ],
 )
 def test_what_cannot_be_read_is_a_protocol_error(changes):
@@ -167,6 +172,16 @@ def test_no_message_does_any_harm(changes):
     except ProtocolError:
         return
     assert all(tensor.dtype in ITEM_BYTES and tensor.num_elements >= 1 for tensor in read.specs)
+
+
+def test_an_optimizer_lays_out_what_is_kept_beside_the_slots():
+    plain = schema(spec("a", 100), spec("b", 3))
+    plan = replace(plain, state_names=("exp_avg", "exp_avg_sq")).native_plan(1, 2)
+    slot_bytes = plain.partition().slot_bytes
+    assert (plan.slot_bytes, plan.settings_offset) == (slot_bytes, slot_bytes)
+    assert plan.client_bytes == slot_bytes + 2 * SETTINGS_DTYPE.itemsize
+    assert plan.state_bytes == 2 * slot_bytes
+    assert plain.native_plan(1, 2).client_bytes == slot_bytes
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 5000)), min_size=1, max_size=5))

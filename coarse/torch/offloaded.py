@@ -1,0 +1,124 @@
+"""Parameters whose optimizer runs in the memory devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from coarse.client.tensor_group import TensorGroup
+from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.torch.layout import slot_tensor
+from coarse.torch.update_rules import UpdateRule
+
+
+class OffloadedParameters:
+    """The parameters of one model, in memory that all workers of the node and their memory devices share.
+
+    Args:
+        group: Registered with the rule's states.
+        parameters: In the order of the group; from now on views of its memory.
+        optimizer: Its parameter groups have the settings, now and later.
+        rule: What the optimizer does.
+        writes: Whether this worker's values are those of the node: one worker's are. The others must not read
+            parameters before it has returned from here.
+    """
+
+    def __init__(
+        self,
+        group: TensorGroup,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        rule: UpdateRule,
+        *,
+        writes: bool,
+    ) -> None:
+        self._group = group
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._rule = rule
+        self._writes = writes
+        self._num_updates = np.zeros(len(parameters), dtype=np.int64)
+        self._has_begun = False
+        self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
+        positions = {parameter: index for index, parameter in enumerate(parameters)}
+        self._members = [
+            np.array([positions[p] for p in options["params"] if p in positions], dtype=np.int64)
+            for options in optimizer.param_groups
+        ]
+        self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
+        if writes:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views, [parameter.detach() for parameter in parameters])
+        self.adopt_state()
+
+    def share(self) -> None:
+        """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again, with the values of now."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() == view.data_ptr():
+                parameter.data = view.clone()
+
+    def begin(self) -> None:
+        """Writes down how the next update is to be done, by the optimizer's settings of now."""
+        self._has_begun = True
+        for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
+            numbers = self._num_updates[members] + 1
+            for number in np.unique(numbers):
+                fields = self._rule.settings(options, int(number))
+                record = np.zeros((), dtype=SETTINGS_DTYPE)
+                for name, value in fields.items():
+                    record[name] = value
+                self._settings[members[numbers == number]] = record
+
+    def finish(self, contributors: Sequence[int]) -> None:
+        """Notes that parameters with contributors were updated."""
+        updated = np.asarray(contributors) > 0
+        self._num_updates += updated
+        # They changed in place: a graph that saved them before must not be run backward any more.
+        torch.autograd.graph.increment_version(
+            [p for p, changed in zip(self._parameters, updated, strict=True) if changed]
+        )
+
+    def adopt_state(self) -> None:
+        """Moves the optimizer's own state, if it has any, to the memory devices."""
+        state = self._optimizer.state
+        for index, parameter in enumerate(self._parameters):
+            mine: Mapping[str, Any] = state.get(parameter, {})
+            self._num_updates[index] = self._rule.num_updates(mine)
+            if self._writes:
+                self._write_state(index, mine)
+        state.clear()
+
+    def state(self) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+        """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""
+        if not self._rule.state_names:
+            return {}
+        return {
+            parameter: {
+                **self._rule.counted(int(self._num_updates[index])),
+                **{
+                    name: self._state_tensor(index, number).clone()
+                    for number, name in enumerate(self._rule.state_names)
+                },
+            }
+            for index, parameter in enumerate(self._parameters)
+            if self._num_updates[index]
+        }
+
+    def _write_state(self, index: int, state: Mapping[str, Any]) -> None:
+        for number, name in enumerate(self._rule.state_names):
+            value = state.get(name)
+            if value is not None:
+                self._state_tensor(index, number).copy_(value)
+            elif self._has_begun:  # before, states are zeros, which need not be touched
+                self._state_tensor(index, number).zero_()
+
+    def _state_tensor(self, index: int, number: int) -> torch.Tensor:
+        return slot_tensor(self._group.state(index, number), self._parameters[index])

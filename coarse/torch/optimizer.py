@@ -1,0 +1,178 @@
+"""DistributedOptimizer: one of torch's optimizers, run by the memory devices."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from coarse.torch.distributed import DistributedDataParallel
+from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.update_rules import UpdateRule, find_rule
+
+
+class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    """Runs an optimizer's update in the memory devices, where parameters and its state then live once for all.
+
+    Takes the optimizer's place: `step()`, `zero_grad()`, learning-rate schedulers, GradScaler, `state_dict()` and
+    `load_state_dict()` work as before, and checkpoints are the optimizer's own. Every worker must construct it
+    alike, between two steps; that is collective. The first worker's parameters win.
+
+    Memory devices run SGD, Adam and AdamW on float32 parameters in host memory, on one node, where gradients are
+    reduced by `auto`, `direct` or `gather`. Anything else runs on the workers as usual; a warning says so and why,
+    and `runs_in_memory_devices` is False.
+
+    What differs where it does run in memory devices:
+        - Every parameter is a view of memory that the workers of the node share: what one of them writes to it
+          between two steps, all of them read. Parameters are whole and constant between the end of a worker's
+          step() and the beginning of its next one (with overlap=True: of its next backward()). A thread of its own
+          that reads during step() may see some tensors, or parts of one, from before and some from after.
+        - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
+        - `state` is empty; state_dict() has a copy of the state.
+        - No closures, no add_param_group(), no DistributedDataParallel.join().
+
+    Args:
+        optimizer: Holds exactly the trainable parameters of `model`. From now on it is only asked for its settings;
+            use this one instead. State that it has is taken over.
+        model: Whose gradients it is for.
+        overlap: Whether each parameter is updated during backward(), as soon as all workers have its gradient,
+            instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
+            no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
+            one averaging backward() for each step(). Settings are those at the beginning of backward().
+
+    Raises:
+        TypeError: If the model is not wrapped.
+        ValueError: If an option of the optimizer cannot be offloaded, or it does not hold the model's parameters.
+        SchemaMismatchError: If workers construct different ones.
+        OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, overlap: bool = False
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
+                f"{type(model).__name__}"
+            )
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._optimizer = optimizer
+        self._model = model
+        self._overlaps = overlap
+        self._offloaded: OffloadedParameters | None = None
+        self._share_groups()
+        rule = find_rule(optimizer)
+        reason = _obstacle(optimizer, rule, model)
+        if rule is None or reason:
+            warnings.warn(
+                f"{type(optimizer).__name__} runs on the workers, not in the memory devices: {reason}",
+                stacklevel=2,
+            )
+            return
+        _check_members(optimizer, model)
+        self._offloaded = model.offload(optimizer, rule, overlap=overlap)
+
+    @property
+    def runs_in_memory_devices(self) -> bool:
+        """Whether memory devices run the update, or the workers as usual."""
+        return self._offloaded is not None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters by their gradients; returns when this worker can read them. Collective.
+
+        Raises:
+            ValueError: For a closure.
+            RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used.
+        """
+        if self._offloaded is None:
+            return self._optimizer.step(closure)
+        if closure is not None:
+            raise ValueError(
+                "memory devices cannot call a closure; compute the loss before step(), or use the optimizer without "
+                "DistributedOptimizer"
+            )
+        if self._overlaps:
+            self._check_updated()
+            return None
+        self._offloaded.begin()
+        self._offloaded.finish(self._model.update_parameters())
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too."""
+        if self._offloaded is None:
+            return dict(self._optimizer.state_dict())
+        self._optimizer.state.update(self._offloaded.state())
+        try:
+            return dict(self._optimizer.state_dict())
+        finally:
+            self._optimizer.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this or of the bare optimizer. Every worker must load the same."""
+        self._optimizer.load_state_dict(state_dict)
+        self._share_groups()
+        if self._offloaded is not None:
+            self._offloaded.adopt_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused where memory devices run the optimizer: parameters are registered with them once.
+
+        Raises:
+            ValueError: Says what to do instead.
+        """
+        if getattr(self, "_offloaded", None) is not None:
+            raise ValueError(
+                "parameters cannot be added to an optimizer that runs in the memory devices; add them before it is "
+                "given to DistributedOptimizer"
+            )
+        if hasattr(self, "_optimizer"):
+            self._optimizer.add_param_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+    def _share_groups(self) -> None:
+        # The same objects, so that schedulers may be given either optimizer.
+        self.param_groups = self._optimizer.param_groups
+        self.state = self._optimizer.state
+
+    def _check_updated(self) -> None:
+        if any(p.grad is not None for options in self.param_groups for p in options["params"]):
+            raise RuntimeError(
+                "overlap=True updates parameters in the backward() that averages gradients, but there are gradients "
+                "that were only accumulated (under no_sync()). End each accumulation with a backward() outside of "
+                "no_sync(), or pass overlap=False."
+            )
+
+
+def _obstacle(
+    optimizer: torch.optim.Optimizer, rule: UpdateRule | None, model: DistributedDataParallel
+) -> str:
+    """Why the optimizer has to run on the workers; "" if it does not."""
+    if rule is None:
+        return f"they know SGD, Adam and AdamW of torch.optim, not {type(optimizer).__name__}"
+    for name, parameter in model.trained_parameters:
+        if not parameter.is_cpu:
+            return f"parameter {name!r} is on {parameter.device}, not in host memory"
+        if parameter.dtype != torch.float32:
+            return f"parameter {name!r} is {parameter.dtype}, and they update float32"
+    return model.cannot_offload()
+
+
+def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    held = {
+        p for options in optimizer.param_groups for p in options["params"] if p.requires_grad and p.numel()
+    }
+    for name, parameter in model.trained_parameters:
+        if parameter not in held:
+            raise ValueError(
+                f"parameter {name!r} of the model is trainable, but not in the optimizer; freeze it with "
+                "requires_grad_(False) before wrapping the model, or give it to the optimizer"
+            )
+    if foreign := len(held) - len(model.trained_parameters):
+        raise ValueError(
+            f"the optimizer holds {foreign} trainable parameter(s) whose gradients this model does not average; give "
+            "them an optimizer of their own"
+        )

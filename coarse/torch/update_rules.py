@@ -1,0 +1,136 @@
+"""Which of torch's optimizers memory devices can run, and the coefficients of their rules step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM = 1, 2, 3, 4
+
+
+class UpdateRule(Protocol):
+    """One of torch's optimizers as sync cores run it."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """torch's names of what is kept for each parameter, in the order of the native rule."""
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        """The fields of SETTINGS_DTYPE that are not zero, for one parameter.
+
+        Args:
+            options: Of its parameter group, as torch keeps them.
+            update_number: 1 for the parameter's first update.
+        """
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        """How many updates torch's state of a parameter has seen; for rules that do not count them, 0 or 1."""
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        """What torch's state has beside `state_names` after so many updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdRule:
+    """torch.optim.SGD.
+
+    Args:
+        has_momentum: Whether any parameter group has momentum, so that there is a buffer.
+    """
+
+    has_momentum: bool
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.has_momentum else ()
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        momentum, is_first = float(options["momentum"]), update_number == 1
+        if momentum and not self.has_momentum:
+            raise ValueError(
+                "this SGD had no momentum when it was given to DistributedOptimizer, so that no memory device keeps "
+                "its buffer; give every optimizer that is to have momentum some from the start"
+            )
+        rule = _SGD if not momentum else _SGD_NESTEROV if options["nesterov"] else _SGD_MOMENTUM
+        return {
+            "rule": rule,
+            "gradient_sign": _sign(options),
+            "gradient_decay": float(options["weight_decay"]),
+            "parameter_scale": 1.0,
+            "step_size": float(options["lr"]),
+            # The first gradient becomes the buffer, without dampening.
+            "first_decay": 0.0 if is_first else momentum,
+            "first_weight": 1.0 if is_first else 1.0 - float(options["dampening"]),
+            "momentum": momentum,
+            "second_scale": 1.0,
+            "update_number": update_number,
+        }
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int(state.get("momentum_buffer") is not None)
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamRule:
+    """torch.optim.Adam, and with decoupled weight decay AdamW."""
+
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        learning_rate, weight_decay = float(options["lr"]), float(options["weight_decay"])
+        beta1, beta2 = map(float, options["betas"])
+        is_decoupled = bool(options.get("decoupled_weight_decay"))
+        return {
+            "rule": _ADAM,
+            "gradient_sign": _sign(options),
+            "gradient_decay": 0.0 if is_decoupled else weight_decay,
+            "parameter_scale": 1.0 - learning_rate * weight_decay if is_decoupled else 1.0,
+            "step_size": learning_rate / (1.0 - beta1**update_number),
+            "first_weight": 1.0 - beta1,
+            "second_decay": beta2,
+            "second_weight": 1.0 - beta2,
+            "second_scale": (1.0 - beta2**update_number) ** 0.5,
+            "epsilon": float(options["eps"]),
+            "update_number": update_number,
+        }
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int(state.get("step", 0))
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
+
+
+def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
+    """The rule that does what `optimizer` does; None if there is none, as for a class derived from torch's.
+
+    Raises:
+        ValueError: For an option of a known optimizer that its rule does not have; names it and the alternative.
+    """
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return None
+    for options in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable", "capturable"):
+            if options.get(option):
+                raise ValueError(
+                    f"{kind.__name__}({option}=True) cannot run in the memory devices; build it without "
+                    f"{option}, or use it without DistributedOptimizer"
+                )
+    if kind is torch.optim.SGD:
+        return SgdRule(has_momentum=any(options["momentum"] for options in optimizer.param_groups))
+    # Older versions of torch have AdamW's decay in its class alone.
+    if kind is torch.optim.AdamW:
+        for options in optimizer.param_groups:
+            options.setdefault("decoupled_weight_decay", True)
+    return AdamRule()
+
+
+def _sign(options: Mapping[str, Any]) -> float:
+    return -1.0 if options.get("maximize") else 1.0

@@ -1,0 +1,153 @@
+"""Groups with an optimizer: one copy of parameters and states, whoever runs the update, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import UpdateKind
+from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
+
+ADAM = 4
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+LENGTHS = (70_001, 33, 5)  # several shards of 64 KiB, and two that are gathered
+
+
+def means(*lengths, dtype="float32"):
+    return [TensorSpec(name=str(i), dtype=dtype, num_elements=n) for i, n in enumerate(lengths)]
+
+
+def write_settings(group, update_number, *, learning_rate=0.01):
+    settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
+    settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
+    settings["rule"] = ADAM
+    settings["gradient_sign"] = settings["parameter_scale"] = 1
+    settings["step_size"] = learning_rate
+    settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
+    settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
+    settings["update_number"] = update_number
+
+
+def array(memory):
+    return np.frombuffer(memory, dtype=np.float32)
+
+
+def take_steps(group, rank, steps=3):
+    generator = np.random.default_rng(rank)
+    for step in range(1, steps + 1):
+        write_settings(group, step)
+        for index, spec in enumerate(group.specs):
+            array(group.buffer(index))[:] = generator.normal(size=spec.num_elements).astype(np.float32)
+            group.push(index, update=UpdateKind.UPDATE)
+        group.pull_all()
+
+
+def digest(group):
+    found = hashlib.sha256()
+    for index in range(len(group.specs)):
+        found.update(group.parameter(index))
+        for number in range(len(ADAM_STATES)):
+            found.update(group.state(index, number))
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_results_have_the_same_bits_however_many_memory_devices_there_are(job, num_workers):
+    def worker(me):
+        digests = []
+        for devices, cores in ((1, 1), (1, 2), (num_workers, 1)):
+            settings = {
+                "memory_devices": devices,
+                "sync_cores": cores,
+                "shard_bytes": 64 << 10,
+                "profile": "off",
+            }
+            with me.join(f"store{devices}{cores}", **settings) as session:
+                group = session.register_parameters("model", means(*LENGTHS), state_names=ADAM_STATES)
+                take_steps(group, me.rank)
+                digests.append(digest(group))
+                session.barrier()
+        return digests
+
+    found = job.run(num_workers, worker)
+    assert len({each for digests in found for each in digests}) == 1
+
+
+def test_workers_share_parameters_and_keep_slots_to_themselves(job):
+    def worker(me):
+        with me.join() as session:
+            group = session.register_parameters("model", means(100), state_names=())
+            parameter, slot = array(group.parameter(0)), array(group.buffer(0))
+            slot[:] = me.rank
+            if me.rank == 1:
+                parameter[:] = 7
+            session.barrier()
+            assert (parameter == 7).all()
+            assert (slot == me.rank).all()
+            with pytest.raises(ValueError, match="keeps no state"):
+                group.state(0, 0)
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_another_learning_rate_on_one_worker_is_an_error_that_says_so(job):
+    def worker(me):
+        session = me.join()
+        group = session.register_parameters("model", means(100), state_names=ADAM_STATES)
+        write_settings(group, 1, learning_rate=(0.5, 0.25)[me.rank])
+        group.push(0, update=UpdateKind.UPDATE)
+        with pytest.raises(
+            CoarseError, match=r"disagree on the optimizer's settings: step size 0\.5 and 0\.25"
+        ):
+            group.pull_all()
+
+    job.run(2, worker)
+
+
+def test_workers_must_register_the_same_optimizer(job):
+    def worker(me):
+        with me.join() as session:
+            names = (ADAM_STATES, ("momentum_buffer",))[me.rank]
+            with pytest.raises(SchemaMismatchError, match="momentum_buffer"):
+                session.register_parameters("model", means(100), state_names=names)
+
+    job.run(2, worker)
+
+
+def test_what_cannot_be_updated_is_refused(job):
+    def worker(me):
+        with me.join() as session:
+            with pytest.raises(ValueError, match="only means of float32"):
+                session.register_parameters("model", means(100, dtype="bfloat16"), state_names=())
+            with pytest.raises(OutOfDeviceMemoryError, match="MiB of device memory"):
+                session.register_parameters("model", means(1 << 40), state_names=ADAM_STATES)
+            group = session.register("plain", means(100))
+            with pytest.raises(ValueError, match="registered without an optimizer"):
+                group.parameter(0)
+
+    job.run(2, worker)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+def test_distinct_memories_refuse_optimizers(job, algorithm):
+    def worker(me):
+        with (
+            me.join(algorithm=algorithm) as session,
+            pytest.raises(ValueError, match=f"gradients are reduced by {algorithm}"),
+        ):
+            session.register_parameters("model", means(100), state_names=())
+
+    job.run(2, worker)
+
+
+def test_a_job_of_one_has_no_memory_devices(job):
+    def worker(me):
+        with me.join() as session, pytest.raises(ValueError, match="a job of one worker"):
+            session.register_parameters("model", means(100), state_names=())
+
+    job.run(1, worker)

@@ -1,0 +1,511 @@
+"""Scenarios of optimizers that run in the memory devices; under torch's own classes they say what is expected."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_scenarios import (
+    Branches,
+    Context,
+    Scenario,
+    assert_equal_on_all_workers,
+    mlp,
+    raises,
+    scenario,
+)
+from torch import nn
+
+OPTIMIZER_SCENARIOS: dict[str, Scenario] = {}
+
+offloaded_scenario = functools.partial(scenario, registry=OPTIMIZER_SCENARIOS)
+
+STEPS = 200
+# float32: 200 updates whose roundings differ by the order of a sum or a fused operation.
+TOLERANCE = 2e-6
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def offload(context: Context, optimizer: torch.optim.Optimizer, model: Any, *, overlap: bool = False) -> Any:
+    """The optimizer in the memory devices, or under torch's classes the optimizer."""
+    if not context.is_coarse:
+        return optimizer
+    from coarse.torch import DistributedOptimizer
+
+    distributed = DistributedOptimizer(optimizer, model, overlap=overlap)
+    assert distributed.runs_in_memory_devices
+    return distributed
+
+
+def wide_mlp() -> nn.Sequential:
+    """Tensors that are gathered at once, and one of several shards."""
+    return nn.Sequential(nn.Linear(8, 300), nn.GELU(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
+
+
+def loss_of(model: Any, context: Context, step: int) -> torch.Tensor:
+    inputs = context.inputs(step, 16, 8)
+    return (model(inputs) - inputs[:, :4]).square().mean()
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Parameters, and the optimizer's state dict with state by parameter number."""
+    saved = optimizer.state_dict()
+    return {
+        "parameters": [parameter.detach().clone() for parameter in model.parameters()],
+        "state": {str(key): dict(value) for key, value in saved["state"].items()},
+        "settings": [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]],
+    }
+
+
+def run_optimizer(context: Context, make: Make, *, overlap: bool, steps: int = STEPS) -> dict[str, Any]:
+    module = wide_mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, make(model.parameters()), model, overlap=overlap)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, context, step).backward()
+        optimizer.step()
+        scheduler.step()
+    assert_equal_on_all_workers(context, module.parameters())
+    return everything(module, optimizer)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.01),
+    "sgd_with_momentum": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01
+    ),
+    "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "sgd_that_maximises": lambda p: torch.optim.SGD(p, lr=1e-4, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
+    "adamw_with_groups_of_its_own": lambda p: torch.optim.AdamW(
+        [
+            {"params": (parameters := list(p))[::2], "lr": 1e-3, "weight_decay": 0.1},
+            {"params": parameters[1::2], "lr": 3e-3, "betas": (0.7, 0.9), "weight_decay": 0.0},
+        ]
+    ),
+}
+
+for _name, _make in OPTIMIZERS.items():
+    for _overlap in (False, True):
+        OPTIMIZER_SCENARIOS[f"{_name}_{'overlapped' if _overlap else 'in_step'}"] = Scenario(
+            functools.partial(run_optimizer, make=_make, overlap=_overlap), True, TOLERANCE
+        )
+
+
+def small_bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=500,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return BertForSequenceClassification(config)
+
+
+def run_bert(context: Context, *, overlap: bool) -> dict[str, Any]:
+    module = small_bert()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=3e-4), model, overlap=overlap)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, 20)
+    losses = []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(1000 * context.rank + step)
+        tokens = torch.randint(0, 500, (4, 16), generator=generator)
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens[:, 0] % 2).loss
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    assert_equal_on_all_workers(context, module.parameters())
+    return {"losses": torch.tensor(losses), "parameters": [p.detach().clone() for p in module.parameters()]}
+
+
+for _overlap in (False, True):
+    OPTIMIZER_SCENARIOS[f"small_bert_{'overlapped' if _overlap else 'in_step'}"] = Scenario(
+        functools.partial(run_bert, overlap=_overlap), True, 2e-3
+    )
+
+
+# ---- what torch's users do around an optimizer ----
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clips_and_unscales_between_backward_and_step(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    found = []
+    for step in range(6):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 2 and context.rank == 1 else 1.0
+        scaler.scale(model(context.inputs(step, 4, 8)).square().mean() * factor).backward()
+        scaler.unscale_(optimizer)
+        found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1).nan_to_num(-1, -1, -1)))
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return torch.tensor(found), everything(module, optimizer)
+
+
+def accumulate(context: Context, *, overlap: bool) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, overlap=overlap)
+    for step in range(0, 12, 3):
+        with model.no_sync():
+            for micro in range(2):
+                model(context.inputs(step + micro, 4, 8)).square().mean().backward()
+        model(context.inputs(step + 2, 4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def accumulates_gradients_in_step(context: Context) -> Any:
+    return accumulate(context, overlap=False)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def accumulates_gradients_overlapped(context: Context) -> Any:
+    return accumulate(context, overlap=True)
+
+
+def use_branches(context: Context, *, overlap: bool) -> Any:
+    """Each parameter counts its own updates, and an unused one keeps its value and state."""
+    module = Branches()
+    model = context.wrap(module, find_unused_parameters=True)
+    optimizer = offload(
+        context, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), model, overlap=overlap
+    )
+    for step in range(9):
+        optimizer.zero_grad()
+        # Both heads, then one, then different ones on different workers.
+        head = (step % 2, 0, (step + context.rank) % 2)[step % 3]
+        model(context.inputs(step, 4, 8), head).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def leaves_unused_parameters_alone_in_step(context: Context) -> Any:
+    return use_branches(context, overlap=False)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def leaves_unused_parameters_alone_overlapped(context: Context) -> Any:
+    return use_branches(context, overlap=True)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def gradients_in_memory_of_their_own(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module, gradient_as_bucket_view=False)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    for step in range(5):
+        optimizer.zero_grad(set_to_none=False)
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def strided_parameters(context: Context) -> Any:
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+    module = module.to(memory_format=torch.channels_last)
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.Adam(model.parameters(), lr=1e-2), model)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(context.inputs(step, 2, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+# ---- state dicts ----
+
+
+def moved_through(context: Context, make: Make) -> Any:
+    """Five steps on the workers, five in memory devices, five on the workers, with a state dict in between."""
+    module = mlp()
+    model = context.wrap(module)
+    saved: dict[str, Any] = {}
+    optimizer: Any = None
+    for part in range(3):
+        optimizer = make(model.parameters())
+        if part == 1:
+            optimizer = offload(context, optimizer, model)
+        if saved:
+            optimizer.load_state_dict(saved)
+        for step in range(5):
+            optimizer.zero_grad()
+            model(context.inputs(10 * part + step, 4, 8)).square().mean().backward()
+            optimizer.step()
+        saved = optimizer.state_dict()
+        if part == 1 and context.is_coarse:
+            # Workers that update on their own need parameters of their own.
+            model.close()
+            model = context.wrap(module)
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def state_dicts_of_adamw_go_both_ways(context: Context) -> Any:
+    return moved_through(context, lambda p: torch.optim.AdamW(p, lr=1e-2))
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def state_dicts_of_sgd_go_both_ways(context: Context) -> Any:
+    return moved_through(context, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5))
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def takes_over_an_optimizer_that_has_state(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(10):
+        if step == 5:
+            optimizer = offload(context, optimizer, model)
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def loading_an_old_state_forgets_the_newer_one(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    empty = optimizer.state_dict()
+    for step in range(6):
+        if step == 3:
+            optimizer.load_state_dict(empty)
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def unsupported_optimizers_run_on_the_workers_and_say_so(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer: Any = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+    if context.is_coarse:
+        from coarse.torch import DistributedOptimizer
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = DistributedOptimizer(optimizer, model)
+        assert [str(w.message) for w in caught] == [
+            "RMSprop runs on the workers, not in the memory devices: they know SGD, Adam and AdamW of "
+            "torch.optim, not RMSprop"
+        ]
+        assert not optimizer.runs_in_memory_devices
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(context.inputs(step, 4, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return everything(module, optimizer)
+
+
+# ---- what only COARSE promises ----
+
+
+@offloaded_scenario(compare=False)
+def overlapping_changes_no_bit(context: Context) -> None:
+    for make in OPTIMIZERS.values():
+        results = []
+        for overlap in (False, True):
+            torch.manual_seed(3)
+            results.append(run_optimizer(context, make, overlap=overlap, steps=20))
+        first, second = results
+        for ours, theirs in zip(first["parameters"], second["parameters"], strict=True):
+            assert torch.equal(ours, theirs)
+        for key, state in first["state"].items():
+            for name, value in state.items():
+                assert torch.equal(value, second["state"][key][name]), (key, name)
+
+
+@offloaded_scenario(compare=False)
+def parameters_and_state_live_once(context: Context) -> None:
+    module = wide_mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters()), model)
+    loss_of(model, context, 0).backward()
+    optimizer.step()
+    maps = Path("/proc/self/maps").read_text()
+    assert maps.count("coarse-parameters of model") == 1, maps
+    assert "coarse-states" not in maps, maps
+    dist.barrier()
+    if context.rank == 0:
+        with torch.no_grad():
+            module[0].weight.fill_(7.0)
+    dist.barrier()
+    assert bool((module[0].weight == 7.0).all())
+    dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def closing_gives_every_worker_parameters_of_its_own(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    if context.rank == 0:
+        model.close()
+    else:
+        del model, optimizer
+        gc.collect()
+    dist.barrier()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(context.rank + 1)
+    dist.barrier()
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter.detach(), value + (context.rank + 1))
+
+
+@offloaded_scenario(compare=False)
+def nobody_sees_half_a_parameter_between_steps(context: Context) -> None:
+    """A thread reads all the time; what it read while no step() was under way is of one version.
+
+    Every element starts at 0 and every gradient is 1, so that after k steps of learning rate 1 all are -k.
+    """
+    module = nn.Linear(1000, 300, bias=False)
+    with torch.no_grad():
+        module.weight.zero_()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=1.0), model)
+    state = {"steps_begun": 0, "steps_done": 0, "reads": 0, "torn": 0, "stop": False}
+
+    def read() -> None:
+        while not state["stop"]:
+            done = state["steps_done"]
+            copy = module.weight.detach().clone()
+            if state["steps_begun"] == done:  # none began meanwhile
+                state["reads"] += 1
+                state["torn"] += not bool((copy == -done).all())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for step in range(1000):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1000)).sum().backward()
+            seen, patience = state["reads"], 0
+            # Give the reader a turn between two steps, on some of the workers some of the time.
+            while (step + context.rank) % 2 and state["reads"] == seen and patience < 10_000_000:
+                patience += 1
+            state["steps_begun"] += 1
+            optimizer.step()
+            state["steps_done"] += 1
+            enough = torch.tensor([float(step >= 30 and state["reads"] >= 30)])
+            dist.all_reduce(enough, op=dist.ReduceOp.MIN)
+            if enough.item():
+                break
+    finally:
+        state["stop"] = True
+        reader.join()
+    assert state["torn"] == 0, state
+    assert state["reads"] >= 30, state
+
+
+@offloaded_scenario(compare=False)
+def a_graph_from_before_the_update_is_refused(context: Context) -> None:
+    for overlap in (False, True):
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = context.wrap(module)
+        optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=overlap)
+        loss = model(context.inputs(0, 4, 8)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with raises(RuntimeError, "modified by an inplace operation"):
+            loss.backward()
+
+
+@offloaded_scenario(compare=False)
+def what_cannot_be_offloaded_is_refused(context: Context) -> None:
+    from coarse.torch import DistributedOptimizer
+
+    module = mlp()
+    model = context.wrap(module)
+    with raises(TypeError, "as coarse.torch.DistributedDataParallel wrapped it"):
+        DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+    with raises(ValueError, "amsgrad=True", "without amsgrad"):
+        DistributedOptimizer(torch.optim.Adam(module.parameters(), amsgrad=True), model)
+    with raises(ValueError, "'2.bias'", "not in the optimizer"):
+        DistributedOptimizer(torch.optim.SGD(list(module.parameters())[:3], lr=0.1), model)
+    foreign = nn.Parameter(torch.zeros(3))
+    with raises(ValueError, "holds 1 trainable parameter(s)"):
+        DistributedOptimizer(torch.optim.SGD([*module.parameters(), foreign], lr=0.1), model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
+    with raises(RuntimeError, "has a DistributedOptimizer already"):
+        DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
+    with raises(ValueError, "closure"):
+        optimizer.step(lambda: 0.0)
+    with raises(ValueError, "cannot be added"):
+        optimizer.add_param_group({"params": [foreign]})
+    with raises(ValueError, "join() does not work"), model.join():
+        pass
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with raises(ValueError, "had no momentum"):
+        optimizer.step()
+
+
+@offloaded_scenario(compare=False)
+def overlapped_steps_without_an_averaging_backward_are_refused(context: Context) -> None:
+    model = context.wrap(mlp())
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    with model.no_sync():
+        model(context.inputs(0, 4, 8)).sum().backward()
+    with raises(RuntimeError, "no_sync", "overlap=False"):
+        optimizer.step()
+
+
+def _narrow_models() -> Iterator[nn.Module]:
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        yield mlp().to(dtype)
+
+
+@offloaded_scenario(compare=False)
+def other_dtypes_run_on_the_workers(context: Context) -> None:
+    from coarse.torch import DistributedOptimizer
+
+    for module in _narrow_models():
+        model = context.wrap(module)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        assert len(caught) == 1
+        assert "they update float32" in str(caught[0].message)
+        model(context.inputs(0, 4, 8).to(next(module.parameters()).dtype)).sum().backward()
+        optimizer.step()
+        assert_equal_on_all_workers(context, [p.detach().float() for p in module.parameters()])

@@ -1,0 +1,37 @@
+"""Optimizers in the memory devices: the results of torch's, and what is promised beyond them.
+
+Each scenario of optimizer_scenarios.py runs with the same seeds in two workers under torch's classes and COARSE's,
+for 200 steps where it says nothing else. Parameters and state must agree within the scenario's tolerance.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from optimizer_scenarios import OPTIMIZER_SCENARIOS
+from parity_pool import WorkerPool
+from test_torch_parity import assert_same
+
+PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
+COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    if name.startswith("small_bert") and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers")
+    ddp_pool.submit(name)
+    coarse_pool.submit(name)
+    try:
+        expected = ddp_pool.collect()
+    finally:
+        actual = coarse_pool.collect()
+    for rank, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
+        assert_same(ours, theirs, OPTIMIZER_SCENARIOS[name].tolerance, f"worker {rank}")
+
+
+@pytest.mark.parametrize("name", COARSE_ONLY)
+def test_holds(name: str, coarse_pool: WorkerPool) -> None:
+    coarse_pool.submit(name)
+    coarse_pool.collect()
