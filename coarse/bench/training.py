@@ -12,6 +12,7 @@ from typing import Any
 from coarse.bench.collectives import join_gloo
 from coarse.bench.models import Workload, build_workload
 from coarse.bench.worker import Adapter, WorkerJob
+from coarse.errors import CoarseError
 
 LEARNING_RATE = 1e-4
 PHASES = ("forward", "backward", "optimizer", "step")
@@ -25,13 +26,20 @@ class TrainAdapter:
     Args:
         job: Its options are model, batch, sequence, optimizer and threads.
         wrap: Joins the other workers' process group if the system has one, and returns what wraps the module.
+        offload: Moves an optimizer of the wrapped module to where the system runs it.
     """
 
     commands = frozenset({"first_step", "run"})
 
-    def __init__(self, job: WorkerJob, wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> None:
+    def __init__(
+        self,
+        job: WorkerJob,
+        wrap: Callable[[WorkerJob], Callable[[Any], Any]],
+        offload: Callable[[Any, Any], Any] = lambda optimizer, _: optimizer,
+    ) -> None:
         self._job = job
         self._wrap = wrap
+        self._offload = offload
         self._torch: Any = None
         self._workload: Workload | None = None
         self._model: Any = None
@@ -47,7 +55,8 @@ class TrainAdapter:
             options["model"], batch=options["batch"], sequence=options["sequence"], rank=rank
         )
         self._model = wrap(self._workload.module)
-        self._optimizer = _make_optimizer(self._torch, options["optimizer"], self._model.parameters())
+        optimizer = _make_optimizer(self._torch, options["optimizer"], self._model.parameters())
+        self._optimizer = self._offload(optimizer, self._model)
         # Dropout must draw the same numbers in every system, however many its wrapper drew.
         self._torch.manual_seed(1000 + rank)
         return rank
@@ -154,12 +163,27 @@ def _wrap_none(job: WorkerJob) -> Callable[[Any], Any]:
     return lambda module: module
 
 
+def _offload(*, overlap: bool) -> Callable[[Any, Any], Any]:
+    """Has the memory devices run the optimizer; every parameter and its state then exist once."""
+
+    def offload(optimizer: Any, model: Any) -> Any:
+        coarse_torch = importlib.import_module("coarse.torch")
+        offloaded = coarse_torch.DistributedOptimizer(optimizer, model, overlap=overlap)
+        if not offloaded.runs_in_memory_devices:
+            raise CoarseError("the optimizer does not run in the memory devices; the warning above says why")
+        return offloaded
+
+    return offload
+
+
 def _under(wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> Callable[[WorkerJob], Adapter]:
     return lambda job: TrainAdapter(job, wrap)
 
 
 TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "train-coarse": _under(_wrap_coarse),
+    "train-coarse-offload": lambda job: TrainAdapter(job, _wrap_coarse, _offload(overlap=False)),
+    "train-coarse-overlap": lambda job: TrainAdapter(job, _wrap_coarse, _offload(overlap=True)),
     "train-ddp": _under(_wrap_ddp),
     "train-ddp-default": _under(_wrap_ddp_default),
     "train-none": _under(_wrap_none),

@@ -82,6 +82,12 @@ def _add_train_step_parser(benches: Any) -> None:
         "--budget", type=float, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
     )
     parser.add_argument(
+        "--offload-optimizer",
+        action="store_true",
+        help="measure COARSE with the optimizer in its memory devices too: coarse-offload in optimizer.step(), "
+        "coarse-overlap during backward",
+    )
+    parser.add_argument(
         "--single", action="store_true", help="one worker: what wrapping costs a single process"
     )
     _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,none", rounds=4)
@@ -186,6 +192,10 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
     from coarse.bench.train import TrainPlan, num_progress_steps, run_train
 
     peers = arguments.against
+    if arguments.offload_optimizer:
+        if arguments.single:
+            return _usage_error("--offload-optimizer needs memory devices, and --single starts none")
+        peers = ("coarse-offload", "coarse-overlap", *peers)
     if arguments.single:
         peers = tuple(dict.fromkeys((*peers, "none")))
     try:

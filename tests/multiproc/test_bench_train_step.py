@@ -80,7 +80,14 @@ def test_bare_workers_need_not_agree() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "systems"),
-    [(("--against", "ddp"), ["coarse", "ddp"]), (("--against", "", "--single"), ["coarse", "none"])],
+    [
+        (("--against", "ddp"), ["coarse", "ddp"]),
+        (("--against", "", "--single"), ["coarse", "none"]),
+        (
+            ("--against", "ddp", "--offload-optimizer"),
+            ["coarse", "coarse-offload", "coarse-overlap", "ddp"],
+        ),
+    ],
 )
 def test_command_prints_a_table_and_appends_records(
     flags: tuple[str, ...], systems: list[str], tmp_path: Path

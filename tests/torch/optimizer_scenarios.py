@@ -490,6 +490,16 @@ def overlapped_steps_without_an_averaging_backward_are_refused(context: Context)
         optimizer.step()
 
 
+@offloaded_scenario(compare=False)
+def a_scaler_finds_no_gradients_after_an_overlapped_backward(context: Context) -> None:
+    model = context.wrap(mlp())
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(context.inputs(0, 4, 8)).sum()).backward()
+    with raises(AssertionError, "No inf checks were recorded"):
+        scaler.step(optimizer)
+
+
 def _narrow_models() -> Iterator[nn.Module]:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         yield mlp().to(dtype)

@@ -108,6 +108,12 @@ def test_impossible_plan_is_a_usage_error(capsys: pytest.CaptureFixture[str]) ->
     assert "size 4095 B" in capsys.readouterr().err
 
 
+def test_a_single_process_has_nowhere_to_offload_to(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = parse("train-step", "--single", "--offload-optimizer")
+    assert arguments.handler(arguments) == 2
+    assert "--offload-optimizer needs memory devices" in capsys.readouterr().err
+
+
 def test_names_of_the_command_line_are_those_of_the_benchmarks() -> None:
     assert bench._SYNC_PEERS == sync.PEERS
     assert bench._TRAIN_PEERS == train.PEERS
