@@ -41,7 +41,7 @@ class OffloadedParameters:
         self._rule = rule
         self._writes = writes
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
-        self._has_begun = False
+        self._are_states_zero = True
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
         positions = {parameter: index for index, parameter in enumerate(parameters)}
         self._members = [
@@ -67,7 +67,7 @@ class OffloadedParameters:
 
     def begin(self) -> None:
         """Writes down how the next update is to be done, by the optimizer's settings of now."""
-        self._has_begun = True
+        self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
             numbers = self._num_updates[members] + 1
             for number in np.unique(numbers):
@@ -94,6 +94,8 @@ class OffloadedParameters:
             self._num_updates[index] = self._rule.num_updates(mine)
             if self._writes:
                 self._write_state(index, mine)
+        if state:
+            self._are_states_zero = False
         state.clear()
 
     def state(self) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
@@ -117,7 +119,7 @@ class OffloadedParameters:
             value = state.get(name)
             if value is not None:
                 self._state_tensor(index, number).copy_(value)
-            elif self._has_begun:  # before, states are zeros, which need not be touched
+            elif not self._are_states_zero:  # zeros as they came are not touched, and so take no memory
                 self._state_tensor(index, number).zero_()
 
     def _state_tensor(self, index: int, number: int) -> torch.Tensor:

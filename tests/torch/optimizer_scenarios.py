@@ -309,6 +309,22 @@ def loading_an_old_state_forgets_the_newer_one(context: Context) -> Any:
 
 
 @offloaded_scenario(tolerance=TOLERANCE)
+def loading_nothing_forgets_what_was_taken_over(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    empty = optimizer.state_dict()
+    for step in range(6):
+        if step == 3:
+            optimizer = offload(context, optimizer, model)
+            optimizer.load_state_dict(empty)
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
 def unsupported_optimizers_run_on_the_workers_and_say_so(context: Context) -> Any:
     module = mlp()
     model = context.wrap(module)
@@ -498,6 +514,24 @@ def a_scaler_finds_no_gradients_after_an_overlapped_backward(context: Context) -
     scaler.scale(model(context.inputs(0, 4, 8)).sum()).backward()
     with raises(AssertionError, "No inf checks were recorded"):
         scaler.step(optimizer)
+
+
+@offloaded_scenario(compare=False)
+def jobs_of_several_nodes_run_on_the_workers(context: Context) -> None:
+    from coarse.torch import DistributedOptimizer
+
+    module = mlp()
+    model = context.wrap(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    assert "the job has several nodes" in str(caught[0].message)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).sum().backward()
+        optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 4
+    assert_equal_on_all_workers(context, module.parameters())
 
 
 def _narrow_models() -> Iterator[nn.Module]:

@@ -14,7 +14,12 @@ from parity_pool import WorkerPool
 from test_torch_parity import assert_same
 
 PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
-COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
+ACROSS_NODES = ["jobs_of_several_nodes_run_on_the_workers"]
+COARSE_ONLY = [
+    name
+    for name, scenario in OPTIMIZER_SCENARIOS.items()
+    if not scenario.compare and name not in ACROSS_NODES
+]
 
 
 @pytest.mark.parametrize("name", PARITY)
@@ -35,3 +40,9 @@ def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) 
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
     coarse_pool.collect()
+
+
+@pytest.mark.parametrize("name", ACROSS_NODES)
+def test_holds_across_two_nodes(name: str, two_node_pool: WorkerPool) -> None:
+    two_node_pool.submit(name)
+    two_node_pool.collect()
