@@ -1,6 +1,8 @@
-// How fast the reduction kernels are, against memcpy over the same memory in the same run.
+// How fast the reduction and update kernels are, against memcpy and loops that only stream, over the same
+// memory in the same run.
 //
-// Build: g++ -std=c++17 -O3 -ffp-contract=off -pthread -Icoarse/kernels/include benchmarks/reduce_kernels.cpp
+// Build: g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -pthread -Icoarse/kernels/include
+// benchmarks/reduce_kernels.cpp
 //            coarse/kernels/src/reduce*.cpp coarse/kernels/src/copy.cpp -o reduce_kernels
 // Usage: reduce_kernels [instruction set]
 //
@@ -21,6 +23,7 @@
 
 #include "coarse/copy.hpp"
 #include "coarse/reduce.hpp"
+#include "coarse/update.hpp"
 
 namespace {
 
@@ -28,7 +31,7 @@ using coarse::DType;
 using coarse::ReduceOp;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kMaxArrays = 4;
+constexpr std::size_t kMaxArrays = 5;
 constexpr std::size_t kMaxBytes = std::size_t{100} << 20;
 constexpr std::size_t kSizes[] = {64u << 10, 256u << 10, 1u << 20, 25u << 20, kMaxBytes};
 
@@ -101,6 +104,59 @@ Case copyCase(const char* name, const std::function<void(void*, const void*, std
           }};
 }
 
+/// What a memory device does to a shard of two workers: arrays are two gradients, parameter and two moments.
+Case adamCase(const char* name) {
+  coarse::UpdateSettings settings;
+  settings.rule = coarse::UpdateRule::kAdam;
+  settings.stepSize = 0.5F;
+  settings.firstWeight = 0.5F;
+  settings.secondWeight = 0.25F;
+  settings.epsilon = 0.5F;
+  Case result{name, {}, {}};
+  result.run = [=](Arrays& arrays, std::size_t begin, std::size_t end) {
+    float* parts[kMaxArrays];
+    for (std::size_t i = 0; i < kMaxArrays; ++i) parts[i] = reinterpret_cast<float*>(arrays.data[i] + begin);
+    coarse::update(settings, parts, 2, 2, parts[2], parts + 3, (end - begin) / sizeof(float));
+  };
+  result.verify = [run = result.run](Arrays& arrays) {
+    const float ones[] = {3, 1, 8, 0, 0};
+    for (std::size_t i = 0; i < kMaxArrays; ++i)
+      std::fill_n(reinterpret_cast<float*>(arrays.data[i]), 1000, ones[i]);
+    run(arrays, 0, 1000 * sizeof(float));
+    // The mean is 2, moments 1 and 1: 8 - 0.5 * 1 / (1 + 0.5).
+    const auto* parameter = reinterpret_cast<const float*>(arrays.data[2]);
+    return std::all_of(parameter, parameter + 1000, [](float p) { return p == 8 - 0.5F / 1.5F; });
+  };
+  return result;
+}
+
+/// The same traffic as adamCase() without its arithmetic: five arrays are read, three of them written.
+Case streamCase(const char* name) {
+  Case result{name, {}, {}};
+  result.run = [](Arrays& arrays, std::size_t begin, std::size_t end) {
+    float* parts[kMaxArrays];
+    for (std::size_t i = 0; i < kMaxArrays; ++i) parts[i] = reinterpret_cast<float*>(arrays.data[i] + begin);
+    float *const p = parts[2], *const m = parts[3], *const v = parts[4];
+    const float *const g = parts[0], *const h = parts[1];
+    const std::size_t numElements = (end - begin) / sizeof(float);
+#pragma GCC ivdep
+    for (std::size_t i = 0; i < numElements; ++i) {
+      const float sum = g[i] + h[i];
+      p[i] += sum;
+      m[i] += sum;
+      v[i] += sum;
+    }
+  };
+  result.verify = [run = result.run](Arrays& arrays) {
+    for (std::size_t i = 0; i < kMaxArrays; ++i)
+      std::fill_n(reinterpret_cast<float*>(arrays.data[i]), 1000, 1.F);
+    run(arrays, 0, 1000 * sizeof(float));
+    const auto* second = reinterpret_cast<const float*>(arrays.data[4]);
+    return std::all_of(second, second + 1000, [](float value) { return value == 3; });
+  };
+  return result;
+}
+
 /// Little-endian bit patterns of 1, 2 and 4.
 std::vector<Case> allCases() {
   return {
@@ -120,6 +176,8 @@ std::vector<Case> allCases() {
       reduceCase("int32 mean 3->3", DType::kInt32, ReduceOp::kMean, 3, 7, 7, 3),
       reduceCase("int64 sum 2->2", DType::kInt64, ReduceOp::kSum, 2, 1, 2, 1),
       reduceCase("uint8 sum 2->2", DType::kUInt8, ReduceOp::kSum, 2, 1, 2, 1),
+      streamCase("stream 5->3"),
+      adamCase("adam of mean 2"),
   };
 }
 
