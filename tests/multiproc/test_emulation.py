@@ -47,9 +47,9 @@ def test_every_dtype_op_and_length(job, machine, world_size, memory_devices):
 def test_neither_routes_nor_links_change_a_bit(job):
     world_size = 4
 
-    def worker(me, setup, tables):
+    def worker(me, name, setup, tables):
         noise = np.random.default_rng(me.rank)
-        with me.join(f"{setup}{tables}", memory_devices=3, **setup, **SMALL_SHARDS) as session:
+        with me.join(name, memory_devices=3, **setup, **SMALL_SHARDS) as session:
             group = session.register("noise", floats(["small", "large"], 50_003, op="mean"))
             digest = hashlib.sha256()
             for step in range(4):
@@ -68,13 +68,17 @@ def test_neither_routes_nor_links_change_a_bit(job):
         ({"machine": "aws-p3"}, tables),
         ({"machine": "cxl2-switch", "time_dilation": 3.0}, tables[1:]),
     ]
-    digests = {digest for run in runs for digest in job.run(world_size, lambda me, run=run: worker(me, *run))}
+    digests = {
+        digest
+        for number, run in enumerate(runs)
+        for digest in job.run(world_size, lambda me, name=str(number), run=run: worker(me, name, *run))
+    }
     assert len(digests) == 1
 
 
 def test_a_step_takes_no_less_than_the_links(job):
     def worker(me):
-        with me.join(memory_devices=2, **P3) as session:
+        with me.join(memory_devices=2, routing="local", **P3) as session:
             links = session.emulation.links
             group = session.register("gradients", floats(["weights"], 4 * MIB // 4))
             session.barrier()
@@ -118,7 +122,7 @@ def test_links_can_degrade_while_training(job):
 
 def test_probes_take_what_the_links_take(job):
     def worker(me):
-        with me.join(memory_devices=2, **P3) as session:
+        with me.join(memory_devices=2, routing="local", **P3) as session:
             links = session.emulation.links
             probes = session.open_probes(2 * MIB)
             session.barrier()
