@@ -55,6 +55,7 @@ _SESSION_FLAGS = (
         "COARSE_DUAL_SYNC",
         "what the workers reduce themselves: off, auto, or bytes for memory devices",
     ),
+    ("--own-path", "COARSE_OWN_PATH", "how workers reduce themselves: auto, ring, all-gather or all-to-all"),
     (
         "--replan-steps",
         "COARSE_REPLAN_STEPS",
