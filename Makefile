@@ -51,7 +51,7 @@ build/native.tests build/native-asan.tests build/native-tsan.tests: build/%.test
 	  echo "native tests SKIPPED: install libgtest-dev (GoogleTest) to run them"; \
 	else \
 	  cmake -S tests/native -B build/$* -DCMAKE_CXX_COMPILER=$(CXX) -DCOARSE_SANITIZE=$(SANITIZE) && \
-	  cmake --build build/$* --parallel && \
+	  cmake --build build/$* --parallel $$(nproc) && \
 	  ctest --test-dir build/$* --output-on-failure; \
 	fi
 
