@@ -1,37 +1,27 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <thread>
-#include <unordered_map>
 #include <vector>
 
-#include "coarse/descriptor_queue.hpp"
+#include "coarse/acceptance.hpp"
+#include "coarse/descriptor_intake.hpp"
 #include "coarse/device_exchange.hpp"
 #include "coarse/device_links.hpp"
+#include "coarse/group_table.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/node_exchange.hpp"
 #include "coarse/own_path.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/ring.hpp"
 #include "coarse/shared_memory.hpp"
+#include "coarse/sync_cores.hpp"
 #include "coarse/tensor_group.hpp"
 
 namespace coarse {
-
-/// How a proxy takes descriptors.
-enum class Scheduling : std::uint8_t {
-  kQueues =
-      0,  // one queue per client, all served together: no order of pushes can block (paper, section III-F)
-  kFcfs = 1,  // one shard at a time in order of arrival: deadlocks by design, to show that it does (paper,
-              // Fig 10)
-};
 
 struct ProxyConfig {
   std::size_t device = 0;
@@ -61,12 +51,12 @@ struct ProxyStatistics {
   std::uint64_t numBytes = 0;   // bytes of those, of one client
 };
 
-/// The data path of one memory device: takes descriptors from one queue per client, counts who has
-/// contributed, and reduces complete shards on its sync cores, together with those of the other memory
-/// devices.
+/// The data path of one memory device: takes descriptors from one queue per client (descriptor_intake.hpp),
+/// checks them (acceptance.hpp), counts who has contributed, and has complete shards reduced or updated on
+/// its sync cores (shard_reducer.hpp), together with those of the other memory devices.
 ///
 /// Thread safety: all public functions may be called from one control thread; sync cores run on threads of
-/// their own. Lock order: controlMutex_ alone.
+/// their own. Locks: eventsMutex_ alone.
 class Proxy {
  public:
   /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one
@@ -118,50 +108,24 @@ class Proxy {
   ProxyStatistics statistics() const noexcept;
 
  private:
-  struct Client {
-    Mapping mapping;
-    ClientSegment segment;
-    DescriptorConsumer queue;
-    bool isEvicted = false;
-    std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
-    std::deque<Descriptor> arrived;  // emulated: their contributions have come over the link
-  };
-
   void openRings(int ringLogsFd, const std::vector<int>& ringFds);
   void openLinks();
-  void runSyncCore(std::size_t core);
-  void sleep(std::size_t core, std::uint32_t seenRings) noexcept;
-  void parkWhilePaused();
+  SessionPaths paths() const noexcept;
 
-  bool take(std::size_t client, Descriptor& descriptor);
-  void holdUntilArrival(std::size_t client, const Descriptor& descriptor);
-  bool isProbe(const Descriptor& descriptor) const noexcept;
-  std::size_t contributedBytes(const Descriptor& descriptor) const noexcept;
-  bool drainQueues();
-  bool drainFirstComeFirstServe();
-  bool isBlockerDone() const noexcept;
+  bool work(std::size_t core);
+  bool advanceRings(std::size_t core);
   bool accept(std::size_t client, const Descriptor& descriptor);
-  std::string rejection(std::size_t client, const Descriptor& descriptor, const TensorGroup* group) const;
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
-  std::string disagreement(const TensorGroup& group, std::uint32_t shard) const;
-  std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard) const;
-
-  std::string unsupported(const GroupPlan& plan) const;
-  bool reduceReadyShard();
-  void reduceShard(TensorGroup& group, const RingEntry& entry);
-  void updateShard(TensorGroup& group, const RingEntry& entry) noexcept;
+  bool runReadyShard();
+  void runShard(TensorGroup& group, const RingEntry& entry);
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
+  void finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept;
   void count(const ShardShape& shape) noexcept;
-  bool advanceRings(std::size_t core);
-  TensorGroup* findGroup(std::uint32_t group) const noexcept;
   void wakeOthers() noexcept;
+  bool hasUnfinishedShard() const noexcept;
   void report(int client, std::string message);
   void notify() noexcept;
-  std::string nameOf(std::size_t client) const;
-  bool hasUnfinishedShard() const noexcept;
-  template <typename Change>
-  void whilePaused(Change change);
 
   ProxyConfig config_;
   Mapping doorbellMapping_;
@@ -172,38 +136,28 @@ class Proxy {
   std::vector<RingSegment*> ringSegments_;
   std::vector<std::unique_ptr<RingCore>> ringCores_;
   Mapping exchangeMapping_;
+  GroupTable groups_;  // read by sync cores; changed only while they are parked
   // Driven by core 0.
   DeviceLinks links_;
+  DescriptorIntake intake_;
   std::unique_ptr<DeviceExchange> deviceExchange_;  // null where no group is exchanged
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
-  std::vector<std::unique_ptr<Client>> clients_;
-
-  // Read by sync cores; changed only while they are parked.
-  std::unordered_map<std::uint32_t, std::shared_ptr<TensorGroup>> groups_;
-  std::vector<TensorGroup*> groupList_;
-  std::vector<std::shared_ptr<TensorGroup>> retiredGroups_;  // removed while a ring was still at them
-
-  std::optional<RingEntry> blocker_;  // first-come-first-serve: the shard that blocks the proxy
 
   std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
-  std::vector<std::thread> threads_;
-  std::atomic<bool> isStopping_{false};
-  std::atomic<bool> isPausing_{false};
   std::atomic<int> numLeft_{0};
-  std::mutex controlMutex_;  // guards numParked_, events_, nodeEvents_
-  std::condition_variable controlChanged_;
-  std::size_t numParked_ = 0;
+  std::mutex eventsMutex_;  // guards events_, nodeEvents_
   std::vector<ProxyEvent> events_;
   std::vector<NodeEvent> nodeEvents_;
   int eventFd_;
   std::atomic<std::uint64_t> numShards_{0};
   std::atomic<std::uint64_t> numBytes_{0};
 
-  std::unique_ptr<NodeExchange>
-      nodeExchange_;  // where there are several nodes. Last: its thread uses the rest
+  // Last: their threads use the rest.
+  std::unique_ptr<SyncCores> syncCores_;
+  std::unique_ptr<NodeExchange> nodeExchange_;  // where there are several nodes
 };
 
 }  // namespace coarse

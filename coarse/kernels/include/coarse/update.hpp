@@ -60,6 +60,12 @@ struct alignas(64) UpdateSettings {
 };
 static_assert(sizeof(UpdateSettings) == 64 && std::is_trivially_copyable_v<UpdateSettings>);
 
+/// Whether settings name a rule, and one that needs no more than `availableStates`.
+constexpr bool isRunnable(const UpdateSettings& settings, std::size_t availableStates) noexcept {
+  const auto rule = static_cast<std::uint32_t>(settings.rule);
+  return rule != 0 && rule < kNumUpdateRules && numStates(settings.rule) <= availableStates;
+}
+
 /// Updates a float32 parameter and its states in place by the mean of float32 gradients, in one pass over
 /// memory: the mean (as reduce() gives it, sum over `numGradients` divided by `divisor`) stays in the cache.
 ///
