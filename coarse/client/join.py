@@ -16,8 +16,9 @@ from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, W
 from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
-from coarse.proxy.launch import TOKEN_FILE, DeviceProcesses, choose_pace, socket_path
+from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.node_links import link_nodes
+from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap, PeerWatch
 from coarse.store import Store
 

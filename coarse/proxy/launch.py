@@ -20,16 +20,11 @@ from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.node_links import NodeLinks
+from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap
 
-TOKEN_FILE = "token"
 _BACKLOG = 256
 _MOST_DEFAULT_SYNC_CORES = 4
-
-
-def socket_path(directory: str | os.PathLike[str], device: int) -> str:
-    """Where memory device `device` of the session in `directory` listens."""
-    return str(Path(directory) / f"md{device}.sock")
 
 
 class DeviceProcesses:

@@ -1,0 +1,148 @@
+"""The data path of a memory device: the memory that all devices share, and the native proxy over it."""
+
+from __future__ import annotations
+
+import os
+
+from coarse.env import SCHEDULING_CHOICES
+from coarse.errors import ProtocolError
+from coarse.kernels import _native
+from coarse.machine.emulation import Emulation
+from coarse.proxy.job import DOORBELLS, EXCHANGE_LOGS, LINK_TABLE, RING_LOGS, DeviceJob
+from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.paced_links import PacedLinks, write_link_table
+
+
+class DataPath:
+    """Collects what the native proxy needs, makes it, and starts it when all workers are there.
+
+    Used from the control thread alone.
+
+    Args:
+        job: The device's place in the session.
+        memory: Where this device's share lies.
+        event_fd: Is written when the proxy has something to report; stays the caller's.
+    """
+
+    def __init__(self, job: DeviceJob, memory: DeviceMemory, event_fd: int) -> None:
+        self._job = job
+        self._event_fd = event_fd
+        self._link_fds = [fd for fds in job.link_fds for fd in fds]
+        self._client_segments: dict[int, Segment] = {}
+        self._memory = memory
+        self._shared: dict[str, Segment] = {}  # what all devices map, by name
+        self.proxy: _native.Proxy | None = None
+        """There once all devices' shared memory is."""
+        self._links: PacedLinks | None = None
+        self.is_started = False
+
+    @property
+    def running_proxy(self) -> _native.Proxy | None:
+        """The proxy once it serves all workers."""
+        return self.proxy if self.is_started else None
+
+    def share(self) -> dict[str, int]:
+        """Allocates what this device makes for all; returns its descriptors by name, which stay its own."""
+        for name, num_bytes in self._job.own_memory().items():
+            self._shared[name] = self._memory.allocate(name, num_bytes)
+        if LINK_TABLE in self._shared:
+            write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
+        return {name: segment.fd for name, segment in self._shared.items()}
+
+    def take_shared(self, segments: dict[str, Segment]) -> None:
+        """Another device has made these for all."""
+        self._shared.update(segments)
+
+    def allocate_client(self, client: int) -> int:
+        """Makes the segment of one of this device's own workers; returns its descriptor, which stays its own."""
+        segment = self._memory.allocate("client", _native.client_segment_bytes(self._job.num_devices))
+        self._client_segments[client] = segment
+        return segment.fd
+
+    def take_client(self, client: int, segment: Segment) -> None:
+        """Another device has made the segment of one of its workers."""
+        self._client_segments[client] = segment
+
+    def open(self) -> None:
+        """Makes the proxy as soon as all shared memory is there. Idempotent."""
+        if self.proxy is None and self._shared.keys() >= self._job.shared_memory():
+            self.proxy = self._make_proxy()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether start() can be called: the proxy and the segments of all workers are there."""
+        return self.proxy is not None and len(self._client_segments) == self._job.num_clients
+
+    def start(self) -> None:
+        """The sync cores begin to serve all workers."""
+        assert self.proxy is not None
+        for client, segment in self._client_segments.items():
+            self.proxy.add_client(client, segment.fd)
+        self.proxy.start()
+        self.is_started = True
+
+    def worker_fds(self, client: int) -> list[int]:
+        """What one of this device's own workers gets to map; stays the data path's."""
+        return [self._client_segments[client].fd, self._shared[DOORBELLS].fd]
+
+    def release_clients(self) -> None:
+        """Gives up this process's descriptors of client segments, once all workers have them."""
+        for segment in self._client_segments.values():
+            segment.close()
+
+    @property
+    def links(self) -> PacedLinks:
+        """Of an emulated session.
+
+        Raises:
+            ProtocolError: If they are not there yet.
+        """
+        if self._links is None:
+            raise ProtocolError("the links are not there yet")
+        return self._links
+
+    def transfer_log_fd(self) -> int:
+        """What has passed over the links, to be read only; the caller closes it.
+
+        Raises:
+            ProtocolError: If the links are not there yet.
+        """
+        if self._links is None:
+            raise ProtocolError("the links are not there yet")
+        return self._shared[LINK_TABLE].read_only_fd()
+
+    def stop(self) -> None:
+        """Ends the sync cores, and gives up connections that no proxy has taken."""
+        if self.proxy is not None:
+            self.proxy.stop()
+        self._close_links()
+
+    def _make_proxy(self) -> _native.Proxy:
+        rings = self._job.ring_names()
+        proxy = _native.Proxy(
+            device=self._job.device,
+            num_devices=self._job.num_devices,
+            num_clients=self._job.num_clients,
+            num_sync_cores=self._job.num_sync_cores,
+            scheduling=SCHEDULING_CHOICES.index(self._job.scheduling),
+            local_clients=list(self._job.local_clients),
+            spin_us=self._job.spin_us,
+            doorbells_fd=self._shared[DOORBELLS].fd,
+            ring_logs_fd=self._shared[RING_LOGS].fd if rings else -1,
+            ring_fds=[self._shared[name].fd for name in rings],
+            event_fd=self._event_fd,
+            exchange_logs_fd=self._shared[EXCHANGE_LOGS].fd if self._job.has_exchange else -1,
+            link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
+        )
+        if self._job.emulation:
+            self._links = PacedLinks(self._shared[LINK_TABLE].fd)
+        if self._job.num_nodes > 1:
+            proxy.join_nodes(self._job.node, self._job.nodes, self._job.link_fds)
+            self._close_links()
+        return proxy
+
+    def _close_links(self) -> None:
+        """Gives up this process's own ends of the connections to other nodes, of which the proxy has duplicates."""
+        links, self._link_fds = self._link_fds, []
+        for fd in links:
+            os.close(fd)

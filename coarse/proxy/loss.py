@@ -1,0 +1,110 @@
+"""Why a session ends before its time, as memory devices tell each other and their workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coarse.proxy.job import DeviceJob
+from coarse.proxy.protocol import Message
+
+_AFTER_A_LOSS = (
+    "Gradients of this step are lost, parameters are those of the step before. Start the job again from your last "
+    "checkpoint."
+)
+_MOST_CHARACTERS_BETWEEN_NODES = 4000  # a frame between nodes has its limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What every worker is told once.
+
+    Args:
+        error: Name of the error that workers raise.
+        text: Its message.
+        is_elsewhere: Whether it is the loss of something on another node.
+    """
+
+    error: str
+    text: str
+    is_elsewhere: bool = False
+
+    def to_message(self, kind: str) -> Message:
+        """The control message of that type."""
+        return {
+            "type": kind,
+            "error": self.error,
+            "text": self.text,
+            "is_elsewhere": self.is_elsewhere,
+        }
+
+    @classmethod
+    def from_message(cls, message: Message) -> Loss:
+        """Reads what another memory device has noticed."""
+        return cls(
+            error=str(message["error"]),
+            text=str(message["text"]),
+            is_elsewhere=message["is_elsewhere"] is True,
+        )
+
+    def to_node(self) -> str:
+        """The form in which other nodes are told."""
+        return json.dumps({"error": self.error, "text": self.text[:_MOST_CHARACTERS_BETWEEN_NODES]})
+
+    @classmethod
+    def from_node(cls, text: str) -> Loss:
+        """Reads what another node has told."""
+        try:
+            told = json.loads(text)
+            return cls(error=str(told["error"]), text=str(told["text"]), is_elsewhere=True)
+        except (ValueError, TypeError, KeyError):
+            return cls(
+                error="WorkerLostError", text=f"another node ended the session: {text}", is_elsewhere=True
+            )
+
+
+def device_died(job: DeviceJob, device: int) -> Loss:
+    """Another memory device of this node has closed its connection."""
+    of_this_node = f" of node {job.node}" if job.num_nodes > 1 else ""
+    return Loss(
+        error="MemoryDeviceLostError", text=f"memory device md{device}{of_this_node} died. {_AFTER_A_LOSS}"
+    )
+
+
+def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
+    """The connection to another node, or a memory device there, is gone."""
+    ranks = ", ".join(map(str, job.nodes[node]))
+    return Loss(
+        error="MemoryDeviceLostError",
+        text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
+        f"{_AFTER_A_LOSS}",
+        is_elsewhere=True,
+    )
+
+
+def worker_died(rank: int, pid: int, last_step: int) -> Loss:
+    """A worker has ended without a goodbye."""
+    return Loss(
+        error="WorkerLostError",
+        text=f"worker {rank} (pid {pid}) died; its last contribution was step {last_step}. "
+        "Parameters are those of the last step that every worker finished. Start the job again from there.",
+    )
+
+
+def worker_evicted(rank: int, pid: int, reason: str) -> Loss:
+    """A worker has sent what cannot be."""
+    return Loss(
+        error="WorkerLostError",
+        text=f"worker {rank} (pid {pid}) was evicted because it {reason}. "
+        "Start the job again from your last checkpoint.",
+    )
+
+
+def workers_departed(ranks: Iterable[int]) -> Loss:
+    """Workers have said goodbye, and others still synchronise."""
+    return Loss(
+        error="WorkerLostError",
+        text=f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise. "
+        "Give every worker the same number of steps, or train inside model.join().",
+    )

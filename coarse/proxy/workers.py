@@ -1,0 +1,213 @@
+"""The workers of a memory device: lets them in, hears them out, notices when they are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from coarse.errors import ProtocolError
+from coarse.proxy.event_loop import EventLoop
+from coarse.proxy.job import DeviceJob
+from coarse.proxy.protocol import Channel, Message, Received, int_field
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerConnection:
+    """A connection that may become a worker's: it has to say hello first."""
+
+    def __init__(self, channel: Channel, pid: int) -> None:
+        self.channel = channel
+        self.pid = pid
+        self.client = -1
+        self.pidfd = -1
+        self.has_left = False
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Tells the worker; one that is gone is noticed by its pidfd, one that reads nothing gets what fits."""
+        with contextlib.suppress(OSError):
+            self.channel.send(message, fds)
+
+    def close(self) -> None:
+        """Closes the connection. Idempotent."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class WorkerHandler(Protocol):
+    """What a memory device does about its workers."""
+
+    def worker_admitted(self, worker: WorkerConnection) -> None:
+        """It has said hello; worker.client is its number."""
+
+    def worker_asked(self, worker: WorkerConnection, request: Received) -> None:
+        """It asks for something; descriptors that came with it are closed afterwards.
+
+        Raises:
+            ProtocolError: If it must not.
+        """
+
+    def worker_misbehaved(self, worker: WorkerConnection, reason: str) -> None:
+        """It has broken the control protocol, and has to go."""
+
+    def worker_died(self, worker: WorkerConnection) -> None:
+        """Its process has ended, or closed the connection, without a goodbye."""
+
+
+class Workers:
+    """Every connection of a memory device to a worker. Used from the control thread alone.
+
+    Args:
+        job: The device's place in the session; the listening socket now belongs to this object.
+        loop: Watches sockets and processes.
+        handler: Decides what becomes of workers.
+    """
+
+    def __init__(self, job: DeviceJob, loop: EventLoop, handler: WorkerHandler) -> None:
+        self._job = job
+        self._loop = loop
+        self._handler = handler
+        self._listener = socket.socket(fileno=job.listen_fd)
+        self._listener.setblocking(False)
+        self._connections: list[WorkerConnection] = []
+        self._admitted: dict[int, WorkerConnection] = {}
+        loop.watch(self._listener.fileno(), self._accept)
+
+    @property
+    def socket_path(self) -> Path:
+        """Where workers connect."""
+        return Path(self._listener.getsockname())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every worker of the node has been let in."""
+        return len(self._admitted) == self._job.num_clients
+
+    @property
+    def have_all_left(self) -> bool:
+        """Whether nobody who was let in is left."""
+        return all(worker.has_left for worker in self._admitted.values())
+
+    @property
+    def departed_ranks(self) -> set[int]:
+        """Of workers that were let in and have left."""
+        return {self._job.rank(client) for client, worker in self._admitted.items() if worker.has_left}
+
+    def __getitem__(self, client: int) -> WorkerConnection:
+        """A worker that has been let in."""
+        return self._admitted[client]
+
+    def present(self, clients: Sequence[int]) -> list[WorkerConnection]:
+        """Those of `clients` that have been let in and have not left."""
+        admitted = [self._admitted[client] for client in clients if client in self._admitted]
+        return [worker for worker in admitted if not worker.has_left]
+
+    def send(self, client: int, message: Message, fds: Sequence[int]) -> None:
+        """Tells a worker that has been let in; does nothing if it is gone."""
+        self._admitted[client].send(message, fds)
+
+    def forget(self, worker: WorkerConnection) -> None:
+        """Stops listening to a worker; its connection stays open for what is still to be said."""
+        worker.has_left = True
+        for fd in (worker.channel.fileno(), worker.pidfd):
+            if fd >= 0:
+                self._loop.unwatch(fd)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for worker in self._connections:
+            worker.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", credentials)
+        if uid != os.geteuid():
+            logger.warning("[md%s] refused a connection of user %s", self._job.device, uid)
+            connection.close()
+            return
+        connection.setblocking(False)
+        worker = WorkerConnection(Channel(connection), pid)
+        self._connections.append(worker)
+        self._loop.watch(connection.fileno(), lambda: self._read(worker))
+
+    def _read(self, worker: WorkerConnection) -> bool:
+        """Serves the next frame of a worker; False if there is none."""
+        try:
+            received = worker.channel.receive()
+            if received is not None:
+                try:
+                    self._take(worker, received)
+                finally:
+                    received.close()
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            self._lose(worker)
+            return False
+        except ProtocolError as error:
+            if worker.client >= 0:
+                self._handler.worker_misbehaved(worker, f"broke the control protocol: {error}")
+            else:
+                logger.warning(
+                    "[md%s] dropped a connection of process %s: %s", self._job.device, worker.pid, error
+                )
+                self._lose(worker)
+        return True
+
+    def _take(self, worker: WorkerConnection, received: Received) -> None:
+        if worker.client >= 0:
+            self._handler.worker_asked(worker, received)
+        elif received.kind == "hello":
+            self._admit(worker, received.message)
+        else:
+            raise ProtocolError(f"{received.kind!r} came before hello")
+
+    def _admit(self, worker: WorkerConnection, message: Message) -> None:
+        token = message.get("token")
+        if not isinstance(token, str) or not hmac.compare_digest(_bytes(token), _bytes(self._job.token)):
+            raise ProtocolError("hello with a wrong token")
+        client = int_field(message, "client", high=self._job.num_clients - 1)
+        if client in self._admitted:
+            raise ProtocolError(f"worker {self._job.rank(client)} is here already")
+        worker.client = client
+        self._admitted[client] = worker
+        # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
+        with contextlib.suppress(OSError):
+            worker.pidfd = os.pidfd_open(worker.pid)
+            self._loop.watch(worker.pidfd, lambda: self._bury(worker))
+        self._handler.worker_admitted(worker)
+
+    def _bury(self, worker: WorkerConnection) -> None:
+        """Hears out what a process said before it ended: it may have been goodbye."""
+        while not worker.has_left and self._read(worker):
+            pass
+        self._lose(worker)
+
+    def _lose(self, worker: WorkerConnection) -> None:
+        if worker.has_left:
+            return
+        if worker.client >= 0:
+            self._handler.worker_died(worker)
+            return
+        self.forget(worker)
+        self._connections.remove(worker)
+        worker.close()
+
+
+def _bytes(token: str) -> bytes:
+    # JSON can carry halves of surrogate pairs, which are no characters.
+    return token.encode("utf-8", "surrogatepass")
