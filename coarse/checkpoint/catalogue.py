@@ -1,0 +1,194 @@
+"""All checkpoints of a job: which there are, the newest that is whole, which to keep."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.manifest import Manifest
+from coarse.checkpoint.names import LATEST_NAME, PIN_SUFFIX, TEMPORARY_SUFFIX, CheckpointName
+from coarse.checkpoint.reader import Checkpoint, Progress, open_checkpoint
+from coarse.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_HINT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One checkpoint as it stands in its folder.
+
+    Args:
+        name: Its name.
+        manifest: What it consists of; None if it is not whole.
+        reason: Why it is not whole; "" if it is, as far as sizes and headers tell.
+        is_pinned: Whether it is kept whatever its age.
+    """
+
+    name: CheckpointName
+    manifest: Manifest | None
+    reason: str
+    is_pinned: bool
+
+
+def names_of(parent: Folder) -> list[CheckpointName]:
+    """All finished checkpoints, oldest first, whether they are whole or not."""
+    parsed = (CheckpointName.parse(name) for name in parent.names())
+    return sorted(name for name in parsed if name is not None)
+
+
+def unfinished_in(parent: Folder) -> list[str]:
+    """Folders of saves that were killed, or are under way."""
+    return sorted(
+        name for name in parent.names() if name.startswith("step-") and name.endswith(TEMPORARY_SUFFIX)
+    )
+
+
+def list_checkpoints(parent: Folder) -> list[Listed]:
+    """All finished checkpoints, oldest first; contents are not read.
+
+    Raises:
+        OSError: If the disk cannot read the folder.
+    """
+    return [_look_at(parent, name) for name in names_of(parent)]
+
+
+def find_newest(parent: Folder, progress: Progress = lambda done, total: None) -> Checkpoint | None:
+    """Opens the newest checkpoint of which every byte is right; None if the folder never had any.
+
+    Goes by what is there: the hint `latest` only tells what has been lost. What is skipped is logged with the reason.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none is whole: names each with what is wrong. Training must not
+            start from scratch where it was to go on.
+    """
+    reasons: list[str] = []
+    for name in reversed(names_of(parent)):
+        try:
+            checkpoint = open_verified(parent, name, progress)
+        except (CheckpointError, OSError) as error:
+            logger.warning("checkpoint %s is skipped: %s", name, error)
+            reasons.append(f"{name}: {error}")
+            continue
+        _check_hint(parent, name)
+        return checkpoint
+    if reasons:
+        raise CheckpointError(
+            f"none of the checkpoints in {parent.path} is whole ({'; '.join(reasons)}). Repair or remove them to "
+            "start from scratch."
+        )
+    hint = read_hint(parent)
+    if hint is not None:
+        raise CheckpointError(
+            f"{parent.path / LATEST_NAME} says that there is {hint}, but the folder has no checkpoint; bring it "
+            "back, or remove that file to start from scratch"
+        )
+    return None
+
+
+def open_verified(
+    parent: Folder, name: CheckpointName, progress: Progress = lambda done, total: None
+) -> Checkpoint:
+    """Opens a checkpoint of which every byte is right.
+
+    Raises:
+        CheckpointError, OSError: As open_checkpoint() and Checkpoint.verify().
+    """
+    checkpoint = open_checkpoint(parent, name)
+    try:
+        checkpoint.verify(progress)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def read_hint(parent: Folder) -> CheckpointName | None:
+    """Which checkpoint `latest` names; None if it is missing or says nothing."""
+    try:
+        text = parent.read(LATEST_NAME, limit_bytes=_LONGEST_HINT_BYTES)
+    except CheckpointError:
+        return None
+    return CheckpointName.parse(text.decode(errors="replace").strip())
+
+
+def pin(parent: Folder, name: CheckpointName) -> None:
+    """Keeps a checkpoint whatever its age.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint, or it is not whole.
+    """
+    open_checkpoint(parent, name).close()
+    if not parent.has(name.pin):
+        with parent.writing(name.pin):
+            pass
+        parent.sync()
+
+
+def unpin(parent: Folder, name: CheckpointName) -> None:
+    """Takes back pin()."""
+    parent.remove(name.pin)
+    parent.sync()
+
+
+def remove_unfinished(parent: Folder) -> list[str]:
+    """Removes what killed saves left; no save may be under way. Returns their names."""
+    left = unfinished_in(parent)
+    for name in left:
+        parent.remove(name)
+    return left
+
+
+def superseded(parent: Folder, *, keep: int) -> list[CheckpointName]:
+    """Which checkpoints are neither pinned nor among the newest `keep` whole ones, oldest first.
+
+    One that is not whole is no reason to remove another, and stays itself: somebody may want to look at it.
+
+    Raises:
+        ValueError: If `keep` is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint is kept, not {keep}")
+    whole = [listed for listed in list_checkpoints(parent) if listed.manifest is not None]
+    return [listed.name for listed in whole[:-keep] if not listed.is_pinned]
+
+
+def prune(parent: Folder, *, keep: int) -> list[CheckpointName]:
+    """Removes superseded() checkpoints, once every byte of the newest is known to be right; returns which.
+
+    Raises:
+        CheckpointError: If the newest one is damaged; nothing was removed then.
+        ValueError: If `keep` is below 1.
+    """
+    removable = superseded(parent, keep=keep)
+    if removable:
+        open_verified(parent, names_of(parent)[-1]).close()
+    for name in removable:
+        remove(parent, name)
+    return removable
+
+
+def remove(parent: Folder, name: CheckpointName) -> None:
+    """Removes one checkpoint. It loses its name first, so that half of one is never taken for a whole one."""
+    doomed = f"{name}.removed{TEMPORARY_SUFFIX}"
+    parent.remove(doomed)
+    parent.rename(str(name), doomed)
+    parent.remove(doomed)
+    parent.remove(name.pin)
+
+
+def _look_at(parent: Folder, name: CheckpointName) -> Listed:
+    is_pinned = parent.has(f"{name}{PIN_SUFFIX}")
+    try:
+        with open_checkpoint(parent, name) as checkpoint:
+            return Listed(name=name, manifest=checkpoint.manifest, reason="", is_pinned=is_pinned)
+    except (CheckpointError, OSError) as error:
+        return Listed(name=name, manifest=None, reason=str(error), is_pinned=is_pinned)
+
+
+def _check_hint(parent: Folder, found: CheckpointName) -> None:
+    hint = read_hint(parent)
+    if hint is not None and hint > found:
+        logger.warning("%s says %s, but the newest checkpoint that is whole is %s", LATEST_NAME, hint, found)

@@ -1,0 +1,66 @@
+"""Checksums of a file as it passes: CRC32C of each chunk, SHA-256 of all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from coarse.errors import CheckpointError
+
+
+def crc32c_function() -> Callable[[Any, int], int]:
+    """CRC32C of a buffer, going on from the checksum of what came before it.
+
+    Raises:
+        CheckpointError: If the package is not installed; says how to get it.
+    """
+    try:
+        from crc32c import crc32c
+    except ImportError:
+        raise CheckpointError(
+            "checkpoints need the package crc32c: pip install 'coarse[checkpoint]'"
+        ) from None
+    function: Callable[[Any, int], int] = crc32c
+    return function
+
+
+class RunningChecksums:
+    """Checksums of a stream of bytes, however it is cut into pieces.
+
+    Args:
+        chunk_bytes: Length of each chunk; the last one may be shorter.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._crc32c = crc32c_function()
+        self._sha256 = hashlib.sha256()
+        self._finished: list[int] = []
+        self._chunk_crc = 0
+        self._chunk_length = 0
+        self.num_bytes = 0
+
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        """Takes the next bytes."""
+        view = memoryview(data)
+        self._sha256.update(view)
+        self.num_bytes += len(view)
+        while view:
+            part = view[: self._chunk_bytes - self._chunk_length]
+            self._chunk_crc = self._crc32c(part, self._chunk_crc)
+            self._chunk_length += len(part)
+            view = view[len(part) :]
+            if self._chunk_length == self._chunk_bytes:
+                self._finished.append(self._chunk_crc)
+                self._chunk_crc = self._chunk_length = 0
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all bytes so far, in hexadecimal digits."""
+        return self._sha256.hexdigest()
+
+    @property
+    def crc32c(self) -> tuple[int, ...]:
+        """CRC32C of each chunk so far."""
+        return (*self._finished, self._chunk_crc) if self._chunk_length else tuple(self._finished)

@@ -1,0 +1,263 @@
+"""Files of checkpoints: reached by descriptor, never through a symbolic link, never outside of their folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from coarse.errors import CheckpointError
+
+Observer = Callable[[str, str], None]
+"""Called before each operation that lasts, with its name ("create", "write", "fsync", "rename", "remove") and what it
+is for: the failpoints of tests. What it raises takes the operation's place."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def check_name(name: str) -> str:
+    """Returns a name of a file of a checkpoint.
+
+    Raises:
+        CheckpointError: If it could lead out of its folder, or is no plain name.
+    """
+    if not _NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{name!r} is no name of a checkpoint's file: letters, digits, dots, underscores and hyphens, so that it "
+            "cannot lead out of the folder"
+        )
+    return name
+
+
+class Folder:
+    """One folder, held by its descriptor. Close it, or use it in a `with` block; one thread at a time.
+
+    Made by Folder.open() and enter().
+    """
+
+    def __init__(self, path: Path, descriptor: int, observe: Observer) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._observe = observe
+
+    @classmethod
+    def open(
+        cls, path: str | os.PathLike[str], *, create: bool = False, observe: Observer | None = None
+    ) -> Folder:
+        """Opens a folder; `path` itself may lead through symbolic links, for the user chose it.
+
+        Args:
+            path: Where it is.
+            create: Whether to make it, and those above it, if it does not exist.
+            observe: For tests.
+
+        Raises:
+            CheckpointError: If there is no such folder.
+            OSError: If it cannot be opened or made.
+        """
+        place = Path(path).expanduser().absolute()
+        if create:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"there is no folder {place}") from None
+        return cls(place, descriptor, observe or (lambda operation, name: None))
+
+    def enter(self, name: str, *, create: bool = False) -> Folder:
+        """Opens a folder in this one.
+
+        Raises:
+            CheckpointError: If there is no folder of that name, or it is a symbolic link.
+        """
+        check_name(name)
+        if create:
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._descriptor)
+        try:
+            descriptor = os.open(name, _DIRECTORY_FLAGS, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise CheckpointError(f"{self.path / name}: {_what_is_wrong(error)}") from None
+        return Folder(self.path / name, descriptor, self._observe)
+
+    def names(self) -> list[str]:
+        """What is in the folder, in no particular order."""
+        return os.listdir(self._descriptor)
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of that name, be it a dangling link."""
+        try:
+            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_folder(self, name: str) -> bool:
+        """Whether `name` is a folder, and no link to one."""
+        try:
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISDIR(found.st_mode)
+
+    def size_of(self, name: str) -> int:
+        """Length of a file in bytes.
+
+        Raises:
+            CheckpointError: If there is no such regular file.
+        """
+        with self.reading(name) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[int]:
+        """A descriptor of a file that is read, closed at the end of the block.
+
+        Raises:
+            CheckpointError: If it is missing, a symbolic link, or no regular file.
+        """
+        check_name(name)
+        try:
+            descriptor = os.open(name, _READ_FLAGS, dir_fd=self._descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+                raise
+            raise CheckpointError(f"{self.path / name}: {_what_is_wrong(error)}") from None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{self.path / name}: is no regular file")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """The contents of a small file.
+
+        Raises:
+            CheckpointError: As reading(), or if it is longer than `limit_bytes`.
+        """
+        with self.reading(name) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > limit_bytes:
+                raise CheckpointError(
+                    f"{self.path / name}: {size} bytes, more than the {limit_bytes} it may have"
+                )
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(limit_bytes)
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[NewFile]:
+        """A new file of mode 0600; at the end of the block it is on the disk.
+
+        Raises:
+            FileExistsError: If there is one of that name.
+            OSError: If it cannot be written.
+        """
+        check_name(name)
+        shown = f"{self.path.name}/{name}"
+        self._observe("create", shown)
+        descriptor = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._descriptor)
+        try:
+            yield NewFile(descriptor, shown, self._observe)
+            self._observe("fsync", shown)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def replace(self, name: str, contents: bytes) -> None:
+        """Makes `contents` those of a small file, at once: a reader sees the old ones or the new ones, whole.
+
+        One process at a time for each name.
+        """
+        temporary = f"{name}.tmp"
+        self.remove(temporary)
+        with self.writing(temporary) as file:
+            file.write(contents)
+        self.rename(temporary, name)
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames within the folder, and has the disk know of it."""
+        check_name(old)
+        check_name(new)
+        self._observe("rename", f"{old} -> {new}")
+        os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        self.sync()
+
+    def sync(self) -> None:
+        """Has the disk know of all names in the folder."""
+        self._observe("fsync", f"{self.path.name}/")
+        os.fsync(self._descriptor)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with the files in it; nothing if there is none. Links are not followed."""
+        check_name(name)
+        if self.is_folder(name):
+            with self.enter(name) as folder:
+                for inner in folder.names():
+                    if folder.is_folder(inner):
+                        raise CheckpointError(
+                            f"{folder.path / inner}: a folder that no checkpoint has; not removed"
+                        )
+                    folder._unlink(inner)
+            self._observe("remove", name)
+            os.rmdir(name, dir_fd=self._descriptor)
+        elif self.has(name):
+            self._unlink(name)
+
+    def close(self) -> None:
+        """Lets the folder go. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _unlink(self, name: str) -> None:
+        self._observe("remove", f"{self.path.name}/{name}")
+        os.unlink(name, dir_fd=self._descriptor)
+
+
+class NewFile:
+    """A file that is being written, from its beginning to its end."""
+
+    def __init__(self, descriptor: int, shown: str, observe: Observer) -> None:
+        self._descriptor = descriptor
+        self._shown = shown
+        self._observe = observe
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends `data`."""
+        view = memoryview(data)
+        while view:
+            self._observe("write", self._shown)
+            view = view[os.write(self._descriptor, view) :]
+
+    def flush(self) -> None:
+        """Has the disk take what was written so far, and forgets it: no page cache is spent on a checkpoint."""
+        self._observe("fsync", self._shown)
+        os.fdatasync(self._descriptor)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _what_is_wrong(error: OSError) -> str:
+    if error.errno == errno.ENOENT:
+        return "is missing"
+    if error.errno == errno.ELOOP:
+        return "is a symbolic link, which no checkpoint has"
+    return "is not what a checkpoint has there"

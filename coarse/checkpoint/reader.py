@@ -1,0 +1,272 @@
+"""Reads checkpoints that anybody may have written or damaged: nothing is believed that was not checked."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coarse.checkpoint.checksums import crc32c_function
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.manifest import (
+    LONGEST_MANIFEST_BYTES,
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    schema_hash,
+)
+from coarse.checkpoint.names import CheckpointName
+from coarse.checkpoint.source import SavedTensor
+from coarse.checkpoint.tensor_file import TensorPlace, read_header
+from coarse.checkpoint.writer import read_worker_state
+from coarse.errors import CheckpointError
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How tensors of a checkpoint differ from those that are wanted.
+
+    Args:
+        missing: Wanted, but not there.
+        extra: There, but not wanted.
+        different: Of another dtype or shape: (wanted, found).
+    """
+
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    different: tuple[tuple[SavedTensor, SavedTensor], ...]
+
+    @classmethod
+    def between(cls, wanted: Iterable[SavedTensor], found: Iterable[SavedTensor]) -> Mismatch:
+        """Compares tensors by their names."""
+        sought = {tensor.name: tensor for tensor in wanted}
+        there = {tensor.name: tensor for tensor in found}
+        return cls(
+            missing=tuple(name for name in sought if name not in there),
+            extra=tuple(name for name in there if name not in sought),
+            different=tuple(
+                (tensor, there[name])
+                for name, tensor in sought.items()
+                if name in there and there[name] != tensor
+            ),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.different)
+
+    def __str__(self) -> str:
+        parts = [f"missing: {_shortened(self.missing)}"] if self.missing else []
+        parts += [f"not wanted: {_shortened(self.extra)}"] if self.extra else []
+        parts += [
+            "of another shape or dtype: "
+            + _shortened([f"{w.name} is {_kind(f)}, wanted is {_kind(w)}" for w, f in self.different])
+        ] * bool(self.different)
+        return "; ".join(parts)
+
+
+class Checkpoint:
+    """One complete checkpoint, open for reading; itself a CheckpointSource.
+
+    Every byte that it hands out has been checked. One thread at a time. Made by open_checkpoint(); close it, or use
+    it in a `with` block.
+    """
+
+    def __init__(
+        self, folder: Folder, manifest: Manifest, places: Mapping[str, Sequence[TensorPlace]]
+    ) -> None:
+        self._folder = folder
+        self._crc32c = crc32c_function()
+        self._places = {
+            place.tensor.name: (file, place) for file in manifest.tensor_files for place in places[file.name]
+        }
+        self._buffer = memoryview(bytearray(manifest.chunk_bytes))
+        self._buffered: tuple[str, int] | None = None
+        self.manifest = manifest
+        self.path = folder.path
+
+    @property
+    def step(self) -> int:
+        """How many updates the state has seen."""
+        return self.manifest.step
+
+    @property
+    def tensors(self) -> Sequence[SavedTensor]:
+        """All tensors, in the order in which they lie."""
+        return tuple(place.tensor for _, place in self._places.values())
+
+    def verify(self, progress: Progress = lambda done, total: None) -> None:
+        """Reads everything and compares all checksums.
+
+        Raises:
+            CheckpointError: If a byte differs; names the file and the chunk.
+            OSError: If the disk cannot read it.
+        """
+        done = 0
+        for file in self.manifest.files:
+            digest = hashlib.sha256()
+            for index in range(len(file.crc32c)):
+                chunk = self._chunk(file, index)
+                digest.update(chunk)
+                done += len(chunk)
+                progress(done, self.manifest.num_bytes)
+            if digest.hexdigest() != file.sha256:
+                raise CheckpointError(f"{self.path / file.name} is damaged: its SHA-256 does not match")
+
+    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
+        """The bytes of a tensor, in pieces that are valid until the next one is asked for.
+
+        Reading tensors in their order reads each chunk once.
+
+        Raises:
+            CheckpointError: If there is no such tensor, or a chunk of it is damaged.
+            OSError: If the disk cannot read it.
+        """
+        file, place = self._places.get(tensor.name, (None, None))
+        if file is None or place is None or place.tensor != tensor:
+            raise CheckpointError(
+                f"{self.path} has no tensor {tensor.name!r} of {tensor.dtype} {list(tensor.shape)}"
+            )
+        chunk_bytes = self.manifest.chunk_bytes
+        position = place.offset
+        while position < place.end:
+            index, skipped = divmod(position, chunk_bytes)
+            piece = self._chunk(file, index)[skipped : skipped + place.end - position]
+            position += len(piece)
+            yield piece.toreadonly()
+
+    def load(
+        self, destinations: Mapping[SavedTensor, memoryview], progress: Progress = lambda done, total: None
+    ) -> None:
+        """Reads tensors into memory.
+
+        Args:
+            destinations: Where the bytes of each tensor go: `tensor.nbytes` of them.
+            progress: Told of the bytes that were read, and of all that will be.
+
+        Raises:
+            CheckpointError: If a tensor is not there, or a chunk is damaged; some destinations may have been written
+                to.
+            OSError: If the disk cannot read it.
+        """
+        done, total = 0, sum(tensor.nbytes for tensor in destinations)
+        order = {tensor: position for position, tensor in enumerate(self.tensors)}
+        for tensor in sorted(destinations, key=lambda tensor: order.get(tensor, -1)):
+            memory = destinations[tensor].cast("B") if tensor.nbytes else memoryview(bytearray())
+            filled = 0
+            for piece in self.read(tensor):
+                memory[filled : filled + len(piece)] = piece
+                filled += len(piece)
+                progress(done + filled, total)
+            done += filled
+
+    def worker_states(self) -> list[Any]:
+        """Each worker's own state, as to_json() had it, by rank; empty if there is none.
+
+        Raises:
+            CheckpointError: If one is damaged.
+        """
+        by_name = {file.name: file for file in self.manifest.files}
+        states = []
+        for name in self.manifest.state_files:
+            file = by_name[name]
+            contents = b"".join(bytes(self._chunk(file, index)) for index in range(len(file.crc32c)))
+            states.append(read_worker_state(contents)[1])
+        return states
+
+    def close(self) -> None:
+        """Lets the folder go. Idempotent."""
+        self._folder.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _chunk(self, file: FileEntry, index: int) -> memoryview:
+        """One chunk of a file, checked; valid until another one is asked for."""
+        start = index * self.manifest.chunk_bytes
+        chunk = self._buffer[: min(self.manifest.chunk_bytes, file.num_bytes - start)]
+        if self._buffered != (file.name, index):
+            self._buffered = None
+            with self._folder.reading(file.name) as descriptor:
+                length = _read_into(descriptor, chunk, start)
+            if length < len(chunk) or self._crc32c(chunk, 0) != file.crc32c[index]:
+                raise CheckpointError(
+                    f"{self.path / file.name} is damaged between its bytes {start} and {start + len(chunk)}: their "
+                    "CRC32C does not match"
+                )
+            self._buffered = (file.name, index)
+        return chunk
+
+
+def open_checkpoint(parent: Folder, name: CheckpointName) -> Checkpoint:
+    """Opens a checkpoint if its manifest is whole and every file has its size and a sensible header.
+
+    Raises:
+        CheckpointError: If it is torn, of a newer version, or leads out of its folder; says why.
+        OSError: If the disk cannot read it.
+    """
+    folder = parent.enter(str(name))
+    try:
+        if not folder.has(MANIFEST_NAME):
+            raise CheckpointError(f"{folder.path} has no {MANIFEST_NAME}: its save did not finish")
+        try:
+            manifest = Manifest.decode(folder.read(MANIFEST_NAME, limit_bytes=LONGEST_MANIFEST_BYTES))
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder.path}: {error}") from None
+        if manifest.step != name.step:
+            raise CheckpointError(f"{folder.path} was renamed: its manifest is that of step {manifest.step}")
+        for file in manifest.files:
+            found = folder.size_of(file.name)
+            if found != file.num_bytes:
+                raise CheckpointError(
+                    f"{folder.path / file.name} has {found} bytes instead of {file.num_bytes}"
+                )
+        places = {file.name: _places_in(folder, file) for file in manifest.tensor_files}
+        checkpoint = Checkpoint(folder, manifest, places)
+        if (
+            sum(map(len, places.values())) != manifest.num_tensors
+            or schema_hash(checkpoint.tensors) != manifest.schema_sha256
+        ):
+            raise CheckpointError(f"{folder.path}: its tensors are not those that its manifest vouches for")
+        return checkpoint
+    except BaseException:
+        folder.close()
+        raise
+
+
+def _places_in(folder: Folder, file: FileEntry) -> Sequence[TensorPlace]:
+    with folder.reading(file.name) as descriptor:
+
+        def read(offset: int, length: int) -> bytes:
+            return os.pread(descriptor, length, offset)
+
+        try:
+            return read_header(read, file.num_bytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder.path / file.name}: {error}") from None
+
+
+def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Reads until the buffer is full or the file ends; returns how many bytes."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _kind(tensor: SavedTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _shortened(names: Sequence[str], limit: int = 20) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,207 @@
+"""Saves in the background: one at a time, and training goes on whatever becomes of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from coarse.checkpoint.catalogue import open_verified, remove, superseded
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.names import CheckpointName
+from coarse.checkpoint.progress import SaveProgress
+from coarse.checkpoint.source import CheckpointSource
+from coarse.checkpoint.writer import (
+    SaveCancelledError,
+    SaveDetails,
+    WriteOptions,
+    write_checkpoint,
+    write_hint,
+    write_worker_state,
+)
+from coarse.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCounts:
+    """What became of the saves of one process.
+
+    Args:
+        num_saved: Checkpoints that are on the disk and were read back.
+        num_skipped: Saves that did not begin, because the one before was under way.
+        num_failed: Saves that the disk, or another worker, did not allow.
+        num_failed_in_row: Of these, the ones since the last that succeeded.
+        last_error: Of the last save that failed; "" if none did.
+        last_save_s: How long the last save that succeeded took until it was on the disk, in seconds.
+        last_bytes: How much it wrote.
+    """
+
+    num_saved: int = 0
+    num_skipped: int = 0
+    num_failed: int = 0
+    num_failed_in_row: int = 0
+    last_error: str = ""
+    last_save_s: float = 0.0
+    last_bytes: int = 0
+
+
+class Saver:
+    """Writes checkpoints in a thread of its own, at most one at a time.
+
+    A save that fails is logged and counted, and training goes on; check() raises once too many have failed in a row.
+    The process does not exit before the save that is under way has ended. Use it from one thread.
+
+    Args:
+        parent: Folder of all checkpoints; belongs to the saver from now on.
+        keep: How many of the newest checkpoints stay, beside pinned ones.
+        most_failures: So many failures in a row are an error.
+        options: How to write.
+
+    Raises:
+        ValueError: If `keep` or `most_failures` is below 1.
+    """
+
+    def __init__(
+        self,
+        parent: Folder,
+        *,
+        keep: int = 3,
+        most_failures: int = 3,
+        options: WriteOptions | None = None,
+    ) -> None:
+        if keep < 1 or most_failures < 1:
+            raise ValueError(f"keep={keep} and most_failures={most_failures} start at 1")
+        self._parent = parent
+        self._keep = keep
+        self._most_failures = most_failures
+        self._options = options or WriteOptions()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards _counts
+        self._counts: dict[str, Any] = {}
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves so far."""
+        with self._lock:
+            return SaveCounts(**self._counts)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, source: CheckpointSource, details: SaveDetails, worker_state: Any = None) -> bool:
+        """Begins to save; returns at once. False if a save is under way: then the source is closed, the skip counted.
+
+        Args:
+            source: The state; closed when it has been written.
+            details: What belongs to it.
+            worker_state: That of worker 0, if workers have state.
+        """
+        if self.is_busy:
+            source.close()
+            self.skip(source.step)
+            return False
+        self._run(lambda: self._save(source, details, worker_state))
+        return True
+
+    def start_worker_state(self, *, step: int, save_number: int, rank: int, state: Any) -> None:
+        """Begins to write a worker's own state, for a save that worker 0 writes."""
+        self.wait()
+        self._run(lambda: self._save_state(step=step, save_number=save_number, rank=rank, state=state))
+
+    def skip(self, step: int) -> None:
+        """Counts a save that did not begin."""
+        self._count(num_skipped=self.counts.num_skipped + 1)
+        logger.warning("[step %d] no checkpoint: the one before is still being written", step)
+
+    def check(self) -> None:
+        """Raises:
+        CheckpointError: If too many saves in a row have failed; says why the last one did.
+        """
+        counts = self.counts
+        if counts.num_failed_in_row >= self._most_failures:
+            raise CheckpointError(
+                f"{counts.num_failed_in_row} saves in a row to {self._parent.path} have failed; the last one: "
+                f"{counts.last_error}. Training would be lost with the next fault; make room, or choose another "
+                "folder."
+            )
+
+    def wait(self) -> None:
+        """Returns when no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Waits for the save that is under way, or gives it up; closes the folder. Idempotent."""
+        if cancel:
+            self._stop.set()
+        self.wait()
+        self._parent.close()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=self._guarded, args=(work,), name="coarse-checkpoint")
+        self._thread.start()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except SaveCancelledError as error:
+            logger.warning("%s", error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        counts = self.counts
+        text = f"{type(error).__name__}: {error}"
+        self._count(
+            num_failed=counts.num_failed + 1,
+            num_failed_in_row=counts.num_failed_in_row + 1,
+            last_error=text,
+        )
+        # Traces are for what should not happen; a full disk is no such thing.
+        expected = isinstance(error, (OSError, CheckpointError))
+        logger.warning("a checkpoint could not be saved; training goes on. %s", text, exc_info=not expected)
+
+    def _save(self, source: CheckpointSource, details: SaveDetails, worker_state: Any) -> None:
+        began_s = time.monotonic()
+        num_bytes = sum(tensor.nbytes for tensor in source.tensors)
+        if details.has_worker_state:
+            self._save_state(step=source.step, save_number=details.save_number, rank=0, state=worker_state)
+        with SaveProgress(f"step {source.step}") as progress:
+            name = write_checkpoint(
+                self._parent,
+                source,
+                details,
+                options=self._options,
+                progress=progress,
+                should_stop=self._stop.is_set,
+            )
+        save_s = time.monotonic() - began_s
+        write_hint(self._parent, name)
+        # Before older ones go: what was written must be there when the disk is asked.
+        open_verified(self._parent, name).close()
+        self._count(
+            num_saved=self.counts.num_saved + 1, num_failed_in_row=0, last_save_s=save_s, last_bytes=num_bytes
+        )
+        logger.info("[step %d] saved %s: %.1f MiB in %.2f s", name.step, name, num_bytes / 2**20, save_s)
+        self._remove_superseded(name)
+
+    def _remove_superseded(self, saved: CheckpointName) -> None:
+        for name in superseded(self._parent, keep=self._keep):
+            if name != saved:
+                remove(self._parent, name)
+
+    def _save_state(self, *, step: int, save_number: int, rank: int, state: Any) -> None:
+        write_worker_state(self._parent, step=step, save_number=save_number, rank=rank, state=state)
+
+    def _count(self, **changed: Any) -> None:
+        with self._lock:
+            self._counts.update(changed)

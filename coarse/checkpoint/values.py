@@ -1,0 +1,151 @@
+"""Plain values as JSON and back: what optimizer settings and the user's state are made of.
+
+JSON has no tuples, bytes, non-finite numbers, arrays, or keys that are no strings. These are written as objects with
+one key that begins with a dollar sign; so is an object that has such keys itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coarse.checkpoint.source import DTYPE_BYTES, SavedTensor
+from coarse.errors import CheckpointError
+
+_MOST_LEVELS = 64
+
+Translate = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallTensor:
+    """A tensor of a framework among plain values.
+
+    Args:
+        dtype: By safetensors' names.
+        shape: Lengths of its dimensions.
+        data: Its bytes in row-major order.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __post_init__(self) -> None:
+        needed = SavedTensor(name="value", dtype=self.dtype, shape=self.shape).nbytes
+        if needed != len(self.data):
+            raise ValueError(
+                f"a tensor {self.dtype} of shape {self.shape} has {needed} bytes, not {len(self.data)}"
+            )
+
+
+def to_json(value: Any, *, translate: Translate = lambda value: value, path: str = "state") -> Any:
+    """What the json module writes for `value`; from_json() gives an equal value of the same types back.
+
+    Args:
+        value: None, numbers, strings, bytes, lists, tuples, dictionaries, numpy arrays and SmallTensors.
+        translate: Called first with each value: a framework's tensor becomes a SmallTensor.
+        path: Where it stands, for errors.
+
+    Raises:
+        CheckpointError: If it is, or holds, anything else; names the place and the type.
+    """
+    if path.count("/") > _MOST_LEVELS:
+        raise CheckpointError(f"{path} is nested more than {_MOST_LEVELS} levels deep")
+    value = translate(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+
+    def inner(part: Any, key: object) -> Any:
+        return to_json(part, translate=translate, path=f"{path}/{key}")
+
+    if isinstance(value, list):
+        return [inner(part, index) for index, part in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [inner(part, index) for index, part in enumerate(value)]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: inner(part, key) for key, part in value.items()}
+        return {"$dict": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": _text(bytes(value))}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return {"$array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+    if isinstance(value, SmallTensor):
+        return {"$tensor": [value.dtype, list(value.shape), _text(value.data)]}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; give it "
+        "as numbers, strings, bytes, lists, tuples, dictionaries or tensors"
+    )
+
+
+def from_json(value: Any, *, translate: Translate = lambda value: value) -> Any:
+    """What to_json() was given.
+
+    Args:
+        value: As the json module reads it.
+        translate: Called last with each SmallTensor: becomes a framework's tensor.
+
+    Raises:
+        CheckpointError: If to_json() would not have written it.
+    """
+    try:
+        return _from_json(value, translate, 0)
+    except (TypeError, ValueError, KeyError, binascii.Error) as error:
+        raise CheckpointError(f"a value of the checkpoint cannot be read: {error}") from None
+
+
+def _from_json(value: Any, translate: Translate, level: int) -> Any:
+    if level > 2 * _MOST_LEVELS:
+        raise ValueError(f"it is nested more than {_MOST_LEVELS} levels deep")
+
+    def inner(part: Any) -> Any:
+        return _from_json(part, translate, level + 1)
+
+    if isinstance(value, list):
+        return [inner(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: inner(part) for key, part in value.items()}
+    ((kind, contents),) = value.items()
+    if kind == "$float":
+        return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[contents]
+    if kind == "$tuple":
+        return tuple(inner(part) for part in contents)
+    if kind == "$dict":
+        return {inner(key): inner(part) for key, part in contents}
+    if kind == "$bytes":
+        return _bytes(contents)
+    if kind == "$array":
+        return _array(*contents)
+    if kind == "$tensor":
+        dtype, shape, data = contents
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"no dtype {dtype!r}")
+        return translate(SmallTensor(dtype=dtype, shape=tuple(map(int, shape)), data=_bytes(data)))
+    raise ValueError(f"no kind of value {kind!r}")
+
+
+def _array(dtype: str, shape: list[int], data: str) -> Any:
+    kind = np.dtype(dtype)
+    if kind.hasobject or min(shape, default=0) < 0:
+        raise ValueError(f"no array {dtype!r} of shape {shape}")
+    array = np.frombuffer(_bytes(data), dtype=kind).reshape(shape).copy()
+    return array if shape else array[()]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,326 @@
+"""Files of checkpoints: the state comes back, other libraries read them, and damage is found with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tracemalloc
+
+import numpy as np
+import pytest
+from saved_states import OPTIONS, TENSORS, check_contents, content, save, source
+
+from coarse.checkpoint.catalogue import find_newest, list_checkpoints, names_of, open_verified, unfinished_in
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from coarse.checkpoint.names import CheckpointName
+from coarse.checkpoint.reader import open_checkpoint
+from coarse.checkpoint.source import ArraySource, SavedTensor
+from coarse.checkpoint.writer import SaveCancelledError, SaveDetails, WriteOptions, write_checkpoint
+from coarse.errors import CheckpointError
+
+FIRST = CheckpointName(1)
+
+
+def newest(path):
+    with Folder.open(path) as parent:
+        return find_newest(parent)
+
+
+def reason_of(path, name=FIRST):
+    """Why a checkpoint does not load."""
+    with Folder.open(path) as parent, pytest.raises(CheckpointError) as caught:
+        open_verified(parent, name)
+    return str(caught.value)
+
+
+def test_a_state_comes_back(tmp_path):
+    save(tmp_path, 7)
+    with newest(tmp_path) as checkpoint:
+        assert checkpoint.step == 7
+        check_contents(checkpoint)
+        assert len(checkpoint.manifest.tensor_files) > 1
+
+
+def test_tensors_load_into_memory_in_any_order(tmp_path):
+    save(tmp_path, 7)
+    memory = {tensor: bytearray(tensor.nbytes) for tensor in reversed(TENSORS[1:])}
+    with newest(tmp_path) as checkpoint:
+        checkpoint.load({tensor: memoryview(each) for tensor, each in memory.items()})
+    assert all(bytes(each) == content(tensor, 7) for tensor, each in memory.items())
+
+
+def test_a_checkpoint_is_a_source(tmp_path):
+    save(tmp_path / "one", 7)
+    with Folder.open(tmp_path / "two", create=True) as parent:
+        write_checkpoint(parent, newest(tmp_path / "one"), SaveDetails(), options=OPTIONS)
+    with newest(tmp_path / "two") as copy:
+        check_contents(copy)
+
+
+def test_files_open_with_the_safetensors_library(tmp_path):
+    numpy_files = pytest.importorskip("safetensors")
+    save(tmp_path, 7)
+    found = {}
+    for file in sorted((tmp_path / "step-7").glob("*.safetensors")):
+        for name, entry in numpy_files.deserialize(file.read_bytes()):
+            found[name] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
+    assert found == {tensor.name: (tensor.dtype, tensor.shape, content(tensor, 7)) for tensor in TENSORS}
+
+
+def test_files_are_the_users_own(tmp_path):
+    save(tmp_path / "new", 7)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new" / "step-7").iterdir()}
+    assert modes == {0o600}
+    assert stat.S_IMODE((tmp_path / "new" / "step-7").stat().st_mode) == 0o700
+
+
+def test_an_existing_checkpoint_is_never_replaced(tmp_path):
+    save(tmp_path, 7, 7)
+    with Folder.open(tmp_path) as parent:
+        assert names_of(parent) == [CheckpointName(7), CheckpointName(7, 1)]
+    with newest(tmp_path) as checkpoint:
+        assert checkpoint.path.name == "step-7.1"
+        check_contents(checkpoint)
+
+
+def test_names_order_by_step():
+    assert sorted(map(CheckpointName.parse, ["step-10", "step-9.2", "step-9"])) == [
+        CheckpointName(9),
+        CheckpointName(9, 2),
+        CheckpointName(10),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["step-", "step-07", "step-7.tmp", "step-7.0", "step--1", "7", "latest", "step-1e3"]
+)
+def test_other_names_are_no_checkpoints(text):
+    assert CheckpointName.parse(text) is None
+
+
+# Torn and damaged.
+
+
+def boundaries(length):
+    """Both sides of each boundary of a file: its ends, the chunks, and the header's length."""
+    marks = {0, 8, length, *range(0, length, OPTIONS.chunk_bytes)}
+    return sorted({mark + side for mark in marks for side in (-1, 0, 1)} & set(range(length)))
+
+
+def test_every_truncation_and_flip_falls_back_to_the_one_before(tmp_path):
+    save(tmp_path, 1, 2)
+    damaged = 0
+    for file in sorted((tmp_path / "step-2").iterdir()):
+        data = file.read_bytes()
+        for position in boundaries(len(data)):
+            for changed in (
+                data[:position],
+                data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :],
+            ):
+                file.write_bytes(changed)
+                with newest(tmp_path) as checkpoint:
+                    assert checkpoint.step == 1, (file.name, position)
+                damaged += 1
+        file.write_bytes(data)
+    assert damaged > 100
+    with newest(tmp_path) as checkpoint:
+        assert checkpoint.step == 2
+
+
+def test_files_that_grew_are_refused(tmp_path):
+    save(tmp_path, 1)
+    with (tmp_path / "step-1" / "tensors-00001.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert "bytes instead of" in reason_of(tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["tensors-00001.safetensors", MANIFEST_NAME])
+def test_missing_files_are_named(tmp_path, missing):
+    save(tmp_path, 1)
+    (tmp_path / "step-1" / missing).unlink()
+    assert missing in reason_of(tmp_path)
+
+
+def test_symbolic_links_are_refused(tmp_path):
+    save(tmp_path, 1)
+    file = tmp_path / "step-1" / "tensors-00001.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in reason_of(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path):
+    save(tmp_path / "other", 1)
+    (tmp_path / "step-1").symlink_to(tmp_path / "other" / "step-1")
+    assert "step-1" in reason_of(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda path: os.mkfifo(path), lambda path: path.mkdir()])
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path, make):
+    save(tmp_path, 1)
+    file = tmp_path / "step-1" / "tensors-00001.safetensors"
+    file.unlink()
+    make(file)
+    assert "tensors-00001" in reason_of(tmp_path)
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    save(tmp_path, 1)
+    manifest = tmp_path / "step-1" / MANIFEST_NAME
+    now, newer = f'"format_version":{FORMAT_VERSION}', f'"format_version":{FORMAT_VERSION + 1}'
+    manifest.write_text(manifest.read_text().replace(now, newer))
+    assert f"format version {FORMAT_VERSION + 1}" in reason_of(tmp_path)
+
+
+def test_a_path_that_leaves_the_folder_is_refused(tmp_path):
+    save(tmp_path, 1)
+    place = tmp_path / "step-1" / MANIFEST_NAME
+    (tmp_path / "outside").write_bytes(b"secret")
+    text = place.read_text().replace("tensors-00001.safetensors", "../outside")
+    place.write_text(text)
+    assert "damaged" in reason_of(tmp_path)  # and test_checkpoint_manifest: refused with a right checksum too
+
+
+def test_a_renamed_checkpoint_is_refused(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / "step-3")
+    assert "was renamed" in reason_of(tmp_path, CheckpointName(3))
+
+
+def test_a_file_of_another_checkpoint_is_noticed(tmp_path):
+    save(tmp_path, 1, 2)
+    name = "tensors-00001.safetensors"
+    shutil.copy(tmp_path / "step-2" / name, tmp_path / "step-1" / name)
+    assert "CRC32C does not match" in reason_of(tmp_path)
+
+
+def test_headers_with_absurd_lengths_are_refused(tmp_path):
+    save(tmp_path, 1)
+    with (tmp_path / "step-1" / "tensors-00001.safetensors").open("r+b") as file:
+        file.write((1 << 62).to_bytes(8, "little"))
+    assert "does not fit" in reason_of(tmp_path)
+
+
+def test_where_no_checkpoint_is_whole_nothing_starts_from_scratch(tmp_path):
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}" / MANIFEST_NAME).unlink()
+    with (
+        Folder.open(tmp_path) as parent,
+        pytest.raises(CheckpointError, match=r"step-2.*step-1.*did not finish"),
+    ):
+        find_newest(parent)
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path):
+    assert newest(tmp_path) is None
+
+
+def test_a_hint_without_a_checkpoint_is_an_error(tmp_path):
+    (tmp_path / "latest").write_text("step-5\n")
+    with Folder.open(tmp_path) as parent, pytest.raises(CheckpointError, match="step-5"):
+        find_newest(parent)
+
+
+@pytest.mark.parametrize("hint", ["step-1\n", "step-9\n", "nonsense", "", "../../etc"])
+def test_the_hint_is_never_trusted(tmp_path, hint):
+    save(tmp_path, 1, 2)
+    (tmp_path / "latest").write_text(hint)
+    with newest(tmp_path) as checkpoint:
+        assert checkpoint.step == 2
+
+
+def test_listing_says_why_one_is_not_whole(tmp_path):
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-1" / MANIFEST_NAME).write_text(json.dumps({"format": "other"}))
+    with Folder.open(tmp_path) as parent:
+        torn, whole = list_checkpoints(parent)
+    assert torn.manifest is None
+    assert "does not say that it is a coarse-checkpoint" in torn.reason
+    assert isinstance(whole.manifest, Manifest)
+    assert whole.reason == ""
+
+
+# Writing.
+
+
+def test_a_save_takes_little_memory(tmp_path):
+    """A state that is made while it is read, ten times larger than what writing it may take."""
+
+    class Large:
+        step = 1
+        tensors = tuple(SavedTensor(name=f"model.{i}", dtype="F32", shape=(1 << 20,)) for i in range(10))
+
+        def read(self, tensor):
+            piece = np.full(1 << 16, int(tensor.name[6:]), dtype=np.float32)
+            for _ in range(16):
+                yield piece.view(np.uint8).data
+
+        def close(self):
+            pass
+
+    tracemalloc.start()
+    try:
+        with Folder.open(tmp_path) as parent:
+            write_checkpoint(parent, Large(), SaveDetails(), options=WriteOptions(file_bytes=8 << 20))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+    with newest(tmp_path) as checkpoint:
+        assert checkpoint.manifest.num_bytes > 40 << 20
+
+
+def test_a_save_can_be_stopped(tmp_path):
+    pieces = iter(range(3))
+    with Folder.open(tmp_path) as parent, pytest.raises(SaveCancelledError, match="step 1"):
+        write_checkpoint(
+            parent, source(1), SaveDetails(), options=OPTIONS, should_stop=lambda: next(pieces, None) is None
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_ends_at_the_whole(tmp_path):
+    told = []
+    with Folder.open(tmp_path) as parent:
+        write_checkpoint(
+            parent, source(1), SaveDetails(), options=OPTIONS, progress=lambda *now: told.append(now)
+        )
+    total = sum(tensor.nbytes for tensor in TENSORS)
+    assert told[-1] == (total, total)
+    assert told == sorted(told)
+
+
+def test_a_source_that_gives_too_little_is_an_error(tmp_path):
+    class Short(ArraySource):
+        def read(self, tensor):
+            yield from list(super().read(tensor))[:-1]
+
+    tensor = SavedTensor(name="model.x", dtype="U8", shape=(5 << 20,))
+    short = Short(1, {tensor: np.zeros(5 << 20, dtype=np.uint8)})
+    with Folder.open(tmp_path) as parent, pytest.raises(CheckpointError, match=r"model\.x"):
+        write_checkpoint(parent, short, SaveDetails())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_save_left_does_not_get_into_the_next(tmp_path):
+    left = tmp_path / "step-1.tmp"
+    left.mkdir()
+    (left / "tensors-00009.safetensors").write_bytes(b"old")
+    (left / "worker-5.json").write_bytes(b"old")
+    with Folder.open(tmp_path) as parent:
+        assert unfinished_in(parent) == ["step-1.tmp"]
+    save(tmp_path, 1)
+    assert not {"tensors-00009.safetensors", "worker-5.json"} & {
+        path.name for path in (tmp_path / "step-1").iterdir()
+    }
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Folder.open(tmp_path / "nowhere")
+    with Folder.open(tmp_path) as parent, pytest.raises(CheckpointError, match="step-4: is missing"):
+        open_checkpoint(parent, CheckpointName(4))
