@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "machine": "coarse.cli.machine",
         "profile": "coarse.cli.profile",
         "plan": "coarse.cli.plan",
+        "checkpoint": "coarse.cli.checkpoint",
     }
 )
 """Module of each sub-command, in the order of the help text."""

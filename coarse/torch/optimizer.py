@@ -79,6 +79,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Whether memory devices run the update, or the workers as usual."""
         return self._offloaded is not None
 
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The optimizer that was given."""
+        return self._optimizer
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
 

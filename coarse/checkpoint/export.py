@@ -1,0 +1,51 @@
+"""A checkpoint's model as one plain safetensors file, which needs nothing of COARSE to be read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.reader import Checkpoint, Progress
+from coarse.checkpoint.source import DTYPE_BYTES, MODEL_PREFIX
+from coarse.checkpoint.tensor_file import header_of
+from coarse.errors import CheckpointError
+
+
+def export_safetensors(
+    checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None
+) -> None:
+    """Writes the model's state dict: parameters and buffers under the bare module's own names.
+
+    Takes one chunk of memory.
+
+    Args:
+        checkpoint: Where they are.
+        path: The new file.
+        progress: Told of the bytes that were written, and of all.
+
+    Raises:
+        CheckpointError: If there is such a file, or the checkpoint is damaged; no file remains then.
+        OSError: If the disk does not take it.
+    """
+    tensors = [tensor for tensor in checkpoint.tensors if tensor.name.startswith(MODEL_PREFIX)]
+    tensors.sort(key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
+    renamed = [replace(tensor, name=tensor.name.removeprefix(MODEL_PREFIX)) for tensor in tensors]
+    done, total = 0, sum(tensor.nbytes for tensor in tensors)
+    with Folder.open(path.parent, create=True) as folder:
+        if folder.has(path.name):
+            raise CheckpointError(f"{path} is there already, and is not overwritten")
+        unfinished = f"{path.name}.tmp"
+        folder.remove(unfinished)
+        try:
+            with folder.writing(unfinished) as file:
+                file.write(header_of(renamed, {"format": "pt", "step": str(checkpoint.step)}))
+                for tensor in tensors:
+                    for piece in checkpoint.read(tensor):
+                        file.write(piece)
+                        done += len(piece)
+                        progress(done, total)
+            folder.rename(unfinished, path.name)
+        except BaseException:
+            folder.remove(unfinished)
+            raise

@@ -1,0 +1,508 @@
+"""Checkpoints of a training loop: saved in the background, restored on any number of workers.
+
+Example:
+    >>> state = {"random": RandomState(), "scheduler": scheduler, "loader": loader}
+    >>> with Checkpointer("checkpoints", model, optimizer, every=50, keep=3, state=state) as checkpointer:
+    ...     checkpointer.restore()
+    ...     for batch in loader:
+    ...         train(batch)
+    ...         checkpointer.step()
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from coarse.checkpoint.catalogue import find_newest, open_verified, remove_unfinished
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.names import CheckpointName
+from coarse.checkpoint.progress import SaveProgress
+from coarse.checkpoint.reader import Checkpoint, open_checkpoint
+from coarse.checkpoint.saver import SaveCounts, Saver
+from coarse.checkpoint.source import ArraySource, CheckpointSource
+from coarse.checkpoint.values import from_json, to_json
+from coarse.checkpoint.writer import SaveDetails, WriteOptions
+from coarse.errors import CheckpointError
+from coarse.torch.layout import Packing, as_bytes
+from coarse.torch.training_state import (
+    TrainingState,
+    as_small_tensor,
+    bare,
+    described,
+    from_small_tensor,
+    load_training_state,
+    training_state,
+)
+
+__all__ = ["Checkpointer", "RandomState", "WorkerState", "load_state_dicts"]
+
+logger = logging.getLogger(__name__)
+
+_NO_CHECKPOINT, _UNREADABLE = -1, -2
+
+
+class WorkerState(Protocol):
+    """Something of a worker that belongs to a checkpoint: torch's schedulers, GradScaler and stateful loaders fit.
+
+    If it also has `load_state_dicts(states)`, that is called instead where another number of workers goes on, with
+    the states of all workers that there were.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Numbers, strings, bytes, lists, tuples, dictionaries, tensors and arrays."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes what state_dict() returned."""
+
+
+@runtime_checkable
+class _Reshards(Protocol):
+    def load_state_dicts(self, states: list[Any]) -> Any: ...
+
+
+class Checkpointer:
+    """Saves and restores a training job: model, optimizer, and what else the user hands over.
+
+    A save copies the state (worker 0 does) and writes it in the background. One is under way at most: a save that
+    comes too early is skipped and counted. Training goes on if the disk fails; after `most_failures` failures in a
+    row step() raises. SIGUSR1, sent to any worker, saves at one of the next steps.
+
+    Every worker constructs it alike and makes the same calls; step(), save() and restore() are collective where there
+    is more than one worker, through a process group of their own.
+
+    Args:
+        folder: Of all checkpoints of this job; made if need be. On several nodes all must share it.
+        model: Wrapped or not. Parameters and buffers are saved under the bare module's names.
+        optimizer: One of torch's, or a DistributedOptimizer; None to save the model alone.
+        every: How many steps lie between two saves; 0 saves only on demand.
+        keep: How many of the newest checkpoints stay. Pinned ones stay as well.
+        state: What else belongs to each worker, by names: RandomState(), a scheduler, a data loader.
+        most_failures: So many failed saves in a row are an error.
+        options: How files are written.
+        on_signal: Whether SIGUSR1 saves; needs the main thread.
+
+    Raises:
+        ValueError: If a number is out of range.
+        OSError: If the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        every: int = 0,
+        keep: int = 3,
+        state: Mapping[str, WorkerState] | None = None,
+        most_failures: int = 3,
+        options: WriteOptions | None = None,
+        on_signal: bool = True,
+    ) -> None:
+        if every < 0:
+            raise ValueError(f"every={every} must be 0 or more steps")
+        self._model = model
+        self._optimizer = optimizer
+        self._every = every
+        self._state = dict(state or {})
+        self._num_steps = 0
+        self._num_saves = 0
+        self._workers = _Workers()
+        self._copies = _HostCopies()
+        parent = Folder.open(folder, create=True)
+        self._parent = parent
+        if self._workers.rank == 0:
+            remove_unfinished(parent)
+        self._saver = Saver(parent, keep=keep, most_failures=most_failures, options=options)
+        self._signal = _SaveSignal(on_signal)
+        self._workers.barrier()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the training has taken, before and after a restore."""
+        return self._num_steps
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves; of worker 0 they are those of checkpoints."""
+        return self._saver.counts
+
+    def step(self) -> bool:
+        """Counts a step of the training, and saves if it is time. Call it once after each optimizer.step().
+
+        Returns:
+            Whether a save began.
+
+        Raises:
+            CheckpointError: If too many saves have failed in a row.
+        """
+        self._saver.check()
+        self._num_steps += 1
+        if self._workers.world_size == 1:
+            self._propose()
+        was_asked, was_busy = self._workers.agreed()
+        is_due = was_asked or (self._every > 0 and self._num_steps % self._every == 0)
+        began = is_due and not was_busy
+        if began:
+            self._begin_save()
+        elif is_due:
+            self._saver.skip(self._num_steps)
+        if self._workers.world_size > 1:
+            self._propose()
+        return began
+
+    def save(self, *, wait: bool = True) -> None:
+        """Saves now.
+
+        Args:
+            wait: Whether to return only when the checkpoint is on the disk.
+
+        Raises:
+            CheckpointError: If `wait`, and it could not be saved.
+        """
+        self._saver.wait()
+        failed_before = self.counts.num_failed
+        was_asked, _ = self._workers.agreed()
+        self._begin_save()
+        self._propose(asks=was_asked)  # what was proposed before did not know of this save
+        if wait:
+            self._saver.wait()
+            if self.counts.num_failed > failed_before:
+                raise CheckpointError(f"step {self._num_steps} could not be saved: {self.counts.last_error}")
+
+    def restore(self, step: int | None = None) -> int:
+        """Loads the newest checkpoint of which every byte is right, or that of a step.
+
+        Loading is strict: tensors that are missing, too many or of another shape are listed, and nothing is changed.
+
+        Returns:
+            How many steps the training had taken; 0 if the folder never had a checkpoint.
+
+        Raises:
+            CheckpointError: If there are checkpoints but none is whole, or the one does not fit.
+        """
+        with SaveProgress("restore") as progress:
+            checkpoint = self._open_same(step, progress)
+            if checkpoint is None:
+                logger.info("no checkpoint in %s: training starts from scratch", self._parent.path)
+                return 0
+            with checkpoint:
+                states = self._worker_states(checkpoint)
+                load_training_state(checkpoint, self._model, self._optimizer, progress)
+                for name, target in self._state.items():
+                    _load_resharded(name, target, [state[name] for state in states], self._workers)
+                self._num_steps = checkpoint.step
+                logger.info("[step %d] restored %s", checkpoint.step, checkpoint.path.name)
+        self._workers.barrier()
+        return self._num_steps
+
+    def wait(self) -> None:
+        """Returns when no save is under way."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Waits for the save that is under way, and hands SIGUSR1 back. Idempotent."""
+        self._signal.close()
+        self._saver.close()
+        self._workers.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _propose(self, *, asks: bool = False) -> None:
+        self._workers.propose(asks=self._signal.take() or asks, is_busy=self._saver.is_busy)
+
+    def _begin_save(self) -> None:
+        self._num_saves += 1
+        rank = self._workers.rank
+        mine = {name: each.state_dict() for name, each in self._state.items()}
+        state = to_json(mine, translate=as_small_tensor) if mine else None
+        if rank == 0:
+            taken = training_state(self._model, self._optimizer)
+            details = SaveDetails(
+                world_size=self._workers.world_size,
+                optimizer=taken.optimizer,
+                save_number=self._num_saves,
+                has_worker_state=bool(mine),
+            )
+            self._saver.start(self._source(taken), details, state)
+        elif mine:
+            self._saver.start_worker_state(
+                step=self._num_steps, save_number=self._num_saves, rank=rank, state=state
+            )
+
+    def _source(self, taken: TrainingState) -> CheckpointSource:
+        return self._copies.take(self._num_steps, taken.tensors)
+
+    def _open_same(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
+        """Opens the checkpoint that worker 0 has chosen and verified."""
+        checkpoint, error = None, None
+        if self._workers.rank == 0:
+            try:
+                checkpoint = self._choose(step, progress)
+            except (CheckpointError, OSError) as problem:
+                error = problem
+        chosen = _NO_CHECKPOINT if checkpoint is None else checkpoint.step
+        attempt = 0
+        if checkpoint is not None:
+            name = CheckpointName.parse(checkpoint.path.name)
+            attempt = name.attempt if name else 0
+        chosen, attempt = self._workers.told_by_first(_UNREADABLE if error else chosen, attempt)
+        if error is not None:
+            raise error
+        if chosen == _UNREADABLE:
+            raise CheckpointError("worker 0 could not open a checkpoint; its error says why")
+        if self._workers.rank == 0 or chosen == _NO_CHECKPOINT:
+            return checkpoint
+        return open_checkpoint(self._parent, CheckpointName(chosen, attempt))
+
+    def _choose(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
+        if step is None:
+            return find_newest(self._parent, progress)
+        return open_verified(self._parent, CheckpointName(step), progress)
+
+    def _worker_states(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+        """The state of each worker that there was.
+
+        Raises:
+            CheckpointError: If it is not that of the same things.
+        """
+        states = [from_json(state, translate=from_small_tensor) for state in checkpoint.worker_states()]
+        known = set(states[0]) if states else set()
+        if known != set(self._state):
+            raise CheckpointError(
+                f"{checkpoint.path} has the workers' state of {sorted(known)}, wanted is that of "
+                f"{sorted(self._state)}"
+            )
+        return states
+
+
+def _load_resharded(name: str, target: WorkerState, states: list[Any], workers: _Workers) -> None:
+    if len(states) == workers.world_size:
+        target.load_state_dict(states[workers.rank])
+    elif isinstance(target, _Reshards):
+        target.load_state_dicts(states)
+    else:
+        logger.warning(
+            "%r was saved by %d workers, and now there are %d: all of them get the state of worker 0",
+            name,
+            len(states),
+            workers.world_size,
+        )
+        target.load_state_dict(states[0])
+
+
+class RandomState:
+    """The state of the random number generators of torch, numpy and Python, for `Checkpointer(state=...)`.
+
+    Where another number of workers goes on, those that there were keep their generators; new ones keep what they
+    have.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states; those of all CUDA devices if there are any in use."""
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the generators."""
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+
+    def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
+        """Sets the generators where this worker was there before."""
+        rank = _Workers.rank_here()
+        if rank < len(states):
+            self.load_state_dict(states[rank])
+
+
+def load_state_dicts(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    model_key: str = "model",
+    optimizer_key: str = "optimizer",
+) -> None:
+    """Loads a plain PyTorch checkpoint: a state dict, or a dictionary of them, saved by torch.save or safetensors.
+
+    Works before and after wrapping. Where the optimizer runs in the memory devices, every worker must load the same.
+
+    Args:
+        path: File of torch.save (read with weights_only=True, which runs no code), or `*.safetensors`.
+        model: What to load into, strictly.
+        optimizer: Likewise; None to load the model alone.
+        model_key: Where in a dictionary of state dicts the model's is; a bare state dict needs none.
+        optimizer_key: Where the optimizer's is.
+
+    Raises:
+        CheckpointError: If the file has not what is wanted.
+        RuntimeError: As torch's load_state_dict(), if tensors are missing, too many or of another shape.
+    """
+    saved = _read_plain(Path(path))
+    state_dict = saved.get(model_key, saved)
+    bare(model).load_state_dict(_without_wrapper(state_dict))
+    if optimizer is not None:
+        if optimizer_key not in saved:
+            raise CheckpointError(
+                f"{path} has no {optimizer_key!r}; it has {', '.join(map(str, list(saved)[:20]))}. Name the "
+                "optimizer's state dict with optimizer_key, or load the model alone."
+            )
+        optimizer.load_state_dict(saved[optimizer_key])
+
+
+def _read_plain(path: Path) -> Mapping[str, Any]:
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise CheckpointError(f"{path} needs the package safetensors: pip install safetensors") from None
+        loaded: Mapping[str, Any] = load_file(path)
+        return loaded
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path} holds a {type(saved).__name__}, no state dict")
+    return saved
+
+
+def _without_wrapper(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict without the "module." that DistributedDataParallel puts before every key."""
+    prefix = "module."
+    wrapped = bool(state_dict) and all(key.startswith(prefix) for key in state_dict)
+    return {key.removeprefix(prefix) if wrapped else key: value for key, value in state_dict.items()}
+
+
+class _HostCopies:
+    """Memory for copies of a state: one block, kept from save to save."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, step: int, tensors: Mapping[str, torch.Tensor]) -> ArraySource:
+        """Copies a state; the one before must have been written."""
+        values = [tensor.detach() for tensor in tensors.values()]
+        packing = Packing(values)
+        if self._memory.numel() < packing.num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
+        copies = packing.views(self._memory)
+        with torch.no_grad():
+            for copy, value in zip(copies, values, strict=True):
+                copy.copy_(value)
+        return ArraySource(
+            step,
+            {
+                described(name, copy): as_bytes(copy).numpy()
+                for name, copy in zip(tensors, copies, strict=True)
+            },
+        )
+
+
+class _Workers:
+    """The workers of the job, as far as checkpoints need them to agree.
+
+    What they propose after one step is reduced while the next one runs, and known after it: all workers act on it at
+    the same step, and none waits.
+    """
+
+    def __init__(self) -> None:
+        self.rank = self.rank_here()
+        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._reducing: Any = None
+
+    @staticmethod
+    def rank_here() -> int:
+        """Rank of this process; 0 without a process group."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def propose(self, *, asks: bool, is_busy: bool) -> None:
+        """Says whether this worker asks for a save, and whether it has one under way."""
+        self._flags = torch.tensor([asks, is_busy], dtype=torch.int32)
+        if self._group is not None:
+            self._reducing = dist.all_reduce(
+                self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
+
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether any worker asked, and whether any was busy, when all last proposed."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+        asked, busy = self._flags.tolist()
+        return bool(asked), bool(busy)
+
+    def told_by_first(self, *numbers: int) -> list[int]:
+        """The numbers of worker 0. Collective."""
+        told = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.broadcast(told, src=0, group=self._group)
+        return [int(number) for number in told.tolist()]
+
+    def barrier(self) -> None:
+        """Returns when all workers are here."""
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def close(self) -> None:
+        """Gives the process group back. Idempotent."""
+        if self._group is not None and dist.is_initialized():
+            self.agreed()
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class _SaveSignal:
+    """Whether somebody sent SIGUSR1. What handled it before is told as well, and handles it again after close()."""
+
+    def __init__(self, is_wanted: bool) -> None:
+        self._arrived = False
+        self._previous: Any = None
+        self._is_installed = is_wanted and threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._previous = signal.signal(signal.SIGUSR1, self._note)
+        elif is_wanted:
+            logger.warning("SIGUSR1 does not save: the Checkpointer was not made in the main thread")
+
+    def take(self) -> bool:
+        """Whether it came since the last call."""
+        arrived, self._arrived = self._arrived, False
+        return arrived
+
+    def close(self) -> None:
+        """Hands the signal back. Idempotent."""
+        if self._is_installed:
+            self._is_installed = False
+            signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._arrived = True
+        if callable(self._previous):
+            self._previous(number, frame)

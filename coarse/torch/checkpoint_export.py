@@ -1,0 +1,100 @@
+"""Checkpoints as PyTorch's own: for torch.load, and for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from coarse.checkpoint.reader import Checkpoint, Progress
+from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
+from coarse.checkpoint.values import from_json
+from coarse.errors import CheckpointError
+from coarse.torch.training_state import empty_tensor, from_small_tensor, load_tensors
+
+
+def export_torch(checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None) -> None:
+    """Writes one file for torch.load(weights_only=True): a dictionary of `model`, `optimizer` and `step`.
+
+    The optimizer's state dict numbers parameters as torch does, in the order of its groups, so that it loads into the
+    same optimizer of the same model.
+
+    Raises:
+        CheckpointError: If there is such a file, or the checkpoint is damaged.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} is there already, and is not overwritten")
+    state = state_dicts(checkpoint, progress)
+    if "optimizer" in state:
+        state["optimizer"] = _numbered(state["optimizer"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    torch.save(state, unfinished)
+    unfinished.rename(path)
+
+
+def export_dcp(checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None) -> None:
+    """Writes a folder for torch.distributed.checkpoint: `model`, `optimizer` and `step`, parameters by their names.
+
+    That is what torch.distributed.checkpoint.state_dict.get_state_dict() has for the same model and optimizer.
+
+    Raises:
+        CheckpointError: If there is such a folder, or the checkpoint is damaged.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} is there already, and is not overwritten")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+        dcp.save(state_dicts(checkpoint, progress), checkpoint_id=path, no_dist=True)
+
+
+def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda done, total: None) -> dict[str, Any]:
+    """All of a checkpoint in memory: `model`, `optimizer` if there is one (parameters by name), and `step`.
+
+    Raises:
+        CheckpointError: If the checkpoint is damaged.
+    """
+    tensors = {tensor: empty_tensor(tensor) for tensor in checkpoint.tensors}
+    load_tensors(checkpoint, tensors, progress)
+    found: dict[str, Any] = {"model": _model(tensors), "step": checkpoint.step}
+    if checkpoint.manifest.optimizer is not None:
+        settings = from_json(checkpoint.manifest.optimizer, translate=from_small_tensor)
+        found["optimizer"] = {
+            "state": _optimizer_state(tensors, settings["values"]),
+            "param_groups": settings["param_groups"],
+        }
+    return found
+
+
+def _model(tensors: dict[SavedTensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name.removeprefix(MODEL_PREFIX): memory
+        for tensor, memory in tensors.items()
+        if tensor.name.startswith(MODEL_PREFIX)
+    }
+
+
+def _optimizer_state(
+    tensors: dict[SavedTensor, torch.Tensor], values: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {parameter: dict(own) for parameter, own in values.items()}
+    for tensor, memory in tensors.items():
+        if tensor.name.startswith(OPTIMIZER_PREFIX):
+            name, _, parameter = tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")
+            state.setdefault(parameter, {})[name] = memory
+    return state
+
+
+def _numbered(named: dict[str, Any]) -> dict[str, Any]:
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {numbers[name]: state for name, state in named["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]}
+            for group in named["param_groups"]
+        ],
+    }

@@ -1,0 +1,279 @@
+"""A model and its optimizer as the named tensors of a checkpoint, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coarse.checkpoint.reader import Checkpoint, Mismatch, Progress
+from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
+from coarse.checkpoint.values import SmallTensor, from_json, to_json
+from coarse.errors import CheckpointError
+from coarse.torch.layout import as_bytes
+from coarse.torch.optimizer import DistributedOptimizer
+
+DTYPE_OF: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""torch's dtypes by safetensors' names."""
+
+_NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
+# States of torch's optimizers that have the shape of their parameter.
+_STATES_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "exp_inf"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds of a model and its optimizer; the tensors are theirs, not copies.
+
+    Args:
+        tensors: By their names in the checkpoint.
+        optimizer: The optimizer's settings as JSON; None without an optimizer.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: Any
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of what distributes it."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
+def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
+    """Names everything that model and optimizer hold.
+
+    Raises:
+        CheckpointError: If the optimizer holds parameters of another model, or something that is no plain value.
+    """
+    tensors = model_tensors(model)
+    if optimizer is None:
+        return TrainingState(tensors=tensors, optimizer=None)
+    saved = optimizer.state_dict()
+    names = _names_of_parameters(model, optimizer)
+    values: dict[str, dict[str, Any]] = {}
+    for number, entries in saved["state"].items():
+        for state, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{OPTIMIZER_PREFIX}{state}.{names[number]}"] = value
+            else:
+                values.setdefault(names[number], {})[state] = value
+    groups = [
+        {**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]
+    ]
+    settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
+    return TrainingState(
+        tensors=tensors, optimizer=to_json(settings, translate=as_small_tensor, path="optimizer")
+    )
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by their names in a checkpoint.
+
+    Raises:
+        CheckpointError: If the state dict holds something else.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, value in bare(model).state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{key!r} of the model's state dict is a {type(value).__name__}, no tensor; hand it over as the "
+                "state of a worker, or make it a buffer"
+            )
+        found[f"{MODEL_PREFIX}{key}"] = value
+    return found
+
+
+def described(name: str, tensor: torch.Tensor) -> SavedTensor:
+    """A tensor as a checkpoint describes it.
+
+    Raises:
+        CheckpointError: If its dtype or layout cannot be saved.
+    """
+    if tensor.dtype not in _NAME_OF or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors files cannot hold"
+        )
+    return SavedTensor(name=name, dtype=_NAME_OF[tensor.dtype], shape=tuple(tensor.shape))
+
+
+def load_training_state(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Loads a checkpoint into model and optimizer; nothing is changed unless everything fits.
+
+    Without an optimizer, an optimizer's state in the checkpoint is left alone.
+
+    Raises:
+        CheckpointError: If tensors or settings are missing, are too many or have another shape: all are listed.
+        OSError: If the disk cannot read it.
+    """
+    model_destinations = model_tensors(model)
+    wanted = {described(name, tensor): tensor for name, tensor in model_destinations.items()}
+    states = {
+        tensor: empty_tensor(tensor)
+        for tensor in checkpoint.tensors
+        if tensor.name.startswith(OPTIMIZER_PREFIX)
+    }
+    _check_model(checkpoint, wanted)
+    if optimizer is None:
+        load_tensors(checkpoint, wanted, progress)
+        return
+    state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
+    load_tensors(checkpoint, {**wanted, **states}, progress)
+    optimizer.load_state_dict(state_dict)
+
+
+def as_small_tensor(value: Any) -> Any:
+    """A torch tensor as a plain value of a checkpoint; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = described("a tensor among settings", value)
+    data = as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+    return SmallTensor(dtype=tensor.dtype, shape=tensor.shape, data=data)
+
+
+def from_small_tensor(value: SmallTensor) -> torch.Tensor:
+    """The torch tensor of a plain value."""
+    if not value.data:
+        return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype])
+    flat = torch.frombuffer(bytearray(value.data), dtype=DTYPE_OF[value.dtype])
+    return flat.reshape(value.shape)
+
+
+def _names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in the order in which its state dict numbers them."""
+    names = {parameter: name for name, parameter in bare(model).named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(parameter not in names for parameter in parameters)
+    if foreign:
+        raise CheckpointError(
+            f"the optimizer holds {foreign} parameter(s) that the model does not have; save the model that it is for"
+        )
+    return [names[parameter] for parameter in parameters]
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class, wherever it runs."""
+    return type(optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
+
+
+def _check_model(checkpoint: Checkpoint, wanted: Iterable[SavedTensor]) -> None:
+    found = [tensor for tensor in checkpoint.tensors if not tensor.name.startswith(OPTIMIZER_PREFIX)]
+    mismatch = Mismatch.between(wanted, found)
+    if mismatch:
+        raise CheckpointError(f"{checkpoint.path} does not fit the model; {mismatch}")
+
+
+def _optimizer_state_dict(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[SavedTensor, torch.Tensor],
+) -> dict[str, Any]:
+    """The checkpoint's state dict as `optimizer` numbers its parameters.
+
+    Raises:
+        CheckpointError: If it is that of an optimizer of another kind or grouping, or of other parameters.
+    """
+    if checkpoint.manifest.optimizer is None:
+        raise CheckpointError(f"{checkpoint.path} holds no optimizer; restore the model alone, without one")
+    settings = from_json(checkpoint.manifest.optimizer, translate=from_small_tensor)
+    names = _names_of_parameters(model, optimizer)
+    numbers = {name: number for number, name in enumerate(names)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in bare(model).named_parameters()}
+    groups = _groups(checkpoint, settings, optimizer, names)
+    state: dict[int, dict[str, Any]] = {}
+    wrong: list[str] = []
+    for tensor, memory in states.items():
+        name, _, parameter = tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")
+        if parameter not in numbers:
+            wrong.append(f"{tensor.name} belongs to no parameter of the optimizer")
+        elif name in _STATES_LIKE_PARAMETERS and tensor.shape != shapes[parameter]:
+            wrong.append(f"{tensor.name} is {list(tensor.shape)}, its parameter {list(shapes[parameter])}")
+        else:
+            state.setdefault(numbers[parameter], {})[name] = memory
+    if wrong:
+        raise CheckpointError(f"{checkpoint.path} does not fit the optimizer; {'; '.join(wrong[:20])}")
+    for parameter, values in settings["values"].items():
+        state.setdefault(numbers[parameter], {}).update(values)
+    return {"state": state, "param_groups": groups}
+
+
+def _groups(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: list[str]
+) -> list[dict[str, Any]]:
+    saved = settings["param_groups"]
+    if settings["class"] != _kind(optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path} is of the optimizer {settings['class']}, this one is {_kind(optimizer)}"
+        )
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.path} has {len(saved)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    numbered = iter(range(len(names)))
+    groups = []
+    for index, (group, mine) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        members = [next(numbered) for _ in mine["params"]]
+        if {names[number] for number in members} != set(group["params"]):
+            difference = sorted({names[number] for number in members} ^ set(group["params"]))
+            raise CheckpointError(
+                f"{checkpoint.path}: parameter group {index} has other members than the optimizer's: "
+                f"{', '.join(difference[:20])}"
+            )
+        groups.append({**group, "params": members})
+    return groups
+
+
+def load_tensors(
+    checkpoint: Checkpoint, destinations: Mapping[SavedTensor, torch.Tensor], progress: Progress
+) -> None:
+    """Fills tensors in place.
+
+    Only those that do not lie in a row in host memory pass through a copy.
+    """
+    staged = {
+        tensor: memory if memory.is_cpu and memory.is_contiguous() else empty_tensor(tensor)
+        for tensor, memory in destinations.items()
+    }
+    checkpoint.load({tensor: _memory_of(memory) for tensor, memory in staged.items()}, progress)
+    with torch.no_grad():
+        for tensor, memory in destinations.items():
+            if staged[tensor] is not memory:
+                memory.copy_(staged[tensor])
+            else:
+                torch.autograd.graph.increment_version(memory)
+
+
+def empty_tensor(tensor: SavedTensor) -> torch.Tensor:
+    """Memory for a tensor."""
+    return torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype])
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(as_bytes(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

@@ -1,0 +1,234 @@
+"""Scenarios of checkpoints with several workers: training that is interrupted ends as training that is not."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from optimizer_scenarios import Make, offload
+from parity_scenarios import Context, Scenario, raises, scenario
+from torch import nn
+
+from coarse.checkpoint.writer import WriteOptions
+
+CHECKPOINT_SCENARIOS: dict[str, Scenario] = {}
+
+checkpoint_scenario = functools.partial(scenario, compare=False, registry=CHECKPOINT_SCENARIOS)
+
+# Several files and chunks.
+OPTIONS = WriteOptions(file_bytes=20_000, chunk_bytes=4096)
+
+
+def with_buffers() -> nn.Sequential:
+    """Parameters of several shards, buffers, and a layer that draws random numbers."""
+    return nn.Sequential(
+        nn.Linear(8, 200),
+        nn.BatchNorm1d(200),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(200, 100),
+        nn.Linear(100, 4),
+    )
+
+
+@contextmanager
+def shared_folder(context: Context) -> Iterator[str]:
+    """A folder of all workers."""
+    place = [tempfile.mkdtemp(prefix="coarse-test-") if context.rank == 0 else None]
+    dist.broadcast_object_list(place)
+    assert place[0] is not None
+    try:
+        yield place[0]
+        dist.barrier()
+    finally:
+        if context.rank == 0:
+            shutil.rmtree(place[0])
+
+
+class Position:
+    """A data loader, as far as a checkpoint sees it: different on each worker."""
+
+    def __init__(self, start: int) -> None:
+        self.next = start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Training:
+    """One life of a job: from wrapping the model to the end, or to where it is interrupted."""
+
+    def __init__(
+        self, context: Context, folder: str, make: Make, *, offloads: bool, overlap: bool = False
+    ) -> None:
+        from coarse.torch.checkpoint import Checkpointer, RandomState
+
+        self.module = with_buffers()
+        self.model = context.wrap(self.module)
+        optimizer = make(self.model.parameters())
+        self.optimizer = offload(context, optimizer, self.model, overlap=overlap) if offloads else optimizer
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+        self.position = Position(100 * context.rank)
+        self.context = context
+        self.checkpointer = Checkpointer(
+            folder,
+            self.model,
+            self.optimizer,
+            every=3,
+            options=OPTIONS,
+            state={"random": RandomState(), "scheduler": self.scheduler, "position": self.position},
+        )
+
+    def run(self, until: int) -> None:
+        while self.checkpointer.num_steps < until:
+            inputs = (
+                self.context.inputs(self.position.next, 16, 8)
+                + torch.rand(1)
+                + random.random()
+                + np.random.rand()
+            )
+            self.position.next += 1
+            self.optimizer.zero_grad()
+            (self.model(inputs) - inputs[:, :4]).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.checkpointer.step()
+            # What the next step changes must not get into the checkpoint; so it is not waited for here, but the next
+            # save would be skipped if this one were still under way.
+            if self.checkpointer.num_steps % 3 == 2:
+                self.checkpointer.wait()
+                dist.barrier()
+
+    def end(self) -> dict[str, Any]:
+        saved = self.optimizer.state_dict()
+        result = {
+            "model": {key: value.clone() for key, value in self.module.state_dict().items()},
+            "state": {str(key): dict(value) for key, value in saved["state"].items()},
+            "rate": [group["lr"] for group in saved["param_groups"]],
+            "position": self.position.next,
+            "random": torch.rand(2),
+        }
+        self.checkpointer.close()
+        close = getattr(self.model, "close", None)
+        if close:
+            close()
+        return result
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def interrupt_and_go_on(context: Context, *, make: Make, offloads: bool, overlap: bool = False) -> None:
+    start = functools.partial(Training, context, make=make, offloads=offloads, overlap=overlap)
+    seed = 10 + context.rank
+
+    def begin(folder: str) -> Training:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        return start(folder)
+
+    with shared_folder(context) as undisturbed, shared_folder(context) as interrupted:
+        training = begin(undisturbed)
+        assert training.checkpointer.restore() == 0
+        training.run(8)
+        expected = training.end()
+
+        training = begin(interrupted)
+        assert training.checkpointer.restore() == 0
+        training.run(5)
+        assert training.checkpointer.counts.num_failed == 0
+        training.end()
+
+        torch.manual_seed(99)  # what begins anew has other parameters, and its generators stand elsewhere
+        training = start(interrupted)
+        assert training.checkpointer.restore() == 3
+        training.run(8)
+        assert equal(training.end(), expected)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+}
+
+for _name, _make in OPTIMIZERS.items():
+    for _where in ("on_workers", "in_memory_devices", "overlapped"):
+        CHECKPOINT_SCENARIOS[f"{_name}_{_where}"] = Scenario(
+            functools.partial(
+                interrupt_and_go_on,
+                make=_make,
+                offloads=_where != "on_workers",
+                overlap=_where == "overlapped",
+            ),
+            False,
+            0.0,
+        )
+
+
+@checkpoint_scenario
+def a_signal_to_any_worker_saves_the_same_step(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    previous = signal.getsignal(signal.SIGUSR1)
+    with shared_folder(context) as folder:
+        with Checkpointer(folder, model, state={"position": Position(0)}) as checkpointer:
+            began = []
+            for step in range(4):
+                if step == 1 and context.rank == 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                model(torch.ones(1, 3)).sum().backward()
+                began.append(checkpointer.step())
+            assert began == [False, False, True, False]
+            checkpointer.wait()
+            assert checkpointer.counts.num_failed == 0, checkpointer.counts.last_error
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == ["latest", "step-3"]
+    assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+@checkpoint_scenario
+def all_workers_hear_of_a_checkpoint_that_does_not_load(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    with shared_folder(context) as folder, Checkpointer(folder, model) as checkpointer:
+        checkpointer.save()
+        dist.barrier()
+        if context.rank == 0:
+            os.truncate(f"{folder}/step-0/manifest.json", 10)
+        dist.barrier()
+        reason = "none of the checkpoints" if context.rank == 0 else "worker 0 could not"
+        with raises("CheckpointError", reason):
+            checkpointer.restore()
+
+
+@checkpoint_scenario
+def two_workers_leave_a_checkpoint(context: Context) -> str:
+    """For a test that goes on with one."""
+    place = [tempfile.mkdtemp(prefix="coarse-test-") if context.rank == 0 else None]
+    dist.broadcast_object_list(place)
+    assert place[0] is not None
+    training = Training(context, place[0], OPTIMIZERS["adamw"], offloads=True)
+    training.run(3)
+    training.end()
+    return place[0]

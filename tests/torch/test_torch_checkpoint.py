@@ -1,0 +1,401 @@
+"""Checkpoints of PyTorch training: what is restored is what was saved, and everything else is refused by name."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equal, with_buffers
+from parity_pool import WorkerPool
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from coarse.cli.main import main
+from coarse.errors import CheckpointError
+from coarse.torch.checkpoint import Checkpointer, RandomState, load_state_dicts
+from coarse.torch.checkpoint_export import export_torch
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CHECKPOINT_SCENARIOS if not name.startswith("two_workers")]
+)
+def test_holds(name: str, coarse_pool: WorkerPool) -> None:
+    coarse_pool.submit(name)
+    coarse_pool.collect()
+
+
+def take_steps(model, optimizer, *, steps=2, checkpointer=None):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(6, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+        if checkpointer is not None:
+            checkpointer.step()
+
+
+def make_adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def states_of(model, optimizer):
+    return model.state_dict(), optimizer.state_dict()["state"]
+
+
+def test_one_worker_goes_on_from_what_two_have_left(coarse_pool, caplog):
+    coarse_pool.submit("two_workers_leave_a_checkpoint")
+    folder = coarse_pool.collect()[0]
+    try:
+        model = with_buffers()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        state = {
+            "random": RandomState(),
+            "scheduler": (scheduler := Recorder()),
+            "position": (position := Recorder()),
+        }
+        with Checkpointer(folder, model, optimizer, state=state) as checkpointer:
+            assert checkpointer.restore() == 3
+    finally:
+        shutil.rmtree(folder)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert scheduler.loaded["last_epoch"] == 3
+    assert position.loaded == {"next": 3}
+    assert "saved by 2 workers, and now there are 1" in caplog.text
+
+
+class Recorder:
+    """Takes any state."""
+
+    loaded = None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_adamw,
+        lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: torch.optim.Adagrad(model.parameters()),
+        lambda model: torch.optim.RMSprop(model.parameters(), centered=True),
+        lambda model: torch.optim.Adafactor(model.parameters()),
+        lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
+        lambda model: torch.optim.AdamW(
+            [
+                {"params": [p for n, p in model.named_parameters() if n.endswith(kind)]}
+                for kind in ("weight", "bias")
+            ]
+        ),
+    ],
+)
+def test_any_optimizer_comes_back(tmp_path, make):
+    model = with_buffers()
+    optimizer = make(model)
+    take_steps(model, optimizer)
+    with Checkpointer(tmp_path, model, optimizer, options=OPTIONS) as checkpointer:
+        checkpointer.save()
+    other = with_buffers()
+    restored = make(other)
+    with Checkpointer(tmp_path, other, restored) as checkpointer:
+        checkpointer.restore()
+    assert equal(states_of(other, restored)[0], states_of(model, optimizer)[0])
+    assert equal(states_of(other, restored)[1], states_of(model, optimizer)[1])
+    for one, two in zip(optimizer.param_groups, restored.param_groups, strict=True):
+        assert {k: v for k, v in one.items() if k != "params"} == {
+            k: v for k, v in two.items() if k != "params"
+        }
+    for each in ((model, optimizer), (other, restored)):
+        torch.manual_seed(3)
+        take_steps(*each)
+    assert equal(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool, torch.int8, torch.uint8],
+)
+def test_every_dtype_and_layout_comes_back(tmp_path, dtype):
+    def module(seed):
+        holder = nn.Module()
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randint(-100, 100, (2, 3, 4, 5), generator=generator)
+        holder.register_buffer("values", values.to(dtype).to(memory_format=torch.channels_last))
+        holder.register_buffer("nothing", torch.empty(0, 3, dtype=dtype))
+        holder.register_buffer("scalar", values[0, 0, 0, 0].to(dtype))
+        return holder
+
+    with Checkpointer(tmp_path, module(1)) as checkpointer:
+        checkpointer.save()
+    restored = module(2)
+    with Checkpointer(tmp_path, restored) as checkpointer:
+        checkpointer.restore()
+    assert equal(restored.state_dict(), module(1).state_dict())
+    assert restored.values.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_training_changes_while_a_save_runs_is_not_in_it(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    take_steps(model, optimizer)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    reading, changed = threading.Event(), threading.Event()
+    with Checkpointer(tmp_path, model, optimizer, options=OPTIONS) as checkpointer:
+        checkpointer._parent._observe = lambda operation, name: (reading.set(), changed.wait(20))
+        checkpointer.save(wait=False)
+        assert reading.wait(20)
+        take_steps(model, optimizer)
+        changed.set()
+    assert not equal(model.state_dict(), before)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.restore()
+    assert equal(model.state_dict(), before)
+
+
+def test_a_save_that_comes_too_early_is_skipped(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    may_go_on = threading.Event()
+    with Checkpointer(tmp_path, model, optimizer, every=1, options=OPTIONS) as checkpointer:
+        checkpointer._parent._observe = lambda operation, name: may_go_on.wait(20)
+        take_steps(model, optimizer, steps=3, checkpointer=checkpointer)
+        assert checkpointer.counts.num_skipped == 2
+        may_go_on.set()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
+
+
+def test_a_signal_saves(tmp_path):
+    model = with_buffers()
+    heard = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        with Checkpointer(tmp_path, model) as checkpointer:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert checkpointer.step()
+            assert not checkpointer.step()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [1, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert (tmp_path / "step-1").is_dir()
+
+
+def test_random_numbers_go_on(tmp_path):
+    def draw():
+        return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+    model = nn.Linear(1, 1)
+    with Checkpointer(tmp_path, model, state={"random": RandomState()}) as checkpointer:
+        checkpointer.save()
+        drawn = draw()
+        checkpointer.restore()
+        assert draw() == drawn
+
+
+# Strict loading.
+
+
+def saved(tmp_path, model=None):
+    model = model or with_buffers()
+    optimizer = make_adamw(model)
+    take_steps(model, optimizer)
+    with Checkpointer(tmp_path, model, optimizer, state={"random": RandomState()}) as checkpointer:
+        checkpointer.save()
+    return model, optimizer
+
+
+def refused(tmp_path, model, optimizer=None, state=None):
+    """Why a checkpoint does not load into something, which is left as it was."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with (
+        Checkpointer(tmp_path, model, optimizer, state=state or {"random": RandomState()}) as checkpointer,
+        pytest.raises(CheckpointError) as caught,
+    ):
+        checkpointer.restore()
+    assert equal(model.state_dict(), before)
+    return str(caught.value)
+
+
+def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):
+    saved(tmp_path)
+    model = with_buffers()
+    model[0] = nn.Linear(8, 200, bias=False)
+    model[4] = nn.Linear(200, 50)
+    model.append(nn.Linear(2, 2))
+    message = refused(tmp_path, model, make_adamw(model))
+    assert "missing: model.6.weight, model.6.bias" in message
+    assert "not wanted: model.0.bias" in message
+    assert "model.4.weight is F32 [100, 200], wanted is F32 [50, 200]" in message
+
+
+def test_another_dtype_is_listed(tmp_path):
+    saved(tmp_path)
+    assert "model.0.weight is F32 [200, 8], wanted is BF16" in refused(tmp_path, with_buffers().bfloat16())
+
+
+def test_another_optimizer_is_named(tmp_path):
+    saved(tmp_path)
+    model = with_buffers()
+    message = refused(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "is of the optimizer AdamW, this one is SGD" in message
+
+
+def test_other_parameter_groups_are_named(tmp_path):
+    saved(tmp_path)
+    model = with_buffers()
+    assert "has 1 parameter groups" in refused(
+        tmp_path, model, torch.optim.AdamW([{"params": [p]} for p in model.parameters()])
+    )
+    assert "other members than the optimizer's: 0.bias" in refused(
+        tmp_path, model, torch.optim.AdamW([p for n, p in model.named_parameters() if n != "0.bias"])
+    )
+
+
+def test_a_checkpoint_without_an_optimizer_is_no_start_for_one(tmp_path):
+    model = with_buffers()
+    with Checkpointer(tmp_path, model, state={"random": RandomState()}) as checkpointer:
+        checkpointer.save()
+    assert "holds no optimizer" in refused(tmp_path, model, make_adamw(model))
+
+
+def test_other_state_of_workers_is_named(tmp_path):
+    model, optimizer = saved(tmp_path)
+    with torch.no_grad():
+        model[0].weight += 1
+    message = refused(tmp_path, model, optimizer, {"sampler": RandomState()})
+    assert "['random'], wanted is that of ['sampler']" in message
+
+
+def test_the_model_alone_can_be_restored_for_evaluation(tmp_path):
+    model, _ = saved(tmp_path)
+    other = with_buffers()
+    with Checkpointer(tmp_path, other, state={"random": RandomState()}) as checkpointer:
+        checkpointer.restore()
+    assert equal(other.state_dict(), model.state_dict())
+
+
+def test_a_certain_step_can_be_restored(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    with Checkpointer(tmp_path, model, optimizer, options=OPTIONS) as checkpointer:
+        take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
+        checkpointer.save()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
+        checkpointer.save()
+        assert checkpointer.restore(step=1) == 1
+        assert equal(model.state_dict(), before)
+        with pytest.raises(CheckpointError, match="step-7: is missing"):
+            checkpointer.restore(step=7)
+
+
+def test_what_no_checkpoint_can_hold_is_named(tmp_path):
+    model = with_buffers()
+    stranger = nn.Parameter(torch.zeros(2))
+    for arguments, reason in (
+        ({"optimizer": torch.optim.SGD([stranger], lr=1)}, "holds 1 parameter"),
+        ({"state": {"loader": Unsaveable()}}, r"state/loader/file is a _io\."),
+    ):
+        with (
+            Checkpointer(tmp_path, model, **arguments) as checkpointer,
+            pytest.raises(CheckpointError, match=reason),
+        ):
+            checkpointer.save()
+
+
+class Unsaveable(Recorder):
+    def state_dict(self):
+        return {"file": open(os.devnull)}
+
+
+# To and from plain PyTorch.
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_plain_pytorch_checkpoints_load(tmp_path, prefix):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    take_steps(model, optimizer)
+    state = {prefix + key: value for key, value in model.state_dict().items()}
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
+    other = with_buffers()
+    restored = make_adamw(other)
+    load_state_dicts(tmp_path / "plain.pt", other, restored)
+    assert equal(states_of(other, restored)[0], states_of(model, optimizer)[0])
+    assert equal(states_of(other, restored)[1], states_of(model, optimizer)[1])
+    torch.save(state, tmp_path / "bare.pt")
+    load_state_dicts(tmp_path / "bare.pt", with_buffers())
+    with pytest.raises(CheckpointError, match="has no 'optimizer'"):
+        load_state_dicts(tmp_path / "bare.pt", other, restored)
+    with pytest.raises(RuntimeError, match=r"Missing key.*7\.weight"):
+        load_state_dicts(tmp_path / "bare.pt", with_buffers().append(nn.Linear(1, 1)).append(nn.Linear(1, 1)))
+
+
+def test_plain_checkpoints_run_no_code(tmp_path):
+    torch.save({"model": Unsaveable}, tmp_path / "evil.pt")
+    with pytest.raises(Exception, match="weights_only"):
+        load_state_dicts(tmp_path / "evil.pt", with_buffers())
+
+
+def export(folder, output, kind):
+    assert main(["checkpoint", "export", str(folder), "-o", str(output), "--format", kind]) == 0
+
+
+def test_export_loads_in_plain_pytorch(tmp_path):
+    model, optimizer = saved(tmp_path / "job")
+    export(tmp_path / "job", tmp_path / "model.safetensors", "safetensors")
+    other = with_buffers()
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert equal(other.state_dict(), model.state_dict())
+    export(tmp_path / "job", tmp_path / "all.pt", "torch")
+    plain = torch.load(tmp_path / "all.pt", weights_only=True)
+    other, restored = with_buffers(), None
+    other.load_state_dict(plain["model"])
+    restored = make_adamw(other)
+    restored.load_state_dict(plain["optimizer"])
+    for each in ((model, optimizer), (other, restored)):
+        torch.manual_seed(3)
+        take_steps(*each)
+    assert equal(other.state_dict(), model.state_dict())
+    with pytest.raises(CheckpointError, match="not overwritten"):
+        export_torch(None, tmp_path / "all.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_export_loads_with_torch_distributed_checkpoint(tmp_path):
+    model, optimizer = saved(tmp_path / "job")
+    export(tmp_path / "job", tmp_path / "dcp", "dcp")
+    other = with_buffers()
+    restored = make_adamw(other)
+    take_steps(other, restored, steps=1)
+    theirs, of_optimizer = get_state_dict(other, restored)
+    state = {"model": theirs, "optimizer": of_optimizer, "step": -1}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(other, restored, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert state["step"] == 0
+    assert equal(other.state_dict(), model.state_dict())
+    assert equal(restored.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_distributed_checkpoint_reads_the_files_themselves(tmp_path):
+    reader = getattr(dcp, "HuggingFaceStorageReader", None)
+    if reader is None:
+        pytest.skip("this PyTorch has no reader of safetensors files")
+    model, _ = saved(tmp_path)
+    state = {f"model.{key}": torch.zeros_like(value) for key, value in model.state_dict().items()}
+    dcp.load(state, storage_reader=reader(str(tmp_path / "step-0")), no_dist=True)
+    assert equal(state, {f"model.{key}": value for key, value in model.state_dict().items()})
