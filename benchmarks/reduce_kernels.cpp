@@ -116,7 +116,14 @@ Case adamCase(const char* name) {
   result.run = [=](Arrays& arrays, std::size_t begin, std::size_t end) {
     float* parts[kMaxArrays];
     for (std::size_t i = 0; i < kMaxArrays; ++i) parts[i] = reinterpret_cast<float*>(arrays.data[i] + begin);
-    coarse::update(settings, parts, 2, 2, parts[2], parts + 3, (end - begin) / sizeof(float));
+    const void* const gradients[] = {parts[0], parts[1]};
+    coarse::UpdateArrays operands;
+    operands.gradients = gradients;
+    operands.numGradients = 2;
+    operands.parameter = parts[2];
+    operands.states = parts + 3;
+    operands.numElements = (end - begin) / sizeof(float);
+    coarse::update(settings, DType::kFloat32, operands, 2);
   };
   result.verify = [run = result.run](Arrays& arrays) {
     const float ones[] = {3, 1, 8, 0, 0};

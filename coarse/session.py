@@ -15,7 +15,7 @@ from coarse.client.client import Client
 from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport
-from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -143,7 +143,7 @@ class Session:
 
         Args:
             name: As for register().
-            specs: Of the gradients, means of float32.
+            specs: Of the gradients, means of UPDATABLE_DTYPES.
             state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
 
         Raises:
@@ -153,10 +153,10 @@ class Session:
         if reason := self.cannot_update():
             raise ValueError(f"{name}: the optimizer cannot run in memory devices: {reason}")
         for spec in specs:
-            if (spec.dtype, spec.op) != ("float32", "mean"):
+            if spec.dtype not in UPDATABLE_DTYPES or spec.op != "mean":
                 raise ValueError(
-                    f"tensor {spec.name!r}: only means of float32 can update a parameter, not the {spec.op} "
-                    f"of {spec.dtype}"
+                    f"tensor {spec.name!r}: only means of {', '.join(UPDATABLE_DTYPES)} can update a parameter, not "
+                    f"the {spec.op} of {spec.dtype}"
                 )
         return self._linked().register(name, specs, state_names=state_names)
 

@@ -12,7 +12,7 @@ from coarse.proxy.registration import PARAMETERS, STATES
 
 
 class OptimizerMemory:
-    """Parameters, which are mapped as long as this or a view of them lives, and states, which are mapped on request.
+    """Parameters, mapped as long as this or a view of them lives, and float32 arrays beside them, mapped on request.
 
     Args:
         plan: Of the group.
@@ -22,15 +22,23 @@ class OptimizerMemory:
     def __init__(self, plan: _native.GroupPlan, fds: Mapping[str, int]) -> None:
         self.settings_offset = plan.settings_offset
         self.parameters = memoryview(mmap.mmap(fds[PARAMETERS], plan.slot_bytes))
-        self._state_bytes = plan.settings_offset  # of one state of all parameters
+        self._kept_bytes = plan.kept_bytes
+        self._kept_arrays = plan.kept_arrays()
         self._states_fd = os.dup(fds[STATES]) if STATES in fds else -1
 
-    def state(self, number: int) -> memoryview[Any]:
-        """The `number`-th state of all parameters, mapped anew."""
-        if self._states_fd < 0:
-            raise ValueError("this optimizer keeps no state")
-        length = self._state_bytes
-        return memoryview(mmap.mmap(self._states_fd, length * (number + 1)))[number * length :]
+    def kept_array(self, tensor: int, number: int) -> memoryview[Any]:
+        """The `number`-th float32 array kept for a tensor, mapped anew: its states, then its master weights.
+
+        Raises:
+            ValueError: If there are not so many.
+        """
+        start, array_bytes, num_arrays = self._kept_arrays[tensor]
+        if number >= num_arrays:
+            raise ValueError(
+                f"this optimizer keeps no state of number {number} for tensor {tensor}, only {num_arrays}"
+            )
+        start += number * array_bytes
+        return memoryview(mmap.mmap(self._states_fd, self._kept_bytes))[start : start + array_bytes]
 
     def __del__(self) -> None:
         fd, self._states_fd = getattr(self, "_states_fd", -1), -1

@@ -13,6 +13,9 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
 
 OPS = ("sum", "mean", "max")
 
+UPDATABLE_DTYPES = ("float32", "bfloat16", "float16")
+"""Of parameters that an optimizer in the memory devices can update."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:

@@ -79,9 +79,13 @@ class TensorGroup:
         return self._memory_kept().parameters[start : start + self.specs[index].nbytes]
 
     def state(self, index: int, number: int) -> memoryview[Any]:
-        """The writable bytes of a parameter's `number`-th state; as parameter(). Mapped only while in use."""
-        start = self._offsets[index]
-        return self._memory_kept().state(number)[start : start + self.specs[index].nbytes]
+        """The writable bytes of a parameter's `number`-th state, float32; as parameter(). Mapped only while in use.
+
+        Behind the states of a 16-bit parameter come its master weights, the value that an update starts from
+        wherever the parameter is its rounding.
+        """
+        length = self.specs[index].num_elements * ITEM_BYTES["float32"]
+        return self._memory_kept().kept_array(index, number)[:length]
 
     def settings(self) -> memoryview[Any]:
         """This worker's optimizer settings, a SETTINGS_DTYPE of coarse.client.update_settings for each tensor.

@@ -10,7 +10,7 @@ SETTINGS_DTYPE = np.dtype(
     {
         "names": [
             "rule",
-            "gradient_sign",
+            "gradient_scale",
             "gradient_decay",
             "parameter_scale",
             "step_size",

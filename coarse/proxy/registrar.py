@@ -150,8 +150,8 @@ class Registrar:
             num_bytes[NODE] = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
         if schema.state_names is not None:
             num_bytes[PARAMETERS] = plan.slot_bytes
-        if schema.state_names:
-            num_bytes[STATES] = plan.state_bytes
+        if plan.kept_bytes:
+            num_bytes[STATES] = plan.kept_bytes
         return {
             name: self._memory.allocate(f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
@@ -162,7 +162,7 @@ class Registrar:
         # optimizer keeps.
         tensor_bytes = sum(spec.nbytes for spec in schema.specs)
         num_nodes = self._job.num_nodes
-        needed = tensor_bytes * (self._job.num_clients + schema.num_kept)
+        needed = tensor_bytes * self._job.num_clients + schema.kept_bytes
         needed += tensor_bytes * (num_nodes - 1) // num_nodes
         available = self._memory.available_bytes()
         if needed > available:

@@ -44,9 +44,15 @@ class GroupSchema:
     state_names: tuple[str, ...] | None = None
 
     @property
-    def num_kept(self) -> int:
-        """How many tensors of each spec a node holds once, not once per worker: the parameter and its states."""
-        return 0 if self.state_names is None else 1 + len(self.state_names)
+    def kept_bytes(self) -> int:
+        """What a node holds once, not once per worker: parameters, states and master weights of narrow parameters."""
+        if self.state_names is None:
+            return 0
+        num_states, wide = len(self.state_names), ITEM_BYTES["float32"]
+        return sum(
+            spec.nbytes + spec.num_elements * wide * (num_states + (spec.dtype != "float32"))
+            for spec in self.specs
+        )
 
     def partition(self) -> PartitionPlan:
         """The layout that worker and memory device compute alike."""

@@ -16,15 +16,18 @@ DTYPE_NAMES = {
 """The dtypes of gradients that memory devices can average, by COARSE's names."""
 
 
-def slot_tensor(memory: memoryview, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over `memory` with the dtype, shape and, if they leave no holes, strides of `like`.
+def slot_tensor(memory: memoryview, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a tensor over `memory` with the shape and, if they leave no holes, strides of `like`.
+
+    Its dtype is `dtype`, or without one that of `like`.
 
     It is no view of another tensor, so that it can stand in `.grad` without autograd's rules for views; it
     keeps the memory mapped as long as it lives.
     """
-    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel())
+    dtype = dtype or like.dtype
+    flat = torch.frombuffer(memory, dtype=dtype, count=like.numel())
     strides = like.stride() if is_dense(like.shape, like.stride()) else contiguous_strides(like.shape)
-    return torch.empty(0, dtype=like.dtype).set_(flat.untyped_storage(), 0, like.shape, strides)
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, like.shape, strides)
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -13,6 +13,11 @@ from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.layout import slot_tensor
 from coarse.torch.update_rules import UpdateRule
 
+MASTER = "master"
+"""What state dicts call the float32 weights of a 16-bit parameter; torch's optimizers do not look at it."""
+
+LoadedState = Mapping[torch.nn.Parameter, Mapping[str, Any]]
+
 
 class OffloadedParameters:
     """The parameters of one model, in memory that all workers of the node and their memory devices share.
@@ -47,6 +52,10 @@ class OffloadedParameters:
         self._members = [
             np.array([positions[p] for p in options["params"] if p in positions], dtype=np.int64)
             for options in optimizer.param_groups
+        ]
+        self._kept_names = [
+            (*rule.state_names, *((MASTER,) if parameter.dtype != torch.float32 else ()))
+            for parameter in parameters
         ]
         self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
         if writes:
@@ -86,11 +95,15 @@ class OffloadedParameters:
             [p for p, changed in zip(self._parameters, updated, strict=True) if changed]
         )
 
-    def adopt_state(self) -> None:
-        """Moves the optimizer's own state, if it has any, to the memory devices."""
+    def adopt_state(self, loaded: LoadedState | None = None) -> None:
+        """Moves the optimizer's own state, if it has any, to the memory devices.
+
+        Args:
+            loaded: The same before torch rounded it to the dtypes of the parameters; None if it did not.
+        """
         state = self._optimizer.state
         for index, parameter in enumerate(self._parameters):
-            mine: Mapping[str, Any] = state.get(parameter, {})
+            mine: Mapping[str, Any] = (state if loaded is None else loaded).get(parameter, {})
             self._num_updates[index] = self._rule.num_updates(mine)
             if self._writes:
                 self._write_state(index, mine)
@@ -100,27 +113,27 @@ class OffloadedParameters:
 
     def state(self) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
         """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""
-        if not self._rule.state_names:
-            return {}
         return {
             parameter: {
                 **self._rule.counted(int(self._num_updates[index])),
                 **{
                     name: self._state_tensor(index, number).clone()
-                    for number, name in enumerate(self._rule.state_names)
+                    for number, name in enumerate(self._kept_names[index])
                 },
             }
             for index, parameter in enumerate(self._parameters)
-            if self._num_updates[index]
+            if self._kept_names[index] and (self._num_updates[index] or self._rule.has_state_at_once)
         }
 
     def _write_state(self, index: int, state: Mapping[str, Any]) -> None:
-        for number, name in enumerate(self._rule.state_names):
+        for number, name in enumerate(self._kept_names[index]):
             value = state.get(name)
+            if name == MASTER and value is not None and value.dtype != torch.float32:
+                value = None  # rounded by whoever had it meanwhile: the parameter says as much
             if value is not None:
                 self._state_tensor(index, number).copy_(value)
             elif not self._are_states_zero:  # zeros as they came are not touched, and so take no memory
                 self._state_tensor(index, number).zero_()
 
     def _state_tensor(self, index: int, number: int) -> torch.Tensor:
-        return slot_tensor(self._group.state(index, number), self._parameters[index])
+        return slot_tensor(self._group.state(index, number), self._parameters[index], torch.float32)

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from coarse.client.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
+from coarse.torch.layout import DTYPE_NAMES
 from coarse.torch.offloaded import OffloadedParameters
-from coarse.torch.update_rules import UpdateRule, find_rule
+from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, find_rule
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -20,9 +22,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     `load_state_dict()` work as before, and checkpoints are the optimizer's own. Every worker must construct it
     alike, between two steps; that is collective. The first worker's parameters win.
 
-    Memory devices run SGD, Adam and AdamW on float32 parameters in host memory, on one node, where gradients are
-    reduced by `auto`, `direct` or `gather`. Anything else runs on the workers as usual; a warning says so and why,
-    and `runs_in_memory_devices` is False.
+    Memory devices run torch's SGD, Adam, AdamW and Adagrad and coarse.torch.optim.Lion, on parameters of float32,
+    bfloat16 and float16 in host memory, on one node, where gradients are reduced by `auto`, `direct` or `gather`.
+    Anything else runs on the workers as usual; a warning says so and why, and `runs_in_memory_devices` is False.
+
+    State is float32. A 16-bit parameter is the rounding of float32 master weights, which are what is updated; what
+    somebody writes to the parameter becomes its master weight.
 
     What differs where it does run in memory devices:
         - Every parameter is a view of memory that the workers of the node share: what one of them writes to it
@@ -106,7 +111,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too."""
+        """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too.
+
+        State is float32 whatever the parameter's dtype, and that of a 16-bit parameter has its master weights as
+        "master", so that training goes on with the same bits. torch's load_state_dict() rounds the one to the
+        parameter's dtype, and leaves the other unused.
+        """
         if self._offloaded is None:
             return dict(self._optimizer.state_dict())
         self._optimizer.state.update(self._offloaded.state())
@@ -116,11 +126,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._optimizer.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this or of the bare optimizer. Every worker must load the same."""
-        self._optimizer.load_state_dict(state_dict)
+        """Loads a state dict of this or of the bare optimizer. Every worker must load the same.
+
+        Where it has no master weights for a 16-bit parameter, the parameter's value becomes them.
+        """
+        given = dict(state_dict)
+        capture = self._optimizer.register_load_state_dict_pre_hook(lambda _, last: given.update(last))
+        try:
+            self._optimizer.load_state_dict(state_dict)
+        finally:
+            capture.remove()
         self._share_groups()
         if self._offloaded is not None:
-            self._offloaded.adopt_state()
+            self._offloaded.adopt_state(_unrounded_state(self._optimizer, given))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused where memory devices run the optimizer: parameters are registered with them once.
@@ -157,13 +175,23 @@ def _obstacle(
 ) -> str:
     """Why the optimizer has to run on the workers; "" if it does not."""
     if rule is None:
-        return f"they know SGD, Adam and AdamW of torch.optim, not {type(optimizer).__name__}"
+        return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
     for name, parameter in model.trained_parameters:
         if not parameter.is_cpu:
             return f"parameter {name!r} is on {parameter.device}, not in host memory"
-        if parameter.dtype != torch.float32:
-            return f"parameter {name!r} is {parameter.dtype}, and they update float32"
+        if DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
+            return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()
+
+
+def _unrounded_state(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    """The state that `optimizer` has just loaded, before torch gave it the dtypes of the parameters."""
+    numbers = [number for options in state_dict["param_groups"] for number in options["params"]]
+    parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+    state = state_dict["state"]
+    return {p: state[number] for number, p in zip(numbers, parameters, strict=True) if number in state}
 
 
 def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:

@@ -38,7 +38,7 @@ DTYPE_OF: Mapping[str, torch.dtype] = {
 _NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 # States of torch's optimizers that have the shape of their parameter.
 _STATES_LIKE_PARAMETERS = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "exp_inf"}
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "exp_inf", "master"}
 )
 
 

@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM = 1, 2, 3, 4
+from coarse.torch.optim import Lion
+
+_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM, _ADAGRAD, _LION, _AMSGRAD = range(1, 8)
 
 
 class UpdateRule(Protocol):
@@ -32,16 +34,21 @@ class UpdateRule(Protocol):
     def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
         """What torch's state has beside `state_names` after so many updates."""
 
+    @property
+    def has_state_at_once(self) -> bool:
+        """Whether torch's state has parameters that were never updated."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdRule:
-    """torch.optim.SGD.
+    """torch.optim.SGD: state is a momentum buffer, of updates there is no count.
 
     Args:
         has_momentum: Whether any parameter group has momentum, so that there is a buffer.
     """
 
     has_momentum: bool
+    has_state_at_once: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -57,7 +64,7 @@ class SgdRule:
         rule = _SGD if not momentum else _SGD_NESTEROV if options["nesterov"] else _SGD_MOMENTUM
         return {
             "rule": rule,
-            "gradient_sign": _sign(options),
+            "gradient_scale": _sign(options),
             "gradient_decay": float(options["weight_decay"]),
             "parameter_scale": 1.0,
             "step_size": float(options["lr"]),
@@ -78,17 +85,26 @@ class SgdRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamRule:
-    """torch.optim.Adam, and with decoupled weight decay AdamW."""
+    """torch.optim.Adam, and with decoupled weight decay AdamW.
 
-    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    Args:
+        is_amsgrad: Whether the largest second moment so far counts, not the current one.
+    """
+
+    is_amsgrad: bool = False
+    has_state_at_once: bool = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.is_amsgrad else ()))
 
     def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
         learning_rate, weight_decay = float(options["lr"]), float(options["weight_decay"])
         beta1, beta2 = map(float, options["betas"])
         is_decoupled = bool(options.get("decoupled_weight_decay"))
         return {
-            "rule": _ADAM,
-            "gradient_sign": _sign(options),
+            "rule": _AMSGRAD if self.is_amsgrad else _ADAM,
+            "gradient_scale": _sign(options),
             "gradient_decay": 0.0 if is_decoupled else weight_decay,
             "parameter_scale": 1.0 - learning_rate * weight_decay if is_decoupled else 1.0,
             "step_size": learning_rate / (1.0 - beta1**update_number),
@@ -107,6 +123,65 @@ class AdamRule:
         return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdagradRule:
+    """torch.optim.Adagrad, whose sums of squares begin with its initial_accumulator_value."""
+
+    state_names: tuple[str, ...] = ("sum",)
+    has_state_at_once: bool = True
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        decay = 1.0 + (update_number - 1) * float(options["lr_decay"])
+        return {
+            "rule": _ADAGRAD,
+            "gradient_scale": _sign(options),
+            "gradient_decay": float(options["weight_decay"]),
+            "parameter_scale": 1.0,
+            "step_size": float(options["lr"]) / decay,
+            "epsilon": float(options["eps"]),
+            "update_number": update_number,
+        }
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int(state.get("step", 0))
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionRule:
+    """coarse.torch.optim.Lion: state is a first moment, of updates there is no count."""
+
+    state_names: tuple[str, ...] = ("exp_avg",)
+    has_state_at_once: bool = False
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        learning_rate = float(options["lr"])
+        beta1, beta2 = map(float, options["betas"])
+        return {
+            "rule": _LION,
+            "gradient_scale": _sign(options),
+            "parameter_scale": 1.0 - learning_rate * float(options["weight_decay"]),
+            "step_size": learning_rate,
+            "first_decay": beta1,
+            "first_weight": 1.0 - beta1,
+            "second_decay": beta2,
+            "second_weight": 1.0 - beta2,
+            "update_number": update_number,
+        }
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int("exp_avg" in state)
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        return {}
+
+
+KNOWN_OPTIMIZERS = "SGD, Adam, AdamW and Adagrad of torch.optim, and coarse.torch.optim.Lion"
+"""What memory devices can run, in words."""
+
+
 def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """The rule that does what `optimizer` does; None if there is none, as for a class derived from torch's.
 
@@ -114,10 +189,10 @@ def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
         ValueError: For an option of a known optimizer that its rule does not have; names it and the alternative.
     """
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion):
         return None
     for options in optimizer.param_groups:
-        for option in ("amsgrad", "differentiable", "capturable"):
+        for option in ("differentiable", "capturable"):
             if options.get(option):
                 raise ValueError(
                     f"{kind.__name__}({option}=True) cannot run in the memory devices; build it without "
@@ -125,11 +200,21 @@ def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
                 )
     if kind is torch.optim.SGD:
         return SgdRule(has_momentum=any(options["momentum"] for options in optimizer.param_groups))
+    if kind is torch.optim.Adagrad:
+        return AdagradRule()
+    if kind is Lion:
+        return LionRule()
     # Older versions of torch have AdamW's decay in its class alone.
     if kind is torch.optim.AdamW:
         for options in optimizer.param_groups:
             options.setdefault("decoupled_weight_decay", True)
-    return AdamRule()
+    are_amsgrad = {bool(options["amsgrad"]) for options in optimizer.param_groups}
+    if len(are_amsgrad) > 1:
+        raise ValueError(
+            f"{kind.__name__} with amsgrad in some parameter groups and not in others cannot run in the memory "
+            "devices; choose one for all, or use it without DistributedOptimizer"
+        )
+    return AdamRule(is_amsgrad=are_amsgrad.pop())
 
 
 def _sign(options: Mapping[str, Any]) -> float:

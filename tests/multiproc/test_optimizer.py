@@ -25,7 +25,7 @@ def write_settings(group, update_number, *, learning_rate=0.01):
     settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
     settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
     settings["rule"] = ADAM
-    settings["gradient_sign"] = settings["parameter_scale"] = 1
+    settings["gradient_scale"] = settings["parameter_scale"] = 1
     settings["step_size"] = learning_rate
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
     settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
@@ -123,7 +123,7 @@ def test_what_cannot_be_updated_is_refused(job):
     def worker(me):
         with me.join() as session:
             with pytest.raises(ValueError, match="only means of float32"):
-                session.register_parameters("model", means(100, dtype="bfloat16"), state_names=())
+                session.register_parameters("model", means(100, dtype="float64"), state_names=())
             with pytest.raises(OutOfDeviceMemoryError, match="MiB of device memory"):
                 session.register_parameters("model", means(1 << 40), state_names=ADAM_STATES)
             group = session.register("plain", means(100))

@@ -282,7 +282,7 @@ class Cluster {
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
           nodeSegment(NodeSegment::numBytes(plan, index)),
           parameters(plan.hasOptimizer ? plan.slotBytes : 1),
-          states(std::max<std::size_t>(plan.stateBytes(), 1)) {
+          states(std::max<std::size_t>(plan.keptBytes(), 1)) {
       for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.clientBytes());
     }
     Memory control, nodeSegment, parameters, states;

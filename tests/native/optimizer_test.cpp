@@ -221,11 +221,66 @@ TEST(OptimizerPlans, RefuseWhatCannotBeUpdated) {
     plan.validate();
   };
   EXPECT_NO_THROW(validate([](GroupPlan&) {}));
-  EXPECT_THROW(validate([](GroupPlan& plan) { plan.numStates = 3; }), std::invalid_argument);
+  EXPECT_THROW(validate([](GroupPlan& plan) { plan.numStates = kMostStates + 1; }), std::invalid_argument);
   EXPECT_THROW(validate([](GroupPlan& plan) { plan.hasOptimizer = false; }), std::invalid_argument);
   EXPECT_THROW(validate([](GroupPlan& plan) { plan.shards[0].dtype = DType::kInt32; }),
                std::invalid_argument);
   EXPECT_THROW(validate([](GroupPlan& plan) { plan.shards[0].op = ReduceOp::kSum; }), std::invalid_argument);
+}
+
+TEST(OptimizerPlans, KeepStatesAndMasterWeightsTensorByTensor) {
+  constexpr std::uint32_t kShardElements = 64;
+  GroupPlan plan = makePlan(kGroup, 2,
+                            {{100, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect},
+                             {100, DType::kBFloat16, ReduceOp::kMean, Algorithm::kDirect}},
+                            kShardElements);
+  plan.hasOptimizer = true;
+  plan.numStates = 2;
+  const std::vector<KeptArrays> kept = plan.keptArrays();
+  constexpr std::size_t kArrayBytes = 448;  // 100 float32, in whole cache lines
+  ASSERT_EQ(kept.size(), 2U);
+  EXPECT_EQ(kept[0].numArrays, 2U);
+  EXPECT_EQ(kept[0].arrayBytes, kArrayBytes);
+  EXPECT_EQ(kept[1].numArrays, 3U);
+  EXPECT_EQ(kept[1].offset, 2 * kArrayBytes);
+  EXPECT_EQ(plan.keptBytes(), 5 * kArrayBytes);
+
+  const Memory control(GroupControl::numBytes(plan.shards.size(), 2)), parameters(plan.slotBytes),
+      states(plan.keptBytes()), slots(plan.clientBytes());
+  const TensorGroup group(plan, control.fd, {slots.fd, slots.fd}, {parameters.fd, states.fd});
+  const Shard& second = plan.shards[3];  // elements 64 to 99 of the bfloat16 tensor
+  const auto distance = [&](const float* array) {
+    return reinterpret_cast<const std::byte*>(array) -
+           reinterpret_cast<const std::byte*>(group.state(plan.shards[0], 0));
+  };
+  EXPECT_EQ(distance(group.state(second, 1)), 3 * kArrayBytes + kShardElements * sizeof(float));
+  EXPECT_EQ(distance(group.master(second)), 4 * kArrayBytes + kShardElements * sizeof(float));
+}
+
+/// A mean of bfloat16 gradients moves the master weights, and the parameter is their rounding.
+TEST(OptimizerProxy, UpdatesNarrowParametersByTheirMasterWeights) {
+  GroupPlan plan = makePlan(
+      kGroup, 2, {{kTensorElements[0], DType::kBFloat16, ReduceOp::kMean, Algorithm::kDirect}}, 16'384);
+  plan.hasOptimizer = true;
+  plan.numStates = 1;
+  Cluster cluster({2, 2, 1});
+  cluster.start().addGroup(plan);
+  auto* const parameter = reinterpret_cast<std::uint16_t*>(cluster.parameters(plan));
+  std::fill_n(parameter, kTensorElements[0], std::uint16_t{0x3f80});  // 1
+  for (std::uint32_t step = 1; step <= 2; ++step) {
+    together(2, [&](std::size_t client) {
+      UpdateSettings settings = momentumSettings(step);
+      settings.stepSize = 1.F / 512;  // a quarter of the last place below 1
+      std::memcpy(cluster.slots(plan, client) + plan.settingsOffset(), &settings, sizeof(settings));
+      auto* const gradient = reinterpret_cast<std::uint16_t*>(cluster.slots(plan, client));
+      std::fill_n(gradient, kTensorElements[0],
+                  static_cast<std::uint16_t>(client == 0 ? 0x4000 : 0));  // mean 1
+      ASSERT_EQ(cluster.client(client).push(kGroup, 0, kPresent | kUpdate, nullptr), WaitStatus::kDone);
+      ASSERT_EQ(cluster.client(client).pullAll(kGroup, kPatienceSeconds), WaitStatus::kDone);
+    });
+  }
+  // 1 - 1/512 - 1.5/512 is 1 - 0.0048828125, which rounds to 1 - 1/256.
+  for (std::size_t i = 0; i < kTensorElements[0]; ++i) ASSERT_EQ(parameter[i], 0x3f7f) << i;
 }
 
 TEST(OptimizerPlans, RefuseAlgorithmsThatNeedNoCoherentMemory) {

@@ -20,8 +20,9 @@ namespace {
 constexpr std::size_t kLengths[] = {0,  1,  2,  3,  4,  5,   7,    8,    9,    15,   16,   17,
                                     31, 32, 33, 63, 65, 127, 1000, 2047, 2048, 2049, 4099, 10001};
 constexpr std::size_t kOffsets[] = {0, 1, 3};
-constexpr UpdateRule kRules[] = {UpdateRule::kSgd, UpdateRule::kSgdMomentum, UpdateRule::kSgdNesterov,
-                                 UpdateRule::kAdam};
+constexpr UpdateRule kRules[] = {UpdateRule::kSgd,    UpdateRule::kSgdMomentum, UpdateRule::kSgdNesterov,
+                                 UpdateRule::kAdam,   UpdateRule::kAdagrad,     UpdateRule::kLion,
+                                 UpdateRule::kAmsgrad};
 constexpr float kGuard = -77.25F;
 constexpr std::size_t kMargin = 16;
 
@@ -52,15 +53,27 @@ struct Tensors {
   Tensors(std::size_t numGradients, std::size_t numElements, std::size_t offset)
       : random(static_cast<unsigned>(numElements * 7 + offset)),
         parameter(numElements, offset, -2, 2, random),
-        states{Values(numElements, offset, -1, 1, random), Values(numElements, offset, 0.01F, 1, random)} {
+        states{Values(numElements, offset, 0.01F, 1, random), Values(numElements, offset, 0.01F, 1, random),
+               Values(numElements, offset, 0.01F, 1, random)} {
     for (std::size_t k = 0; k < numGradients; ++k)
       gradients.emplace_back(numElements, offset, -3.F, 3.F, random);
   }
   void run(const UpdateSettings& settings, std::uint32_t divisor, std::size_t numElements) {
-    std::vector<const float*> inputs;
-    for (Values& gradient : gradients) inputs.push_back(gradient.data());
-    float* const pointers[] = {states[0].data(), states[1].data()};
-    update(settings, inputs.data(), inputs.size(), divisor, parameter.data(), pointers, numElements);
+    runPiece(settings, divisor, 0, numElements);
+  }
+  void runPiece(const UpdateSettings& settings, std::uint32_t divisor, std::size_t start,
+                std::size_t numElements) {
+    std::vector<const void*> inputs;
+    for (Values& gradient : gradients) inputs.push_back(gradient.data() + start);
+    float* pointers[kMostStates];
+    for (std::size_t k = 0; k < kMostStates; ++k) pointers[k] = states[k].data() + start;
+    UpdateArrays arrays;
+    arrays.gradients = inputs.data();
+    arrays.numGradients = inputs.size();
+    arrays.parameter = parameter.data() + start;
+    arrays.states = pointers;
+    arrays.numElements = numElements;
+    update(settings, DType::kFloat32, arrays, divisor);
   }
   std::mt19937 random;
   Values parameter;
@@ -71,12 +84,12 @@ struct Tensors {
 UpdateSettings settingsOf(UpdateRule rule) {
   UpdateSettings settings;
   settings.rule = rule;
-  settings.gradientSign = -1;
+  settings.gradientScale = -1;
   settings.gradientDecay = 0.05F;
   settings.parameterScale = 0.9375F;
   settings.stepSize = 0.125F;
   settings.firstDecay = 0.9F;
-  settings.firstWeight = rule == UpdateRule::kAdam ? 0.1F : 0.7F;
+  settings.firstWeight = rule == UpdateRule::kAdam || rule == UpdateRule::kAmsgrad ? 0.1F : 0.7F;
   settings.momentum = 0.9F;
   settings.secondDecay = 0.99F;
   settings.secondWeight = 0.01F;
@@ -86,7 +99,8 @@ UpdateSettings settingsOf(UpdateRule rule) {
 }
 
 struct Element {
-  double parameter, first, second;
+  double parameter;
+  std::array<double, kMostStates> states;
 };
 
 /// The formulas of update.hpp, in double.
@@ -95,16 +109,26 @@ Element expected(const UpdateSettings& s, const Tensors& before, std::size_t i, 
   for (const Values& gradient : before.gradients) mean += gradient[i];
   mean /= divisor == 0 ? 1 : divisor;
   const double p = before.parameter[i];
-  const double g = s.gradientSign * mean + s.gradientDecay * p;
-  Element after{0, before.states[0][i], before.states[1][i]};
+  const double g = s.gradientScale * mean + s.gradientDecay * p;
+  Element after{0, {before.states[0][i], before.states[1][i], before.states[2][i]}};
+  auto& [first, second, largest] = after.states;
   double direction = g;
   if (s.rule == UpdateRule::kSgdMomentum || s.rule == UpdateRule::kSgdNesterov) {
-    after.first = double{s.firstDecay} * after.first + double{s.firstWeight} * g;
-    direction = s.rule == UpdateRule::kSgdNesterov ? g + double{s.momentum} * after.first : after.first;
-  } else if (s.rule == UpdateRule::kAdam) {
-    after.first += double{s.firstWeight} * (g - after.first);
-    after.second = double{s.secondDecay} * after.second + double{s.secondWeight} * g * g;
-    direction = after.first / (std::sqrt(after.second) / s.secondScale + s.epsilon);
+    first = double{s.firstDecay} * first + double{s.firstWeight} * g;
+    direction = s.rule == UpdateRule::kSgdNesterov ? g + double{s.momentum} * first : first;
+  } else if (s.rule == UpdateRule::kAdam || s.rule == UpdateRule::kAmsgrad) {
+    first += double{s.firstWeight} * (g - first);
+    second = double{s.secondDecay} * second + double{s.secondWeight} * g * g;
+    if (s.rule == UpdateRule::kAmsgrad) largest = std::max(largest, second);
+    const double moment = s.rule == UpdateRule::kAmsgrad ? largest : second;
+    direction = first / (std::sqrt(moment) / s.secondScale + s.epsilon);
+  } else if (s.rule == UpdateRule::kAdagrad) {
+    first += g * g;
+    direction = g / (std::sqrt(first) + s.epsilon);
+  } else if (s.rule == UpdateRule::kLion) {
+    const double interpolated = double{s.firstDecay} * first + double{s.firstWeight} * g;
+    first = double{s.secondDecay} * first + double{s.secondWeight} * g;
+    direction = interpolated > 0 ? 1 : interpolated < 0 ? -1 : 0;
   }
   after.parameter = double{s.parameterScale} * p - double{s.stepSize} * direction;
   return after;
@@ -145,8 +169,10 @@ TEST_P(Update, FollowsTheFormulas) {
           for (std::size_t i = 0; i < numElements; ++i) {
             const Element element = expected(settings, before, i, divisor);
             ASSERT_NEAR(after.parameter[i], element.parameter, 2e-6 * (1 + std::abs(element.parameter))) << i;
-            ASSERT_NEAR(after.states[0][i], element.first, 2e-6 * (1 + std::abs(element.first))) << i;
-            ASSERT_NEAR(after.states[1][i], element.second, 2e-6 * (1 + std::abs(element.second))) << i;
+            for (std::size_t k = 0; k < kMostStates; ++k) {
+              const double state = element.states[k];
+              ASSERT_NEAR(after.states[k][i], state, 2e-6 * (1 + std::abs(state))) << i;
+            }
           }
         }
       }
@@ -169,10 +195,7 @@ TEST_P(Update, HasTheBitsOfTheBaselineOnAnyPieceOfATensor) {
     Tensors pieces(3, kNumElements, 0);
     for (std::size_t start = 0; start < kNumElements; start += 617) {
       const std::size_t count = std::min<std::size_t>(617, kNumElements - start);
-      const float* inputs[3];
-      for (std::size_t k = 0; k < 3; ++k) inputs[k] = pieces.gradients[k].data() + start;
-      float* const states[] = {pieces.states[0].data() + start, pieces.states[1].data() + start};
-      update(settings, inputs, 3, 3, pieces.parameter.data() + start, states, count);
+      pieces.runPiece(settings, 3, start, count);
     }
     EXPECT_EQ(whole.parameter, pieces.parameter);
     EXPECT_EQ(whole.states, pieces.states);
@@ -192,6 +215,81 @@ TEST_P(Update, OfOneMeanIsThatOfItsGradients) {
   afterwards.run(settings, 1, kNumElements);
   EXPECT_EQ(atOnce.parameter, afterwards.parameter);
   EXPECT_EQ(atOnce.states, afterwards.states);
+}
+
+/// A 16-bit parameter with its gradients and master weights, of which the first is not its rounding.
+struct NarrowTensors {
+  NarrowTensors(DType dtype, std::size_t numElements) : wide(2, numElements, 0), dtype(dtype) {
+    for (Values& gradient : wide.gradients) gradients.push_back(narrowed(gradient, numElements));
+    parameter = narrowed(wide.parameter, numElements);
+    if (numElements > 0) parameter[0] = narrowed(wide.gradients[0], 1)[0];
+  }
+  std::vector<std::uint16_t> narrowed(Values& values, std::size_t numElements) const {
+    std::vector<std::uint16_t> narrow16(numElements);
+    narrow(dtype, values.data(), narrow16.data(), numElements, 1, ReduceOp::kSum);
+    return narrow16;
+  }
+  void run(const UpdateSettings& settings, std::size_t numElements) {
+    const void* const inputs[] = {gradients[0].data(), gradients[1].data()};
+    float* const pointers[] = {wide.states[0].data(), wide.states[1].data(), wide.states[2].data()};
+    UpdateArrays arrays;
+    arrays.gradients = inputs;
+    arrays.numGradients = 2;
+    arrays.parameter = parameter.data();
+    arrays.master = wide.parameter.data();
+    arrays.states = pointers;
+    arrays.numElements = numElements;
+    update(settings, dtype, arrays, 2);
+  }
+  Tensors wide;  // the master weights and states; gradients before rounding
+  DType dtype;
+  std::vector<std::uint16_t> parameter;
+  std::vector<std::vector<std::uint16_t>> gradients;
+};
+
+TEST_P(Update, OfANarrowParameterIsThatOfItsMasterWeightsByTheRoundedMean) {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const UpdateRule rule : kRules) {
+      for (const std::size_t numElements : kLengths) {
+        SCOPED_TRACE("rule " + std::to_string(static_cast<int>(rule)) + " on " + std::to_string(numElements));
+        const UpdateSettings settings = settingsOf(rule);
+        NarrowTensors tensors(dtype, numElements);
+        NarrowTensors reference(dtype, numElements);
+        tensors.run(settings, numElements);
+
+        std::vector<std::uint16_t> mean(numElements);
+        const void* const inputs[] = {reference.gradients[0].data(), reference.gradients[1].data()};
+        void* const outputs[] = {mean.data()};
+        reduce(dtype, ReduceOp::kMean, inputs, 2, outputs, 1, numElements, 2);
+        reference.wide.gradients.resize(1, reference.wide.gradients[0]);
+        widen(dtype, mean.data(), reference.wide.gradients[0].data(), numElements);
+        if (numElements > 0) widen(dtype, reference.parameter.data(), reference.wide.parameter.data(), 1);
+        reference.wide.run(settings, 1, numElements);
+
+        ASSERT_EQ(tensors.wide.parameter, reference.wide.parameter);
+        ASSERT_EQ(tensors.wide.states, reference.wide.states);
+        ASSERT_EQ(tensors.parameter, reference.narrowed(reference.wide.parameter, numElements));
+        ASSERT_EQ(tensors.gradients, reference.gradients);
+      }
+    }
+  }
+}
+
+TEST_P(Update, OfANarrowParameterAddsUpWhatItsRoundingLoses) {
+  UpdateSettings settings;
+  settings.rule = UpdateRule::kSgd;
+  settings.stepSize = 1.F / 1024;  // far below the last place of 1 in bfloat16
+  std::vector<std::uint16_t> parameter(100, 0x3f80), gradient(100, 0x3f80);  // all 1
+  std::vector<float> master(100, 0);
+  const void* const inputs[] = {gradient.data()};
+  UpdateArrays arrays;
+  arrays.gradients = inputs;
+  arrays.numGradients = 1;
+  arrays.parameter = parameter.data();
+  arrays.master = master.data();
+  arrays.numElements = parameter.size();
+  for (int step = 0; step < 512; ++step) update(settings, DType::kBFloat16, arrays, 1);
+  EXPECT_EQ(parameter, std::vector<std::uint16_t>(100, 0x3f00));  // all one half
 }
 
 INSTANTIATE_TEST_SUITE_P(InstructionSets, Update, testing::Values("baseline", "avx2", "avx512", "neon"),

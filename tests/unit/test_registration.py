@@ -180,7 +180,7 @@ def test_an_optimizer_lays_out_what_is_kept_beside_the_slots():
     slot_bytes = plain.partition().slot_bytes
     assert (plan.slot_bytes, plan.settings_offset) == (slot_bytes, slot_bytes)
     assert plan.client_bytes == slot_bytes + 2 * SETTINGS_DTYPE.itemsize
-    assert plan.state_bytes == 2 * slot_bytes
+    assert plan.kept_bytes == 2 * slot_bytes
     assert plain.native_plan(1, 2).client_bytes == slot_bytes
 
 

@@ -51,7 +51,14 @@ void registerTensorGroup(py::module_& module) {
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
       .def_property_readonly("client_bytes", &GroupPlan::clientBytes)
       .def_property_readonly("settings_offset", &GroupPlan::settingsOffset)
-      .def_property_readonly("state_bytes", &GroupPlan::stateBytes)
+      .def_property_readonly("kept_bytes", &GroupPlan::keptBytes)
+      .def("kept_arrays",
+           [](const GroupPlan& plan) {
+             std::vector<std::tuple<std::uint64_t, std::size_t, std::size_t>> arrays;
+             for (const KeptArrays& tensor : plan.keptArrays())
+               arrays.emplace_back(tensor.offset, tensor.arrayBytes, tensor.numArrays);
+             return arrays;
+           })
       .def_property_readonly("num_shards", [](const GroupPlan& plan) { return plan.shards.size(); });
   module.def("client_segment_bytes", &ClientSegment::numBytes, py::arg("num_devices"));
   module.def(

@@ -32,7 +32,7 @@ std::string firstDifference(const UpdateSettings& one, const UpdateSettings& oth
       differ("step size", one.stepSize, other.stepSize),
       differ("weight decay", one.gradientDecay, other.gradientDecay),
       differ("parameter scale", one.parameterScale, other.parameterScale),
-      differ("sign of the gradient", one.gradientSign, other.gradientSign),
+      differ("scale of the gradient", one.gradientScale, other.gradientScale),
       differ("decay of the first state", one.firstDecay, other.firstDecay),
       differ("weight of the gradient in the first state", one.firstWeight, other.firstWeight),
       differ("momentum", one.momentum, other.momentum),

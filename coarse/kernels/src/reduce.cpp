@@ -93,9 +93,10 @@ void narrow(DType dtype, const float* in, void* out, std::size_t numElements, st
   if (kernel != nullptr) kernel(in, out, numElements, divisor);
 }
 
-void update(const UpdateSettings& settings, const float* const* gradients, std::size_t numGradients,
-            std::uint32_t divisor, float* parameter, float* const* states, std::size_t numElements) noexcept {
-  kernels().update(settings, {gradients, numGradients, parameter, states, numElements}, divisor);
+void update(const UpdateSettings& settings, DType dtype, const UpdateArrays& arrays,
+            std::uint32_t divisor) noexcept {
+  const auto kernel = kernels().update[index(dtype)];
+  if (kernel != nullptr) kernel(settings, arrays, divisor);
 }
 
 const char* instructionSet() noexcept { return kernels().name; }

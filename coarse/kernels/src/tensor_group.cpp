@@ -16,15 +16,42 @@ void GroupPlan::validate() const {
     const Shard& shard = shards[i];
     const std::size_t itemSize = shard.isDynamic ? 1 : itemBytes(shard.dtype);
     const std::size_t end = shard.offset + shard.numElements * itemSize;
+    if (i > 0 && shard.tensor < shards[i - 1].tensor)
+      throw std::invalid_argument("shard " + std::to_string(i) + " is not in the order of the tensors");
     if (end > slotBytes || shard.offset > slotBytes || shard.offset % itemSize != 0) {
       throw std::invalid_argument("shard " + std::to_string(i) + " ends at byte " + std::to_string(end) +
                                   " of slots of " + std::to_string(slotBytes) + " bytes");
     }
-    if (hasOptimizer && (shard.dtype != DType::kFloat32 || shard.op != ReduceOp::kMean || shard.isDynamic)) {
+    if (hasOptimizer && (!isUpdatable(shard.dtype) || shard.op != ReduceOp::kMean || shard.isDynamic)) {
       throw std::invalid_argument("shard " + std::to_string(i) +
-                                  " has an optimizer: only means of float32 can update a parameter");
+                                  " has an optimizer: only means of float32, bfloat16 and float16 can update "
+                                  "a parameter");
     }
   }
+}
+
+std::vector<KeptArrays> GroupPlan::keptArrays() const {
+  if (!hasOptimizer) return {};
+  std::vector<KeptArrays> arrays(numTensors());
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const Shard& shard = shards[i];
+    KeptArrays& tensor = arrays[shard.tensor];
+    if (i == 0 || shard.tensor != shards[i - 1].tensor) tensor.slotOffset = shard.offset;
+    tensor.numArrays = numStates + (hasMaster(shard) ? 1 : 0);
+    const std::size_t end = (shard.offset - tensor.slotOffset) / itemBytes(shard.dtype) + shard.numElements;
+    tensor.arrayBytes = roundUp(end * sizeof(float), kCacheLineBytes);
+  }
+  std::uint64_t offset = 0;
+  for (KeptArrays& tensor : arrays) {
+    tensor.offset = offset;
+    offset += tensor.numArrays * tensor.arrayBytes;
+  }
+  return arrays;
+}
+
+std::size_t GroupPlan::keptBytes() const {
+  const std::vector<KeptArrays> arrays = keptArrays();
+  return arrays.empty() ? 0 : arrays.back().offset + arrays.back().numArrays * arrays.back().arrayBytes;
 }
 
 Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what) {
@@ -51,8 +78,15 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& 
   if (!plan_.hasOptimizer) return;
   parameters_ =
       mapSealed(optimizerFds.parameters, plan_.slotBytes, Mapping::Access::kReadWrite, "parameters");
-  if (plan_.numStates > 0)
-    states_ = mapSealed(optimizerFds.states, plan_.stateBytes(), Mapping::Access::kReadWrite, "states");
+  kept_ = plan_.keptArrays();
+  if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
+    states_ = mapSealed(optimizerFds.states, keptBytes, Mapping::Access::kReadWrite, "states");
+}
+
+float* TensorGroup::state(const Shard& shard, std::size_t number) const noexcept {
+  const KeptArrays& kept = kept_[shard.tensor];
+  const std::size_t element = (shard.offset - kept.slotOffset) / itemBytes(shard.dtype);
+  return reinterpret_cast<float*>(states_.data() + kept.offset + number * kept.arrayBytes) + element;
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {

@@ -36,6 +36,14 @@ struct Shard {
       false;  // length, dtype and op come with each contribution: buffers that are not registered
 };
 
+/// Where the float32 arrays lie that an optimizer keeps for one tensor, in a segment that has those of all.
+struct KeptArrays {
+  std::uint64_t slotOffset = 0;  // of the tensor
+  std::uint64_t offset = 0;      // of the first array
+  std::size_t arrayBytes = 0;    // from one array to the next
+  std::size_t numArrays = 0;
+};
+
 /// The shards of the tensors that were registered together.
 struct GroupPlan {
   std::uint32_t id = 0;
@@ -54,8 +62,12 @@ struct GroupPlan {
   std::size_t clientBytes() const noexcept {
     return hasOptimizer ? settingsOffset() + numTensors() * sizeof(UpdateSettings) : slotBytes;
   }
-  /// Length of the states of all parameters, one after the other, each laid out as slots are.
-  std::size_t stateBytes() const noexcept { return numStates * settingsOffset(); }
+  /// Whether master weights are kept for a shard's parameter.
+  bool hasMaster(const Shard& shard) const noexcept { return hasOptimizer && shard.dtype != DType::kFloat32; }
+  /// Where the float32 arrays of each tensor lie: its states, then its master weights if it has some.
+  std::vector<KeptArrays> keptArrays() const;
+  /// Length of the float32 arrays of all tensors.
+  std::size_t keptBytes() const;
 
   /// @throws std::invalid_argument if a shard leaves the slots or is misaligned.
   void validate() const;
@@ -72,7 +84,7 @@ struct ShardShape {
 /// Descriptors stay the caller's.
 struct OptimizerFds {
   int parameters = -1;  // laid out as slots are
-  int states = -1;      // GroupPlan::stateBytes(); none where the optimizer keeps no state
+  int states = -1;      // GroupPlan::keptBytes(); none where that is 0
 };
 
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
@@ -109,12 +121,10 @@ class TensorGroup {
   bool isReduced(std::uint32_t shard) const noexcept;
   /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
-  float* parameter(const Shard& shard) const noexcept {
-    return reinterpret_cast<float*>(parameters_.data() + shard.offset);
-  }
-  float* state(const Shard& shard, std::size_t number) const noexcept {
-    return reinterpret_cast<float*>(states_.data() + number * plan_.settingsOffset() + shard.offset);
-  }
+  std::byte* parameter(const Shard& shard) const noexcept { return parameters_.data() + shard.offset; }
+  float* state(const Shard& shard, std::size_t number) const noexcept;
+  /// @pre plan().hasMaster(shard).
+  float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
 
  private:
   GroupPlan plan_;
@@ -123,6 +133,7 @@ class TensorGroup {
   std::vector<Mapping> slots_;
   Mapping parameters_;
   Mapping states_;
+  std::vector<KeptArrays> kept_;  // by tensor
 };
 
 /// Maps sealed memory after checking that it holds at least `numBytes`.

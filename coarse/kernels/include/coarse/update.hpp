@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "coarse/dtype.hpp"
+
 /// Optimizer updates, elementwise like reductions (reduce.hpp), and with the same guarantees: bitwise the
 /// same whatever the instruction set, the alignment and the place of an element; no state; nothing checked.
 namespace coarse {
 
 /// State tensors that an update rule keeps beside a parameter, at most.
-inline constexpr std::size_t kMostStates = 2;
+inline constexpr std::size_t kMostStates = 3;
 
 /// The values are part of the wire format: add at the end, never renumber.
 enum class UpdateRule : std::uint32_t {
@@ -18,33 +20,56 @@ enum class UpdateRule : std::uint32_t {
   kSgdMomentum = 2,  // state: momentum buffer
   kSgdNesterov = 3,  // state: momentum buffer
   kAdam = 4,         // state: first and second moment; AdamW by `parameterScale`
+  kAdagrad = 5,      // state: sum of squares
+  kLion = 6,         // state: first moment
+  kAmsgrad = 7,      // state: as kAdam, and the largest second moment so far
 };
 
-inline constexpr std::uint32_t kNumUpdateRules = 5;
+inline constexpr std::uint32_t kNumUpdateRules = 8;
 
 /// State tensors that a rule needs.
 constexpr std::size_t numStates(UpdateRule rule) noexcept {
-  if (rule == UpdateRule::kAdam) return 2;
-  return rule == UpdateRule::kSgdMomentum || rule == UpdateRule::kSgdNesterov ? 1 : 0;
+  switch (rule) {
+    case UpdateRule::kNone:
+    case UpdateRule::kSgd:
+      return 0;
+    case UpdateRule::kSgdMomentum:
+    case UpdateRule::kSgdNesterov:
+    case UpdateRule::kAdagrad:
+    case UpdateRule::kLion:
+      return 1;
+    case UpdateRule::kAdam:
+      return 2;
+    case UpdateRule::kAmsgrad:
+      return 3;
+  }
+  return kMostStates;
 }
 
 /// How one tensor is updated in one step: the coefficients of its rule, rounded to float32 from what torch's
-/// optimizers compute in double. With g the gradient and p the parameter,
+/// optimizers compute in double. With g the gradient and p the parameter, states in the order of UpdateRule,
 ///
-///   g = gradientSign * g + gradientDecay * p
-///   kSgd:          p = parameterScale * p - stepSize * g
-///   kSgdMomentum:  b = firstDecay * b + firstWeight * g;  p = parameterScale * p - stepSize * b
-///   kSgdNesterov:  b as before;                           p = parameterScale * p - stepSize * (g + momentum
-///   * b) kAdam:         m = m + firstWeight * (g - m);  v = secondDecay * v + secondWeight * g * g
-///                  p = parameterScale * p - stepSize * m / (sqrt(v) / secondScale + epsilon)
+///   g = gradientScale * g + gradientDecay * p
+///   kSgd:          d = g
+///   kSgdMomentum:  b = firstDecay * b + firstWeight * g;  d = b
+///   kSgdNesterov:  b as before;                           d = g + momentum * b
+///   kAdam:         m = m + firstWeight * (g - m);  v = secondDecay * v + secondWeight * g * g
+///                  d = m / (sqrt(v) / secondScale + epsilon)
+///   kAmsgrad:      m, v as before;  w = max(w, v);  d = m / (sqrt(w) / secondScale + epsilon)
+///   kAdagrad:      s = s + g * g;                   d = g / (sqrt(s) + epsilon)
+///   kLion:         d = sign(firstDecay * m + firstWeight * g);  m = secondDecay * m + secondWeight * g
+///   p = parameterScale * p - stepSize * d
 ///
-/// Every operation rounds once, in this order, multiplications from the left.
+/// Every operation rounds once, in this order, multiplications and divisions from the left: stepSize times
+/// the numerator of d is what is divided.
 ///
-/// Source: torch.optim's single-tensor SGD and Adam; Kingma and Ba, "Adam", algorithm 1; Loshchilov and
-/// Hutter, "Decoupled Weight Decay Regularization", algorithms 1 and 2.
+/// Source: torch.optim's single-tensor SGD, Adam and Adagrad; Kingma and Ba, "Adam", algorithm 1; Loshchilov
+/// and Hutter, "Decoupled Weight Decay Regularization", algorithms 1 and 2; Reddi et al., "On the Convergence
+/// of Adam and Beyond", algorithm 2; Duchi et al., "Adaptive Subgradient Methods"; Chen et al., "Symbolic
+/// Discovery of Optimization Algorithms", program 1.
 struct alignas(64) UpdateSettings {
   UpdateRule rule = UpdateRule::kNone;
-  float gradientSign = 1;
+  float gradientScale = 1;  // sign, and what undoes a scaled loss and clips a norm
   float gradientDecay = 0;
   float parameterScale = 1;
   float stepSize = 0;
@@ -66,12 +91,31 @@ constexpr bool isRunnable(const UpdateSettings& settings, std::size_t availableS
   return rule != 0 && rule < kNumUpdateRules && numStates(settings.rule) <= availableStates;
 }
 
-/// Updates a float32 parameter and its states in place by the mean of float32 gradients, in one pass over
-/// memory: the mean (as reduce() gives it, sum over `numGradients` divided by `divisor`) stays in the cache.
+/// Whether parameters of this type can be updated.
+constexpr bool isUpdatable(DType dtype) noexcept {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
+/// The arrays of one update. Gradients and the parameter are of one updatable dtype, the rest is float32.
+struct UpdateArrays {
+  const void* const* gradients = nullptr;
+  std::size_t numGradients = 0;  // at least 1
+  void* parameter = nullptr;
+  float* master = nullptr;         // of a 16-bit parameter; else unused
+  float* const* states = nullptr;  // as many as numStates() of the rule
+  std::size_t numElements = 0;
+};
+
+/// Updates a parameter and its states in place by the mean of gradients, in one pass over memory: the mean,
+/// as reduce() gives it (sum over `numGradients` divided by `divisor`, rounded to `dtype`), stays in the
+/// cache.
 ///
-/// @param states as many as numStates(settings.rule).
-/// @pre numGradients >= 1; gradients overlap neither the parameter nor states.
-void update(const UpdateSettings& settings, const float* const* gradients, std::size_t numGradients,
-            std::uint32_t divisor, float* parameter, float* const* states, std::size_t numElements) noexcept;
+/// A 16-bit parameter is the rounding of its master weights, which are what is updated. Where it is not,
+/// because somebody wrote to the parameter or because the master weights are new, the parameter becomes the
+/// master weight first.
+///
+/// @pre gradients overlap neither the parameter nor states.
+void update(const UpdateSettings& settings, DType dtype, const UpdateArrays& arrays,
+            std::uint32_t divisor) noexcept;
 
 }  // namespace coarse
