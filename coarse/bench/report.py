@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from coarse.bench.checkpoint import SavePlan, SaveResult
 from coarse.bench.record import MEASURED, Machine, SyncRecord
 from coarse.bench.replay import SCHEMES, ReplayResult
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
@@ -97,6 +98,34 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
     )
 
 
+def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
+    """What a save costs under each system: the stop of the training thread, time, steps meanwhile, memory."""
+    plan = results[0].plan
+    rows = [
+        (
+            result.system,
+            _milliseconds(result.stop.p50_us),
+            _milliseconds(result.stop.p99_us),
+            _number(result.to_disk.p50_us / 1e6, 2),
+            _milliseconds(result.quiet.p50_us),
+            _DASH if result.writing is None else _milliseconds(result.writing.p50_us),
+            _percent(result.slowdown_percent, signed=True),
+            _mebibytes(result.extra_bytes),
+            _mebibytes(result.saved_bytes),
+            str(result.stop.iterations),
+        )
+        for result in results
+    ]
+    return TextTable(
+        title=describe_train(plan),
+        columns=(
+            *("system", "stop p50 ms", "p99 ms", "to disk s", "step ms", "while writing", "longer"),
+            *("extra MiB", "saved MiB", "saves"),
+        ),
+        rows=tuple(rows),
+    )
+
+
 def train_table(comparison: Comparison) -> TextTable:
     """Step time of each system and its parts, blocked communication, speed-up over DDP, memory."""
     return TextTable(
@@ -128,7 +157,7 @@ def single_table(comparison: Comparison) -> TextTable:
     )
 
 
-def describe_train(plan: TrainPlan) -> str:
+def describe_train(plan: TrainPlan | SavePlan) -> str:
     """The settings of a run, in one line."""
     sequence = f", sequence {plan.sequence}" if plan.model.startswith("bert") else ""
     workers = f"{plan.num_workers} worker" + ("s" if plan.num_workers > 1 else "")

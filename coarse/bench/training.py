@@ -142,13 +142,13 @@ def _make_optimizer(torch: Any, name: str, parameters: Any) -> Any:
     raise ValueError(f"optimizer {name!r} is none of {', '.join(OPTIMIZERS)}")
 
 
-def _wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
+def wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
     join_gloo(job)
     wrap: Callable[[Any], Any] = importlib.import_module("coarse.torch").DistributedDataParallel
     return wrap
 
 
-def _wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
+def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
     """DDP at its best here: gradients are views of its buckets, which saves a copy and their memory."""
     wrap = join_gloo(job).nn.parallel.DistributedDataParallel
     return lambda module: wrap(module, gradient_as_bucket_view=True)
@@ -163,7 +163,7 @@ def _wrap_none(job: WorkerJob) -> Callable[[Any], Any]:
     return lambda module: module
 
 
-def _offload(*, overlap: bool) -> Callable[[Any, Any], Any]:
+def offload_optimizer(*, overlap: bool) -> Callable[[Any, Any], Any]:
     """Has the memory devices run the optimizer; every parameter and its state then exist once."""
 
     def offload(optimizer: Any, model: Any) -> Any:
@@ -181,10 +181,10 @@ def _under(wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> Callable[[Worke
 
 
 TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
-    "train-coarse": _under(_wrap_coarse),
-    "train-coarse-offload": lambda job: TrainAdapter(job, _wrap_coarse, _offload(overlap=False)),
-    "train-coarse-overlap": lambda job: TrainAdapter(job, _wrap_coarse, _offload(overlap=True)),
-    "train-ddp": _under(_wrap_ddp),
+    "train-coarse": _under(wrap_coarse),
+    "train-coarse-offload": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=False)),
+    "train-coarse-overlap": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=True)),
+    "train-ddp": _under(wrap_ddp),
     "train-ddp-default": _under(_wrap_ddp_default),
     "train-none": _under(_wrap_none),
 }

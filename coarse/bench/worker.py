@@ -74,9 +74,15 @@ def make_adapter(system: str, job: WorkerJob) -> Adapter:
     """
     from coarse.bench.collectives import SYNC_SYSTEMS
     from coarse.bench.replay import REPLAY_SYSTEMS
+    from coarse.bench.saving import SAVE_SYSTEMS
     from coarse.bench.training import TRAIN_SYSTEMS
 
-    factories: dict[str, Callable[[WorkerJob], Adapter]] = {**SYNC_SYSTEMS, **TRAIN_SYSTEMS, **REPLAY_SYSTEMS}
+    factories: dict[str, Callable[[WorkerJob], Adapter]] = {
+        **SYNC_SYSTEMS,
+        **TRAIN_SYSTEMS,
+        **REPLAY_SYSTEMS,
+        **SAVE_SYSTEMS,
+    }
     if system not in factories:
         raise ValueError(f"unknown system {system!r}; known are {', '.join(sorted(factories))}")
     return factories[system](job)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-default", "none")
+_SAVE_PEERS = ("coarse-workers", "torch", "dcp")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
 _TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = ("bert-large", "bert-base", "bert-small", "resnet50", "digits")
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     _add_sync_parser(benches)
     _add_train_step_parser(benches)
     _add_replay_parser(benches)
+    _add_checkpoint_parser(benches)
 
 
 def _add_sync_parser(benches: Any) -> None:
@@ -124,6 +126,28 @@ def _add_replay_parser(benches: Any) -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="per round; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
+
+
+def _add_checkpoint_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "checkpoint",
+        help="what a save costs the training that goes on",
+        description="Saves of a real training job: how long the training thread stands still, when the checkpoint is "
+        "on the disk, what steps cost meanwhile, and how much memory it takes; COARSE with the optimizer in its "
+        "memory devices (coarse) and on the workers (coarse-workers), torch.save, and async_save of "
+        "torch.distributed.checkpoint (dcp).",
+    )
+    parser.set_defaults(handler=run_checkpoint_command)
+    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
+    parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    parser.add_argument("--saves", type=int, default=5, metavar="N", help="per round; default: %(default)s")
+    parser.add_argument(
+        "--folder", default="", metavar="PATH", help="where to save; default: the temporary folder"
+    )
+    _add_common_arguments(parser, peers=_SAVE_PEERS, default="coarse-workers,torch,dcp", rounds=1)
 
 
 def _add_common_arguments(
@@ -259,6 +283,42 @@ def run_replay_command(arguments: argparse.Namespace) -> int:
         (result.as_json() for result in results),
         arguments.json,
         kind=EMULATED,
+    )
+    return 0
+
+
+def run_checkpoint_command(arguments: argparse.Namespace) -> int:
+    """Runs `coarse bench checkpoint`; returns its exit code.
+
+    Raises:
+        CoarseError: If a system fails; nothing is left behind.
+    """
+    if complaint := _emulation():
+        return _usage_error(complaint)
+    from coarse.bench import report
+    from coarse.bench.checkpoint import SavePlan, num_progress_steps, run_checkpoint
+
+    try:
+        plan = SavePlan(
+            systems=_installed(("coarse", *arguments.against)),
+            model=arguments.model,
+            batch=arguments.batch,
+            sequence=arguments.seq,
+            num_workers=arguments.workers,
+            threads=arguments.threads,
+            optimizer=arguments.optimizer,
+            folder=arguments.folder,
+            saves=arguments.saves,
+            rounds=arguments.rounds,
+        )
+    except ValueError as error:
+        return _usage_error(str(error))
+    results = _with_progress(lambda progress: run_checkpoint(plan, progress), num_progress_steps(plan))
+    _publish(
+        f"{plan.rounds} rounds of {plan.saves} saves, every system alone, what was saved compared",
+        [report.checkpoint_table(results)],
+        (result.as_json() for result in results),
+        arguments.json,
     )
     return 0
 

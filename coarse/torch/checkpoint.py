@@ -139,6 +139,11 @@ class Checkpointer:
         """What became of the saves; of worker 0 they are those of checkpoints."""
         return self._saver.counts
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether this worker has something to write for a save that is under way."""
+        return self._saver.is_busy
+
     def step(self) -> bool:
         """Counts a step of the training, and saves if it is time. Call it once after each optimizer.step().
 

@@ -1,0 +1,274 @@
+"""The systems of `coarse bench checkpoint`: one training loop under each way of saving it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from coarse.bench.training import TrainAdapter, offload_optimizer, wrap_coarse, wrap_ddp
+from coarse.bench.worker import Adapter, WorkerJob
+
+_QUIET_STEPS = 3
+_MOST_STEPS = 1000
+_WAIT_S = 120.0
+
+
+class Saves(Protocol):
+    """One way of saving a training job; all workers call it alike."""
+
+    def begin(self) -> None:
+        """Saves, or begins to; returns when training may go on."""
+
+    def is_done(self) -> bool:
+        """Whether what this worker has to do for the save is done."""
+
+    def to_disk_s(self) -> float:
+        """How long the last save took from its beginning until it was on the disk, in seconds."""
+
+    def load(self) -> dict[str, Any]:
+        """The model's state dict as it was saved last. Worker 0 alone."""
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+
+
+class CheckpointAdapter(TrainAdapter):
+    """The commands of `coarse bench checkpoint` for one system.
+
+    Args:
+        job: Its options are those of TrainAdapter, and `folder`, which is for this system alone.
+        wrap: As of TrainAdapter.
+        offload: As of TrainAdapter.
+        saves: Makes the way of saving from folder, module, wrapped model, optimizer and rank.
+    """
+
+    commands = frozenset({"first_step", "run", "save", "check"})
+
+    def __init__(
+        self,
+        job: WorkerJob,
+        wrap: Callable[[WorkerJob], Callable[[Any], Any]],
+        offload: Callable[[Any, Any], Any],
+        saves: Callable[[Path, Any, Any, int], Saves],
+    ) -> None:
+        super().__init__(job, wrap, offload)
+        self._make_saves = saves
+        self._saves: Saves | None = None
+
+    def setup(self) -> int:
+        rank = super().setup()
+        folder = Path(self._job.options["folder"])
+        self._saves = self._make_saves(folder, self._model, self._optimizer, rank)
+        return rank
+
+    def save(self, saves: int) -> dict[str, list[float]]:
+        """Saves so many times, and trains meanwhile.
+
+        Returns:
+            Seconds: `stop` and `to_disk` of each save, `quiet` of steps between saves, `writing` of steps that began
+            while a save was under way.
+        """
+        assert self._saves is not None
+        seconds: dict[str, list[float]] = {"stop": [], "to_disk": [], "quiet": [], "writing": []}
+        for _ in range(saves):
+            if self._job.rank == 0:
+                os.sync()  # what others wrote is not this save's
+            self._barrier()
+            seconds["quiet"] += [self._timed_step() for _ in range(_QUIET_STEPS)]
+            began_s = time.perf_counter()
+            self._saves.begin()
+            seconds["stop"].append(time.perf_counter() - began_s)
+            seconds["writing"] += self._steps_until_done()
+            seconds["to_disk"].append(self._saves.to_disk_s())
+        return seconds
+
+    def check(self) -> bool:
+        """Saves once more and compares what was written with the model."""
+        assert self._saves is not None
+        self._saves.begin()
+        self._steps_until_done(trains=False)
+        is_right = True
+        if self._job.rank == 0:
+            saved, torch = self._saves.load(), self._torch
+            mine = self._bare().state_dict()
+            is_right = saved.keys() == mine.keys() and all(torch.equal(saved[key], mine[key]) for key in mine)
+        self._barrier()
+        return is_right
+
+    def close(self) -> None:
+        if self._saves is not None:
+            self._saves.close()
+        super().close()
+
+    def _bare(self) -> Any:
+        assert self._workload is not None
+        return self._workload.module
+
+    def _timed_step(self) -> float:
+        times: list[float] = []
+        self._step(times)
+        return times[-1] - times[0]
+
+    def _steps_until_done(self, *, trains: bool = True) -> list[float]:
+        assert self._saves is not None
+        seconds: list[float] = []
+        deadline_s = time.monotonic() + _WAIT_S
+        while not self._all_agree(self._saves.is_done()):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"a save is not done after {_WAIT_S:.0f} s")
+            if trains and len(seconds) < _MOST_STEPS:
+                seconds.append(self._timed_step())
+        return seconds
+
+    def _all_agree(self, mine: bool) -> bool:
+        vote = self._torch.tensor([int(mine)])
+        self._torch.distributed.all_reduce(vote, op=self._torch.distributed.ReduceOp.MIN)
+        return bool(vote.item())
+
+    def _barrier(self) -> None:
+        self._all_agree(True)
+
+
+class CoarseSaves:
+    """coarse.torch.checkpoint."""
+
+    def __init__(self, folder: Path, model: Any, optimizer: Any, rank: int) -> None:
+        module = importlib.import_module("coarse.torch.checkpoint")
+        self._checkpointer = module.Checkpointer(folder, model, optimizer, keep=1, on_signal=False)
+        self._folder = folder
+        self._stop_s = 0.0
+
+    def begin(self) -> None:
+        began_s = time.perf_counter()
+        self._checkpointer.save(wait=False)
+        self._stop_s = time.perf_counter() - began_s
+
+    def is_done(self) -> bool:
+        if self._checkpointer.counts.last_error:
+            raise RuntimeError(self._checkpointer.counts.last_error)
+        return not self._checkpointer.is_saving
+
+    def to_disk_s(self) -> float:
+        return self._stop_s + float(self._checkpointer.counts.last_save_s)
+
+    def load(self) -> dict[str, Any]:
+        from coarse.checkpoint.catalogue import find_newest
+        from coarse.checkpoint.folder import Folder
+
+        export = importlib.import_module("coarse.torch.checkpoint_export")
+        with Folder.open(self._folder) as parent:
+            checkpoint = find_newest(parent)
+            assert checkpoint is not None
+            with checkpoint:
+                model: dict[str, Any] = export.state_dicts(checkpoint)["model"]
+        return model
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class TorchSaves:
+    """torch.save by worker 0, onto the disk and renamed, as COARSE does; training waits for it."""
+
+    def __init__(self, folder: Path, model: Any, optimizer: Any, rank: int) -> None:
+        self._torch = importlib.import_module("torch")
+        self._path = folder / "checkpoint.pt"
+        self._module, self._optimizer, self._rank = model.module, optimizer, rank
+        self._to_disk_s = 0.0
+
+    def begin(self) -> None:
+        began_s = time.perf_counter()
+        if self._rank == 0:
+            state = {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+            unfinished = self._path.with_suffix(".tmp")
+            with unfinished.open("wb") as file:
+                self._torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(self._path)
+        self._torch.distributed.barrier()
+        self._to_disk_s = time.perf_counter() - began_s
+
+    def is_done(self) -> bool:
+        return True
+
+    def to_disk_s(self) -> float:
+        return self._to_disk_s
+
+    def load(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = self._torch.load(self._path, weights_only=True)["model"]
+        return loaded
+
+    def close(self) -> None:
+        pass
+
+
+class DcpSaves:
+    """torch.distributed.checkpoint.async_save; it divides what all workers have alike among them."""
+
+    def __init__(self, folder: Path, model: Any, optimizer: Any, rank: int) -> None:
+        self._dcp = importlib.import_module("torch.distributed.checkpoint")
+        self._state = importlib.import_module("torch.distributed.checkpoint.state_dict")
+        self._group = importlib.import_module("torch.distributed").new_group(backend="gloo")
+        self._folder, self._rank, self._number = folder, rank, 0
+        self._model, self._optimizer = model, optimizer
+        self._future: Any = None
+        self._began_s = self._ended_s = 0.0
+
+    def begin(self) -> None:
+        self._began_s = time.perf_counter()
+        model, optimizer = self._state.get_state_dict(self._model, self._optimizer)
+        if self._number and self._rank == 0:
+            shutil.rmtree(self._place(self._number - 1), ignore_errors=True)
+        state = {"model": model, "optimizer": optimizer}
+        self._future = self._dcp.async_save(
+            state, checkpoint_id=self._place(self._number), process_group=self._group
+        )
+        self._future.add_done_callback(self._note_end)
+        self._number += 1
+
+    def is_done(self) -> bool:
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
+
+    def to_disk_s(self) -> float:
+        return self._ended_s - self._began_s
+
+    def load(self) -> dict[str, Any]:
+        torch = importlib.import_module("torch")
+        mine = self._model.module.state_dict()
+        loaded = {"model": {key: torch.zeros_like(value) for key, value in mine.items()}}
+        self._dcp.load(loaded, checkpoint_id=self._place(self._number - 1), no_dist=True)
+        return loaded["model"]
+
+    def close(self) -> None:
+        if self._future is not None:
+            self._future.result()
+
+    def _place(self, number: int) -> Path:
+        return self._folder / f"save-{number}"
+
+    def _note_end(self, _: Any) -> None:
+        self._ended_s = time.perf_counter()
+
+
+def _on_workers(optimizer: Any, model: Any) -> Any:
+    return optimizer
+
+
+SAVE_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
+    "save-coarse": lambda job: CheckpointAdapter(
+        job, wrap_coarse, offload_optimizer(overlap=False), CoarseSaves
+    ),
+    "save-coarse-workers": lambda job: CheckpointAdapter(job, wrap_coarse, _on_workers, CoarseSaves),
+    "save-torch": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, TorchSaves),
+    "save-dcp": lambda job: CheckpointAdapter(job, wrap_ddp, _on_workers, DcpSaves),
+}
+"""Adapter of each system; the prefix sets them apart from the systems of other benchmarks."""

@@ -1,0 +1,69 @@
+"""`coarse bench checkpoint`: what each system saved is compared with the model before its saves are timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coarse.bench import checkpoint as bench
+from coarse.bench.checkpoint import SYSTEMS, SavePlan, run_checkpoint
+from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.systems import missing
+
+pytest.importorskip("torch")
+pytest.importorskip("crc32c")
+
+PLAN = SavePlan(
+    systems=("torch",),
+    model="digits",
+    batch=4,
+    sequence=8,
+    num_workers=2,
+    threads=1,
+    optimizer="adamw",
+    saves=2,
+)
+
+
+def test_what_was_not_saved_rightly_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ask = Fleet.ask
+
+    def answer(fleet: Fleet, command: str, **arguments: Any) -> list[Any]:
+        return [True, False] if command == "check" else ask(fleet, command, **arguments)
+
+    monkeypatch.setattr(bench, "_extra_memory", lambda _: 0)
+    monkeypatch.setattr(Fleet, "ask", answer)
+    with pytest.raises(BenchError, match="torch: what was saved is not the model"):
+        run_checkpoint(replace(PLAN, folder=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("changed", [{"saves": 0}, {"num_workers": 1}, {"model": "none"}, {"systems": ()}])
+def test_plans_check_themselves(changed: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"start at 1|none of|at least one"):
+        replace(PLAN, **changed)
+
+
+def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
+    if (reason := missing("coarse")) is not None:
+        pytest.skip(reason)
+    path, folder = tmp_path / "records.jsonl", tmp_path / "saves"
+    folder.mkdir()
+    command = [sys.executable, "-m", "coarse", "bench", "checkpoint", "--model", "digits", "--saves", "2"]
+    command += ["--json", os.fspath(path), "--folder", os.fspath(folder)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["system"] for record in records] == list(SYSTEMS)
+    # Parameters and two moments of four bytes each.
+    assert all(record["bytes"] > 3 * 4 * 151_306 for record in records)
+    assert all(record["iterations"] == 2 for record in records)
+    assert "measured on" in result.stdout
+    assert list(folder.iterdir()) == []
