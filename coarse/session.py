@@ -14,7 +14,7 @@ import numpy.typing as npt
 from coarse.client.client import Client
 from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
-from coarse.client.pacing import LoggedTransfer, PacingReport
+from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
@@ -286,6 +286,17 @@ class Session:
             ValueError: If the session is not emulated.
         """
         return self._linked().transfers()
+
+    def served_transfers(self, since_us: float = 0.0) -> tuple[float, list[ServedTransfer]]:
+        """The newest transfers over the links of an emulated session that were through later than `since_us`.
+
+        Returns:
+            The machine's time since the session started, and a few transfers of each path and class of sizes.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        return self._linked().served_transfers(since_us)
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""

@@ -9,13 +9,13 @@ import selectors
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.pacing import LoggedTransfer, PacingReport
+from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -44,6 +44,7 @@ _STAGING_BYTES = 2 << 20
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 
 FateOfDevice = Callable[[int], str]
+_Read = TypeVar("_Read")
 
 
 class Client:
@@ -294,14 +295,30 @@ class Client:
         Raises:
             ValueError: If the session is not emulated.
         """
+        return [LoggedTransfer(*row) for row in self._read_links(_native.read_transfers)]
+
+    def served_transfers(self, since_us: float) -> tuple[float, list[ServedTransfer]]:
+        """The newest transfers over emulated links that were through later than `since_us`.
+
+        Returns:
+            The time on the emulated machine, and a few transfers of each path and class of sizes.
+
+        Raises:
+            ValueError: If the session is not emulated.
+        """
+        now_us, rows = self._read_links(lambda fd: _native.read_served_transfers(fd, since_us))
+        return now_us, [ServedTransfer(*row) for row in rows]
+
+    def _read_links(self, read: Callable[[int], _Read]) -> _Read:
         self._check_usable()
         if self.emulation is None:
             raise ValueError("only an emulated session writes its transfers down; set COARSE_MACHINE")
         self._connections[0].send({"type": "transfers"})
         reply = self._ask(self._connections[0], "transfers", "the log of transfers")
-        rows = _native.read_transfers(reply.fds[0])
-        reply.close()
-        return [LoggedTransfer(*row) for row in rows]
+        try:
+            return read(reply.fds[0])
+        finally:
+            reply.close()
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""

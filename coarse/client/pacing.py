@@ -34,3 +34,19 @@ class LoggedTransfer(NamedTuple):
     begin_us: float
     """When the last of the capacities that it shares with others started on it."""
     due_us: float
+
+
+class ServedTransfer(NamedTuple):
+    """How long the links of its way were at one transfer, each from when it began on it until it was through.
+
+    Times in the machine's microseconds. What the transfer waited for others before that is not in them, so a link
+    that is busy looks no worse than one that is idle. Endpoints and buckets as in coarse.machine.links.
+    """
+
+    source: int
+    target: int
+    nbytes: int
+    end_us: float
+    latency_us: float
+    service_us: list[tuple[int, float]]
+    """By bucket."""

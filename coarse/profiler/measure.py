@@ -162,15 +162,14 @@ def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
 
 
 def time_paths(
-    session: Session, probes: LinkProbes, paths: Iterable[PathId], sizes: Sequence[int]
+    session: Session, probes: LinkProbes, cells: Mapping[PathId, Sequence[int]]
 ) -> dict[PathId, dict[int, float]]:
     """Times some paths of this node's workers anew; every worker calls it alike, between two steps.
 
     Args:
         session: Of at least two workers.
-        probes: Of this worker, for the largest of `sizes`.
-        paths: From workers to memory devices or back, or both.
-        sizes: In bytes.
+        probes: Of this worker, for the largest of all sizes.
+        cells: The sizes in bytes by path, the same on every worker: from workers to memory devices or back, or both.
 
     Returns:
         Microseconds of few repeats, the fastest of emulated links and the median of others, by path and size; the
@@ -179,13 +178,13 @@ def time_paths(
     table = session.partition_table
     assert table is not None
     number = session.node_workers.index(session.identity.rank)
-    own = [path for path in paths if path.source == number]
+    own = [path for path in cells if path.source == number]
     rows: list[tuple[str, int, int, int, float]] = []
     for turn in range(session.most_workers_of_a_node):
         if turn == number:
             for path in own:
                 transfers = transfers_of(path, table)
-                for size in sizes:
+                for size in cells[path]:
                     times_s = [probes.time_s(transfers, size) for _ in range(_FEW_REPEATS)]
                     time_s = min(times_s) if session.is_emulated else median(times_s)
                     rows.append((path.kind, path.source, path.target, size, time_s * 1e6))

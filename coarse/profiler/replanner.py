@@ -6,6 +6,7 @@ the same numbers. No result depends on it: the order of additions knows nothing 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coarse.client.pacing import ServedTransfer
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
-from coarse.profiler.measure import time_paths
+from coarse.profiler.measure import gather_bytes, time_paths
 from coarse.profiler.own_path import choose_collective
-from coarse.profiler.profile import BOTH, Profile
+from coarse.profiler.profile import BOTH, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
 from coarse.profiler.step_clock import StepClock
+from coarse.profiler.traffic import TrafficGauge, times_of_traffic
 
 if TYPE_CHECKING:
     from coarse.client.link_probes import LinkProbes
@@ -75,6 +78,9 @@ class Replanner:
         self._number = session.node_workers.index(session.identity.rank)
         self._is_first = session.identity.rank == 0
         self._probes: LinkProbes | None = None
+        self._gauge = TrafficGauge()
+        self._traffic_since_us = 0.0
+        self._num_timed = (0, 0)
         self._group = group
         self._profile = profile
         self._tables = plan.tables
@@ -187,8 +193,10 @@ class Replanner:
         # One for which latency counts, that of most shards, and one for which only bandwidth does.
         sizes = sorted({_LATENCY_BYTES, self._shard_bytes, 4 * self._shard_bytes})
         began = time.perf_counter()
-        paths = [path for path in self._profile.curves if path.kind == BOTH]
-        times = time_paths(self._session, self._open_probes(max(sizes)), paths, sizes)
+        traffic = self._times_of_traffic(sizes)
+        times = self._gauge.read(self._profile, traffic)
+        self._probe_others(times, sizes)
+        self._gauge.look_done(traffic)
         (cost_s,) = self._slowest([time.perf_counter() - began])
         self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
         change = largest_change(self._profile, times)
@@ -210,7 +218,34 @@ class Replanner:
         self._session.adopt_routing(self._tables[self._number])
         for worker, (old, new) in enumerate(zip(before, self._tables, strict=True)):
             if old != new:
-                self._decide(f"step {self._num_steps}: w{worker} goes {_route(new)} instead of {_route(old)}")
+                by_traffic, by_probes = self._num_timed
+                self._decide(
+                    f"step {self._num_steps}: w{worker} goes {_route(new)} instead of {_route(old)} "
+                    f"({by_traffic} times of traffic, {by_probes} of probes)"
+                )
+
+    def _times_of_traffic(self, sizes: Sequence[int]) -> dict[PathId, dict[int, float]]:
+        """Of the gradients since the last look, as the first worker sees them; the same on every worker."""
+        table = self._session.partition_table
+        if self._session.emulation is None or table is None:
+            return {}  # in the host's memory no link carries a shard
+        rows: list[ServedTransfer] = []
+        if self._number == 0:
+            _, rows = self._session.served_transfers(self._traffic_since_us)
+        shared = gather_bytes(self._session, json.dumps(rows).encode())[self._session.node_workers[0]]
+        served = [ServedTransfer(*row) for row in json.loads(shared)]
+        return times_of_traffic(served, sizes, num_workers=table.num_workers, num_devices=table.num_devices)
+
+    def _probe_others(self, times: dict[PathId, dict[int, float]], sizes: Sequence[int]) -> None:
+        """Adds times of probes where traffic tells none."""
+        paths = [path for path in self._profile.curves if path.kind == BOTH]
+        cells = {path: [size for size in sizes if size not in times.get(path, {})] for path in paths}
+        self._num_timed = (sum(map(len, times.values())), sum(map(len, cells.values())))
+        probed = time_paths(self._session, self._open_probes(max(sizes)), cells)
+        for path, found in probed.items():
+            times.setdefault(path, {}).update(found)
+        if self._number == 0 and self._session.is_emulated:  # probes are no traffic
+            self._traffic_since_us, _ = self._session.served_transfers(math.inf)
 
     def _open_probes(self, largest_bytes: int) -> LinkProbes:
         if self._probes is None:

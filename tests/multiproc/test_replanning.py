@@ -11,6 +11,9 @@ from attempts import best_of
 from test_sync import floats, sync
 
 from coarse.bench.trace import compute_until
+from coarse.profiler import replanner
+from coarse.profiler.measure import time_paths
+from coarse.profiler.profile import BOTH, PathId
 from coarse.profiler.replanner import TIMED_STEPS
 
 KIB = 1 << 10
@@ -157,6 +160,77 @@ def test_a_link_that_degrades_in_mid_training_is_left_and_taken_again(job):
         assert restored_after < when[1] <= restored_after + 1 + every
 
     best_of(check)
+
+
+def test_real_traffic_alone_shows_that_its_link_degrades(job):
+    """No probe goes over the route in use after the first look."""
+    every = 3
+    degraded_after = LEARNED + every
+    in_use = PathId(kind=BOTH, source=0, target=1)
+
+    def worker(me, name):
+        looks = []
+
+        def without_probes_in_use(session, probes, cells):
+            if looks:
+                cells = {**cells, in_use: []}
+            looks.append(cells[in_use])
+            return time_paths(session, probes, cells)
+
+        replanner.time_paths = without_probes_in_use
+        settings = {**P3, "shard_bytes": 1024 * KIB}
+        with me.join(name, dual_sync="off", replan_steps=every, **settings) as session:
+
+            def after_step(step):
+                if me.rank == 0 and step == degraded_after:
+                    session.set_bandwidth(REMOTE_OF_W0, 0.5)
+                session.barrier()
+
+            assert session.routing.bw_proxy == 1 - me.rank
+            train(session, degraded_after + 1 + every, layers=LARGE, after_step=after_step)
+            return looks, [line for line in session.decisions() if line.startswith("step")]
+
+    def check(attempt):
+        for looks, moves in job.run(2, lambda me: worker(me, f"traffic {attempt}")):
+            assert len(looks[0]) == 3, "nothing was known of traffic"
+            assert not any(looks[1:])
+            assert [line.split(" instead")[0] for line in moves] == [
+                f"step {degraded_after + every}: w0 goes to md0"
+            ]
+            assert "times of traffic" in moves[0]
+
+    best_of(check)
+
+
+def test_a_route_in_use_is_timed_by_its_traffic_and_keeps_its_curve(job):
+    def worker(me):
+        cells = []
+        known = []
+
+        def note_probes(session, probes, asked):
+            cells.append([(path.source == path.target, sizes) for path, sizes in asked.items()])
+            return time_paths(session, probes, asked)
+
+        replanner.time_paths = note_probes
+        settings = {**P3, "shard_bytes": 1024 * KIB}
+        with me.join(dual_sync="off", replan_steps=2, **settings) as session:
+
+            def after_step(step):
+                (own,) = session._replanners
+                known.append(own._profile.curves[PathId(kind=BOTH, source=me.rank, target=1 - me.rank)])
+
+            train(session, LEARNED + 7, layers=LARGE, after_step=after_step)
+            return cells, [curve.time_us(1024 * KIB) for curve in known[LEARNED:]]
+
+    for cells, times_us in job.run(2, worker):
+        first, *others = cells
+        assert all(sizes == [4 * KIB, 1024 * KIB, 4096 * KIB] for _, sizes in first)
+        assert len(others) == 3
+        for is_idle, sizes in (each for asked in others for each in asked):
+            assert sizes == ([4 * KIB, 1024 * KIB, 4096 * KIB] if is_idle else [4 * KIB])
+        assert times_us == pytest.approx([times_us[0]] * len(times_us), rel=1e-6), (
+            "whatever the host is busy with"
+        )
 
 
 def test_links_that_stay_as_they_are_leave_routes_alone(job):

@@ -161,6 +161,97 @@ TEST(TransferLog, KeepsTheFirstTransfersInEmulatedTime) {
   EXPECT_NEAR(transfers[1].requestedUs, transfers[0].requestedUs, 1e-9);
 }
 
+/// A duplex link: each way 1 GB/s, both together 1.25 GB/s.
+LinkTableValues duplexLink(double timeDilation) {
+  LinkTableValues values;
+  values.timeDilation = timeDilation;
+  values.gbytesPerSecond = {1, 1, 1.25};
+  values.paths.assign(2, std::vector<std::optional<PathValues>>(2));
+  values.paths[0][1] = PathValues{10, {0, 2}};
+  values.paths[1][0] = PathValues{5, {1, 2}};
+  return values;
+}
+
+class ServedTransfers : public testing::Test {
+ protected:
+  ServedTransfers() : memory_(Pacer::numBytes(2, 3)) {
+    Pacer::write(memory_.fd, duplexLink(4));
+    pacer_ = std::make_unique<Pacer>(memory_.fd);
+  }
+  std::vector<ServedTransfer> served(double sinceUs = 0) const {
+    return Pacer(memory_.fd, Mapping::Access::kReadOnly).served(sinceUs);
+  }
+  Memory memory_;
+  std::unique_ptr<Pacer> pacer_;
+};
+
+TEST_F(ServedTransfers, TellHowLongEachLinkWasAtThem) {
+  pacer_->reserve(0, 1, 1000, monotonicNow());
+  const std::vector<ServedTransfer> transfers = served();
+  ASSERT_EQ(transfers.size(), 1U);
+  EXPECT_EQ(transfers[0].source, 0U);
+  EXPECT_EQ(transfers[0].target, 1U);
+  EXPECT_EQ(transfers[0].numBytes, 1000U);
+  EXPECT_NEAR(transfers[0].latencyUs, 10, 1e-6);
+  ASSERT_EQ(transfers[0].serviceUs.size(), 2U);
+  EXPECT_EQ(transfers[0].serviceUs[1].first, 2U);
+  EXPECT_NEAR(transfers[0].serviceUs[0].second, 1, 1e-6) << "of the machine, not dilated";
+  EXPECT_NEAR(transfers[0].serviceUs[1].second, 0.8, 1e-6);
+}
+
+TEST_F(ServedTransfers, AreTheSameHoweverLongTheyWaitedForOthers) {
+  const MonotonicNs now = monotonicNow();
+  for (int i = 0; i < 1000; ++i) {
+    pacer_->reserve(0, 1, 1000, now);
+    pacer_->reserve(1, 0, 1000, now);
+  }
+  const std::vector<ServedTransfer> transfers = served();
+  ASSERT_EQ(transfers.size(), 2 * kNewestOfClass);
+  for (const ServedTransfer& each : transfers) {
+    EXPECT_GT(each.endUs, 1000) << "one of the newest";
+    EXPECT_NEAR(each.serviceUs[0].second, 1, 1e-6);
+    EXPECT_NEAR(each.serviceUs[1].second, 0.8, 1e-6);
+  }
+}
+
+TEST_F(ServedTransfers, ShowAChangedLinkAtOnce) {
+  pacer_->reserve(0, 1, 1000, monotonicNow());
+  const double sinceUs = served().at(0).endUs;
+  pacer_->setBandwidth(2, 0.1);
+  pacer_->reserve(0, 1, 1000, monotonicNow());
+  const std::vector<ServedTransfer> transfers = served(sinceUs);
+  ASSERT_EQ(transfers.size(), 1U) << "the one since then";
+  EXPECT_NEAR(transfers[0].serviceUs[1].second, 10, 1e-5);
+}
+
+TEST_F(ServedTransfers, KeepLargeOnesBesideSmallOnes) {
+  const MonotonicNs now = monotonicNow();
+  pacer_->reserve(0, 1, kMiB, now);
+  for (int i = 0; i < 100; ++i) pacer_->reserve(0, 1, 4096, now);
+  pacer_->reserve(0, 1, 0, now);
+  std::size_t numLarge = 0;
+  for (const ServedTransfer& each : served()) {
+    EXPECT_GT(each.numBytes, 0U) << "what carries nothing tells nothing";
+    numLarge += each.numBytes == kMiB ? 1 : 0;
+  }
+  EXPECT_EQ(numLarge, 1U);
+}
+
+TEST_F(ServedTransfers, AreReadWholeWhileOthersWriteThem) {
+  constexpr std::size_t kNumThreads = 3, kPerThread = 20'000;
+  together(kNumThreads, [&](std::size_t thread) {
+    Pacer own(memory_.fd);
+    for (std::size_t i = 0; i < kPerThread; ++i) {
+      if (thread < 2) {
+        own.reserve(0, 1, 4096 << thread, monotonicNow());
+      } else if (i % 100 == 0) {
+        for (const ServedTransfer& each : own.served(0))
+          ASSERT_NEAR(each.serviceUs[0].second, static_cast<double>(each.numBytes) * 1e-3, 1e-3);
+      }
+    }
+  });
+}
+
 TEST(LinkTables, RefuseWhatCannotBe) {
   const Memory memory(Pacer::numBytes(3, 2)), small(64), empty(4096);
   const auto refused = [&](auto change) {

@@ -52,6 +52,19 @@ void registerPacer(py::module_& module) {
         return transfers;
       },
       py::arg("fd"));
+  module.def(
+      "read_served_transfers",
+      [](int fd, double sinceUs) {
+        const Pacer pacer(fd, Mapping::Access::kReadOnly);
+        const double nowUs = pacer.nowUs();
+        py::list transfers;
+        for (const ServedTransfer& each : pacer.served(sinceUs)) {
+          transfers.append(py::make_tuple(each.source, each.target, each.numBytes, each.endUs, each.latencyUs,
+                                          each.serviceUs));
+        }
+        return std::pair(nowUs, transfers);
+      },
+      py::arg("fd"), py::arg("since_us"));
   module.def("monotonic_ns", &monotonicNow);
   py::class_<Pacer>(module, "Pacer")
       .def(py::init<int>(), py::arg("fd"))

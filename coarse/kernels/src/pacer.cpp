@@ -38,6 +38,39 @@ double take(std::atomic<double>& nextFree, double from, double duration) noexcep
   return end;
 }
 
+/// 0 for up to 3 bytes, and one more for each factor of 4.
+std::size_t sizeClassOf(std::size_t numBytes) noexcept {
+  std::size_t sizeClass = 0;
+  while ((numBytes >>= 2) > 0) ++sizeClass;
+  return std::min(sizeClass, kNumSizeClasses - 1);
+}
+
+void note(ServedCell& cell, std::size_t numBytes, double endUs, double latencyUs,
+          const std::array<float, kMostBucketsPerPath>& serviceUs) noexcept {
+  std::uint32_t version = cell.version.load(std::memory_order_relaxed);
+  // Whoever writes it now has as new a transfer.
+  if (version % 2 == 1 || !cell.version.compare_exchange_strong(version, version + 1)) return;
+  // release: whoever reads one of them sees the odd version too.
+  cell.numBytes.store(numBytes, std::memory_order_release);
+  cell.endUs.store(endUs, std::memory_order_release);
+  cell.latencyUs.store(latencyUs, std::memory_order_release);
+  for (std::size_t i = 0; i < kMostBucketsPerPath; ++i)
+    cell.serviceUs[i].store(serviceUs[i], std::memory_order_release);
+  cell.version.store(version + 2, std::memory_order_release);
+}
+
+/// @returns whether `transfer` holds what was written at once.
+bool readServed(const ServedCell& cell, const LinkPath& path, ServedTransfer& transfer) {
+  const std::uint32_t version = cell.version.load(std::memory_order_acquire);
+  if (version == 0 || version % 2 == 1) return false;
+  transfer.numBytes = cell.numBytes.load(std::memory_order_acquire);
+  transfer.endUs = cell.endUs.load(std::memory_order_acquire);
+  transfer.latencyUs = cell.latencyUs.load(std::memory_order_acquire);
+  for (std::size_t i = 0; i < path.numBuckets; ++i)
+    transfer.serviceUs.emplace_back(path.buckets[i], cell.serviceUs[i].load(std::memory_order_acquire));
+  return cell.version.load(std::memory_order_relaxed) == version;
+}
+
 }  // namespace
 
 MonotonicNs monotonicNow() noexcept {
@@ -66,7 +99,9 @@ void LinkTableValues::validate() const {
 std::size_t Pacer::numBytes(std::size_t numEndpoints, std::size_t numBuckets,
                             std::size_t logCapacity) noexcept {
   return sizeof(LinkTableHeader) + numBuckets * sizeof(LinkBucket) +
-         numEndpoints * numEndpoints * sizeof(LinkPath) + logCapacity * sizeof(TransferLogCell);
+         numEndpoints * numEndpoints *
+             (sizeof(LinkPath) + kNumSizeClasses * kNewestOfClass * sizeof(ServedCell)) +
+         logCapacity * sizeof(TransferLogCell);
 }
 
 void Pacer::write(int fd, const LinkTableValues& values) {
@@ -120,6 +155,14 @@ LinkPath& Pacer::checkedPath(std::size_t source, std::size_t target) const {
   return path(source, target);
 }
 
+ServedCell* Pacer::served(std::size_t source, std::size_t target, std::size_t sizeClass) const noexcept {
+  const std::size_t numPaths = numEndpoints() * numEndpoints();
+  auto* cells =
+      reinterpret_cast<ServedCell*>(mapping_.data() + sizeof(LinkTableHeader) +
+                                    numBuckets() * sizeof(LinkBucket) + numPaths * sizeof(LinkPath));
+  return cells + ((source * numEndpoints() + target) * kNumSizeClasses + sizeClass) * kNewestOfClass;
+}
+
 TransferLogCell* Pacer::log() const noexcept {
   return reinterpret_cast<TransferLogCell*>(mapping_.data() + numBytes(numEndpoints(), numBuckets()));
 }
@@ -143,27 +186,55 @@ std::vector<Transfer> Pacer::transfers() const {
   return found;
 }
 
+std::vector<ServedTransfer> Pacer::served(double sinceUs) const {
+  std::vector<ServedTransfer> found;
+  for (std::size_t source = 0; source < numEndpoints(); ++source) {
+    for (std::size_t target = 0; target < numEndpoints(); ++target) {
+      const ServedCell* const cells = served(source, target, 0);
+      for (std::size_t i = 0; i < kNumSizeClasses * kNewestOfClass; ++i) {
+        ServedTransfer transfer;
+        transfer.source = static_cast<std::uint16_t>(source);
+        transfer.target = static_cast<std::uint16_t>(target);
+        if (readServed(cells[i], path(source, target), transfer) && transfer.endUs > sinceUs)
+          found.push_back(std::move(transfer));
+      }
+    }
+  }
+  return found;
+}
+
+double Pacer::nowUs() const noexcept {
+  return static_cast<double>(monotonicNow() - header().epoch) * 1e-3 / timeDilation();
+}
+
 MonotonicNs Pacer::reserve(std::size_t source, std::size_t target, std::size_t numBytes,
                            MonotonicNs requestedAt, std::uint32_t tag) noexcept {
   const MonotonicNs now = monotonicNow();
   requestedAt = std::clamp(requestedAt, now - kLongestCreditNs, now);
   LinkPath& way = path(source, target);
   if (way.exists == 0) return requestedAt;
-  way.numTransfers.fetch_add(1, std::memory_order_relaxed);
+  const std::uint64_t number = way.numTransfers.fetch_add(1, std::memory_order_relaxed);
   way.numBytes.fetch_add(numBytes, std::memory_order_relaxed);
   const double from = static_cast<double>(requestedAt - header().epoch);
   const double dilatedBytes = static_cast<double>(numBytes) * timeDilation();
+  const double usPerNs = 1e-3 / timeDilation();
   double begin = from, end = from;
+  std::array<float, kMostBucketsPerPath> serviceUs{};
   for (std::size_t i = 0; numBytes > 0 && i < way.numBuckets; ++i) {
     LinkBucket& shared = bucket(way.buckets[i]);
     const double duration = dilatedBytes * shared.nsPerByte.load(std::memory_order_relaxed);
     const double served = take(shared.nextFreeNs, from, duration);
     begin = std::max(begin, served - duration);
     end = std::max(end, served);
+    serviceUs[i] = static_cast<float>(duration * usPerNs);
   }
-  const double due = end + way.latencyNs.load(std::memory_order_relaxed) * timeDilation();
+  const double latencyNs = way.latencyNs.load(std::memory_order_relaxed);
+  const double due = end + latencyNs * timeDilation();
+  if (numBytes > 0) {
+    note(served(source, target, sizeClassOf(numBytes))[number % kNewestOfClass], numBytes, due * usPerNs,
+         latencyNs * 1e-3, serviceUs);
+  }
   if (header().numLogged.load(std::memory_order_relaxed) < header().logCapacity) {
-    const double usPerNs = 1e-3 / timeDilation();
     write({static_cast<std::uint16_t>(source), static_cast<std::uint16_t>(target), tag, numBytes,
            from * usPerNs, begin * usPerNs, due * usPerNs});
   }

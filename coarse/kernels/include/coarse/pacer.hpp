@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "coarse/layout.hpp"
@@ -46,6 +47,21 @@ struct Transfer {
   double dueUs = 0;
 };
 
+/// One of the newest transfers of a path: how long each link of its way was at it, from when that link began
+/// on it until it was through. What it waited for others before that does not count.
+struct ServedTransfer {
+  std::uint16_t source = 0;
+  std::uint16_t target = 0;
+  std::uint64_t numBytes = 0;
+  double endUs = 0;  // as Transfer::dueUs
+  double latencyUs = 0;
+  std::vector<std::pair<std::uint32_t, double>> serviceUs;  // by bucket
+};
+
+/// Classes of sizes, each four times as large as the one before, of which a path keeps the newest transfers.
+inline constexpr std::size_t kNumSizeClasses = 16;
+inline constexpr std::size_t kNewestOfClass = 3;
+
 /// What a link table says when a session starts.
 struct LinkTableValues {
   std::uint32_t logCapacity = 0;        // transfers that are written down, the first ones
@@ -85,6 +101,16 @@ struct alignas(kCacheLineBytes) LinkPath {
   std::array<std::uint32_t, kMostBucketsPerPath> buckets;
 };
 static_assert(sizeof(LinkPath) == kCacheLineBytes);
+
+/// A ServedTransfer of the path and size class that its place stands for.
+struct alignas(kCacheLineBytes) ServedCell {
+  std::atomic<std::uint32_t> version;  // odd while it is written
+  std::atomic<std::uint64_t> numBytes;
+  std::atomic<double> endUs;
+  std::atomic<double> latencyUs;
+  std::array<std::atomic<float>, kMostBucketsPerPath> serviceUs;  // in the order of the path's buckets
+};
+static_assert(sizeof(ServedCell) == kCacheLineBytes && std::atomic<float>::is_always_lock_free);
 
 struct TransferLogCell {
   std::atomic<std::uint32_t> isWhole;  // stored last
@@ -141,12 +167,18 @@ class Pacer {
   /// The first transfers of the session, as many as the table has places for, in the order of their requests
   /// at each process.
   std::vector<Transfer> transfers() const;
+  /// The newest transfers that carried something: of each path and size class up to kNewestOfClass of those
+  /// that were through later than `sinceUs`.
+  std::vector<ServedTransfer> served(double sinceUs) const;
+  /// Emulated time since the table was written.
+  double nowUs() const noexcept;
 
  private:
   LinkTableHeader& header() const noexcept { return *reinterpret_cast<LinkTableHeader*>(mapping_.data()); }
   LinkBucket& bucket(std::size_t index) const noexcept;
   LinkPath& path(std::size_t source, std::size_t target) const noexcept;
   LinkPath& checkedPath(std::size_t source, std::size_t target) const;
+  ServedCell* served(std::size_t source, std::size_t target, std::size_t sizeClass) const noexcept;
   TransferLogCell* log() const noexcept;
   void write(const Transfer& transfer) noexcept;
 
