@@ -129,10 +129,11 @@ class Settings:
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
         transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().
-        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers of an emulated machine
-            reduce the tensors that are ready last themselves, where that is faster; a size is what goes to the memory
-            devices.
-        own_path: How they do it: "ring", "all-gather", "all-to-all", or "auto" for what is fastest for each size.
+        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers reduce the tensors that
+            are ready last themselves, where a profile of the links says that this is faster; a size is what goes to
+            the memory devices. Workers of one node can, unless the algorithm is "ring".
+        own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
+            fastest for each size. In the host's memory "all-to-all" is the only one.
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
@@ -189,7 +190,11 @@ class Settings:
             raise ValueError(
                 f"COARSE_TIME_DILATION={self.time_dilation} needs COARSE_MACHINE: only emulated time dilates"
             )
-
+        if self.own_path in ("ring", "all-gather") and not self.machine:
+            raise ValueError(
+                f"COARSE_OWN_PATH={self.own_path} needs COARSE_MACHINE: in the host's memory workers reduce "
+                "all-to-all"
+            )
         _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
         _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
         if self.dual_sync not in ("off", "auto"):

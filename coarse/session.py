@@ -122,7 +122,10 @@ class Session:
         client = self._open()
         if not isinstance(client, Client):
             return client.register(name, specs)
-        group = client.register(name, specs)
+        is_open = (
+            self.emulation is None and self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
+        )
+        group = client.register(name, specs, is_open=is_open)
         self._watch_steps(group)
         return group
 
@@ -367,18 +370,37 @@ class Session:
         )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
         self._profile, self._plan, self._decisions = profile, plan, plan.decisions
+        if self.settings.dual_sync != OFF and (reason := self._cannot_plan_dual_sync()):
+            if self.settings.dual_sync != "auto":
+                raise RendezvousError(
+                    f"COARSE_DUAL_SYNC={self.settings.dual_sync}: the workers cannot reduce tensors themselves: "
+                    f"{reason}; set it to off or auto"
+                )
+            self._decisions += (f"dual synchronisation: none: {reason}",)
         if self.identity.rank == node.ranks[0]:
-            for decision in plan.decisions:
+            for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
+
+    def _cannot_plan_dual_sync(self) -> str:
+        """Why the workers of this session cannot reduce tensors themselves; "" if they can."""
+        if len(self.node_workers) < self.identity.world_size:
+            return "the workers of several nodes share no memory"
+        if self.settings.sync_algorithm == "ring":
+            return "a ring has contributions of all workers in all memory devices"
+        if self._profile is None and self.settings.dual_sync == "auto":
+            return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
+        return ""
 
     def _watch_steps(self, group: TensorGroup) -> None:
         """Plans anew while `group` is trained, where there is something to plan by."""
         is_first = not self._replanners  # one group's steps tell when to look at the links
-        has_own_path = self.emulation is not None and self.settings.dual_sync != OFF
+        plans_dual_sync = self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
         # On a host's own memory routes do not follow links, unless that is asked for (coarse.profiler.link_plan).
         follows_links = self.settings.routing == ("profile" if self.emulation is None else "auto")
-        looks_at_links = is_first and follows_links and self.settings.replan_steps != 0
-        if self._profile is None or self._plan is None or not (has_own_path or looks_at_links):
+        looks_at_links = (
+            is_first and follows_links and self.settings.replan_steps != 0 and self._profile is not None
+        )
+        if self._plan is None or not (plans_dual_sync or looks_at_links):
             return
         from coarse.profiler.replanner import Replanner
 
@@ -387,7 +409,7 @@ class Session:
             group,
             profile=self._profile,
             plan=self._plan,
-            dual_sync=self.settings.dual_sync if has_own_path else OFF,
+            dual_sync=self.settings.dual_sync if plans_dual_sync else OFF,
             own_path=self.settings.own_path,
             every_steps=self.settings.replan_steps if looks_at_links else 0,
         )

@@ -15,6 +15,7 @@ from coarse.client.connection import DeviceConnection, OtherNodeLostError, check
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
+from coarse.client.own_path import Meeting
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
@@ -37,7 +38,7 @@ from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
-from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, GroupSchema
+from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, SLOTS, GroupSchema, slots_of
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
@@ -146,13 +147,19 @@ class Client:
         self._shard_bytes = shard_bytes
 
     def register(
-        self, name: str, specs: Sequence[TensorSpec], *, state_names: Sequence[str] | None = None
+        self,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        state_names: Sequence[str] | None = None,
+        is_open: bool = False,
     ) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
         Args:
             name, specs: What for.
             state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
+            is_open: Workers see each other's slots, so that TensorGroup.use_own_path() can be called.
 
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
@@ -167,8 +174,26 @@ class Client:
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=self._settings.sync_algorithm,
                 state_names=None if state_names is None else tuple(state_names),
+                is_open=is_open,
             )
         )
+
+    def open_meeting(self, name: str, most_numbers: int) -> Meeting:
+        """Makes a place where the workers of the node meet; every worker must do so alike.
+
+        Args:
+            name: Of what they meet over.
+            most_numbers: How many they can compare at once.
+        """
+        numbers = TensorSpec(name="numbers", dtype="float64", num_elements=most_numbers, op="max")
+        schema = GroupSchema(
+            name=f"meeting over {name}",
+            specs=(TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max"), numbers),
+            shard_bytes=numbers.nbytes,
+            gather_bytes=numbers.nbytes,
+            algorithm="gather" if self.emulation is None else "exchange",
+        )
+        return Meeting(self._register(schema))
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
@@ -393,7 +418,9 @@ class Client:
         partition = schema.partition()
         routes = route_shards(self._routing, partition, schema.specs)
         try:
-            slots = self._native.add_group(plan, self._number, fds[CONTROL], fds["slots"], routes)
+            slots = self._native.add_group(plan, self._number, fds[CONTROL], fds[SLOTS], routes)
+            if schema.is_open:
+                self._native.add_peers(group, [fds[slots_of(client)] for client in range(len(self.ranks))])
             kept = None if schema.state_names is None else OptimizerMemory(plan, fds)
         finally:
             for fd in fds.values():

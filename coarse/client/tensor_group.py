@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.optimizer_memory import OptimizerMemory
+from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.schema import ITEM_BYTES
 from coarse.errors import SessionClosedError
 from coarse.kernels import _native
@@ -57,8 +58,11 @@ class TensorGroup:
         self._native = native
         self._schema = schema
         self._path_flags: dict[int, int] = {}
+        self._own_path: HostOwnPath | None = None
+        self._meeting: Meeting | None = None
+        self._pulls_singly = False
         self._on_push: Callable[[int], None] | None = None
-        self._on_step: Callable[[], None] | None = None
+        self._on_step: Callable[[Sequence[int]], None] | None = None
         self._offsets = tensor_offsets
         self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
         self._kept = kept
@@ -141,6 +145,12 @@ class TensorGroup:
         """
         if self._slots is None:
             raise self._closed_error()
+        if self._own_path is not None and index in self._path_flags:
+            raise ValueError(
+                f"{self.name}: the workers reduce {self.specs[index].name!r} themselves, which ends with pull_all(); "
+                "set COARSE_DUAL_SYNC=off to pull tensors one by one"
+            )
+        self._pulls_singly = True
         status = self._native.pull(self.id, index, destination, self._client.timeout_s)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: self._describe_wait(index))
@@ -154,16 +164,21 @@ class TensorGroup:
         if status != _native.WaitStatus.DONE:
             self._client.check(status, self._describe_pending)
         contributors = self._native.all_contributors(self.id)
+        if self._own_path is not None:
+            self._own_path.reduce(list(self._path_flags), contributors)
         if self._on_step is not None:
-            self._on_step()
+            self._on_step(contributors)
         return contributors
 
-    def watch(self, on_push: Callable[[int], None] | None, on_step: Callable[[], None] | None) -> None:
+    def watch(
+        self, on_push: Callable[[int], None] | None, on_step: Callable[[Sequence[int]], None] | None
+    ) -> None:
         """Has functions called with each tensor that is pushed, and when everything of a step has been pulled.
 
         Args:
             on_push: Runs in the hot path; None for none.
-            on_step: Runs at the end of pull_all(), on every worker after the same step; None for none.
+            on_step: Runs at the end of pull_all(), on every worker after the same step, with what that returns; None
+                for none.
         """
         self._on_push = on_push
         self._on_step = on_step
@@ -171,12 +186,50 @@ class TensorGroup:
     def use_own_path(self, tensors: Mapping[int, str]) -> None:
         """Has the workers reduce these tensors themselves from the next push on, and memory devices all others.
 
-        Every worker calls it alike, between two steps. Results do not change by it. Emulated sessions only.
+        Every worker calls it alike, between two steps. Results do not change by it.
 
         Args:
-            tensors: How each of them is reduced: "ring", "all-gather" or "all-to-all".
+            tensors: How each of them is reduced: "ring", "all-gather" or "all-to-all". In the host's memory, where
+                they go through no link, all is done by "all-to-all".
+
+        Raises:
+            ValueError: If cannot_use_own_path() has a reason, or there was no open_meeting().
         """
+        if reason := self.cannot_use_own_path():
+            raise ValueError(f"{self.name}: workers cannot reduce themselves: {reason}")
+        if tensors and self._own_path is None and self._client.emulation is None:
+            self._own_path = HostOwnPath(self._native, self.id, self.num_workers, self.meeting)
         self._path_flags = {tensor: _OWN_PATH_FLAGS[collective] for tensor, collective in tensors.items()}
+
+    def open_meeting(self) -> None:
+        """Makes `meeting`; every worker calls it alike, before it works on anything else."""
+        self._meeting = self._client.open_meeting(self.name, max(len(self.specs), 8))
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the workers come together over this group.
+
+        Raises:
+            ValueError: Before open_meeting().
+        """
+        if self._meeting is None:
+            raise ValueError(f"{self.name} has no meeting")
+        return self._meeting
+
+    @property
+    def num_workers(self) -> int:
+        """Of this node."""
+        return len(self._client.ranks)
+
+    def cannot_use_own_path(self) -> str:
+        """Why the workers cannot reduce tensors of this group themselves; "" if they can."""
+        if self._client.emulation is not None:
+            return ""
+        if not self._schema.is_open:
+            return "they do not see each other's slots of it"
+        if self._pulls_singly:
+            return "its tensors are pulled one by one, and not all together at the end of a step"
+        return ""
 
     def shard_sizes(self) -> list[int]:
         """Bytes of each shard of a step."""
@@ -194,6 +247,8 @@ class TensorGroup:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
             self._slots = self._kept = None
+            if self._meeting is not None:
+                self._meeting.close()
             self._client.release(self.id)
 
     def _memory_kept(self) -> OptimizerMemory:

@@ -130,6 +130,8 @@ class DualSyncInputs:
         costs: Of a byte on either way.
         ready_s: When each tensor is ready, in seconds of the backward pass and never before the one that is pushed
             before it. None where it is not known: the estimate is the paper's then.
+        workers_compute: The workers reduce on the processors that compute the backward pass, and after it; else links
+            do it meanwhile.
 
     Raises:
         ValueError: If there is no tensor, one is empty, or a time is negative or not finite; if tensors are ready out
@@ -141,6 +143,7 @@ class DualSyncInputs:
     backward_s: float
     costs: SyncCosts
     ready_s: tuple[float, ...] | None = None
+    workers_compute: bool = False
 
     def __post_init__(self) -> None:
         if not self.tensor_bytes or min(self.tensor_bytes) < 1:
@@ -214,8 +217,11 @@ class DualSyncInputs:
     def workers_only_s(self) -> float:
         """T_train of the other path: an all-reduce by the workers that overlaps with the backward pass.
 
-        At its best: bounded by the bytes on the link, and by the last tensor, which nothing overlaps with.
+        At its best: bounded by the bytes on the link, and by the last tensor, which nothing overlaps with. Of
+        workers that compute nothing overlaps.
         """
+        if self.workers_compute:
+            return self.train_s(0)
         cost = self.costs.worker_s_per_byte
         return self.forward_s + max(self.backward_s + cost * self.tensor_bytes[-1], cost * self.total_bytes)
 
@@ -284,7 +290,9 @@ class DualSyncPlan:
         return bool(self.offloaded)
 
 
-def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyncPlan:
+def plan_dual_sync(
+    inputs: DualSyncInputs, *, mode: str | int = AUTO, least_gain: float = 0.0
+) -> DualSyncPlan:
     """Splits a step's tensors between memory devices and workers.
 
     A pure function: the same inputs give the same plan on every worker.
@@ -293,6 +301,8 @@ def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyn
         inputs: Sizes, times and costs.
         mode: "auto" for the estimate's optimum, or the workers alone where that is faster; "off" for no dual
             synchronisation, which is all through the memory devices; or m in bytes, rounded to a tensor boundary.
+        least_gain: Part of the step that "auto" has to save where it is not known when tensors are ready; for less
+            everything goes to the memory devices.
 
     Raises:
         ValueError: If the mode is unknown or a negative size.
@@ -316,6 +326,13 @@ def plan_dual_sync(inputs: DualSyncInputs, *, mode: str | int = AUTO) -> DualSyn
             "synchronise everything while they compute"
         )
         return _plan(inputs, 0, optimum, why, predicted_s=workers_only_s)
+    devices_only_s = inputs.train_s(inputs.total_bytes)
+    if chosen < len(inputs.tensor_bytes) and predicted_s > (1 - least_gain) * devices_only_s:
+        why = (
+            f"splitting does not pay: {_ms(predicted_s)} at best, {_ms(devices_only_s)} through memory devices "
+            f"alone, and less than {least_gain:.0%} is not worth it"
+        )
+        return _plan(inputs, len(inputs.tensor_bytes), optimum, why)
     return _plan(inputs, chosen, optimum, _explain(inputs, chosen, predicted_s))
 
 

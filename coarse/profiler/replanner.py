@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from coarse.client.pacing import ServedTransfer
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
 from coarse.profiler.measure import gather_bytes, time_paths
-from coarse.profiler.own_path import choose_collective
+from coarse.profiler.own_path import ALL_TO_ALL, choose_collective
 from coarse.profiler.profile import BOTH, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
@@ -46,6 +44,9 @@ MOST_STEPS_APART = 10_000
 _FEWEST_STEPS_APART = 10
 _LATENCY_BYTES = 4096
 
+_LEAST_GAIN_ON_HOST = 0.1
+"""A host's profile times copies, while sync cores reduce slots in place: for less the estimate is too rough."""
+
 
 class Replanner:
     """Watches the steps of one tensor group and renews its plan.
@@ -53,7 +54,8 @@ class Replanner:
     Args:
         session: Of the group.
         group: Whose steps are counted.
-        profile: The links as they were measured; the same on every worker.
+        profile: The links as they were measured; the same on every worker. None if they were not: then `dual_sync` is
+            no estimate, and no link is looked at.
         plan: What was made of it when the session started.
         dual_sync: "off", "auto", or bytes that go to the memory devices.
         own_path: How the workers reduce the others: "auto" for what is fastest for each size (profiler/own_path.py).
@@ -68,7 +70,7 @@ class Replanner:
         session: Session,
         group: TensorGroup,
         *,
-        profile: Profile,
+        profile: Profile | None,
         plan: LinkPlan,
         dual_sync: str,
         own_path: str,
@@ -94,13 +96,17 @@ class Replanner:
         self._clock = StepClock()
         self.decisions: list[str] = []
         """What was decided since the start, a line each."""
+        group.open_meeting()
         group.watch(self._clock.pushed, self._step_done)
 
-    def _step_done(self) -> None:
+    def _step_done(self, contributors: Sequence[int]) -> None:
         """Everything of a step has been pulled, by every worker alike."""
         self._num_steps += 1
         if self._is_learning:
             self._clock.pulled_all()
+        if max(contributors) < self._group.num_workers:
+            return  # a worker that has run out of inputs pulls later than the others, who would wait for it here
+        if self._is_learning:
             self._is_learning = self._clock.num_steps < TIMED_STEPS
             if not self._is_learning:
                 self._plan_by_first_steps()
@@ -117,10 +123,14 @@ class Replanner:
     # ---- dual synchronisation ----
 
     def _plan_dual_sync(self) -> None:
+        if reason := self._group.cannot_use_own_path():
+            self._decide(f"dual synchronisation: none in {self._group.name}: {reason}")
+            return
         dilation = self._session.time_dilation
         forward_s, backward_s, _ = self._slowest([each / dilation for each in self._clock.medians_s()])
         order = self._order_of_first_worker()
-        ready_s = self._ready_s(order, backward_s)
+        is_emulated = self._session.is_emulated
+        ready_s = self._ready_s(order, backward_s) if is_emulated else None
         specs = self._group.specs
         plan = plan_dual_sync(
             DualSyncInputs(
@@ -129,8 +139,10 @@ class Replanner:
                 backward_s=backward_s,
                 costs=self._sync_costs(),
                 ready_s=ready_s,
+                workers_compute=not is_emulated,
             ),
             mode=self._dual_sync,
+            least_gain=0.0 if is_emulated else _LEAST_GAIN_ON_HOST,
         )
         self._use_own_path(
             [tensor for position, tensor in enumerate(order) if position not in plan.offloaded]
@@ -145,12 +157,13 @@ class Replanner:
         """The workers reduce `tensors` themselves, each in the way that suits its shards."""
         emulation = self._session.emulation
         if emulation is None:
-            return
-        collectives = collectives_from_links(emulation.links)
-        largest = self._group.largest_shards()
-        chosen = {
-            tensor: choose_collective(collectives, largest[tensor], self._own_path) for tensor in tensors
-        }
+            chosen = dict.fromkeys(tensors, ALL_TO_ALL)
+        else:
+            collectives = collectives_from_links(emulation.links)
+            largest = self._group.largest_shards()
+            chosen = {
+                tensor: choose_collective(collectives, largest[tensor], self._own_path) for tensor in tensors
+            }
         self._group.use_own_path(chosen)
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
@@ -161,20 +174,18 @@ class Replanner:
         emulation = self._session.emulation
         if emulation is not None:
             return sync_costs_from_links(emulation.links, self._tables, own_path=self._own_path)
+        if self._profile is None:
+            return SyncCosts(proxy_s_per_byte=0.0, worker_s_per_byte=0.0)  # a size was asked for
         return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)
 
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """Of each time that of the worker for which it is longest."""
-        slowest = np.array(seconds, dtype=np.float64)
-        self._session.all_reduce(slowest, op="max")
-        return [float(each) for each in slowest]
+        return self._group.meeting.largest(seconds)
 
     def _order_of_first_worker(self) -> list[int]:
         """Tensors in the order in which the first worker pushed them; others may have pushed them in another one."""
-        order = np.zeros(len(self._group.specs), dtype=np.float64)
-        if self._is_first:
-            order[:] = self._clock.order
-        self._session.all_reduce(order, op="max")
+        num_tensors = len(self._group.specs)
+        order = self._group.meeting.largest(self._clock.order if self._is_first else [0] * num_tensors)
         return [int(tensor) for tensor in order]
 
     def _ready_s(self, order: Sequence[int], backward_s: float) -> tuple[float, ...]:
@@ -192,10 +203,11 @@ class Replanner:
         """Times the links as they are now, and changes routes where that pays."""
         # One for which latency counts, that of most shards, and one for which only bandwidth does.
         sizes = sorted({_LATENCY_BYTES, self._shard_bytes, 4 * self._shard_bytes})
+        assert self._profile is not None
         began = time.perf_counter()
         traffic = self._times_of_traffic(sizes)
         times = self._gauge.read(self._profile, traffic)
-        self._probe_others(times, sizes)
+        self._probe_others(self._profile, times, sizes)
         self._gauge.look_done(traffic)
         (cost_s,) = self._slowest([time.perf_counter() - began])
         self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
@@ -236,9 +248,11 @@ class Replanner:
         served = [ServedTransfer(*row) for row in json.loads(shared)]
         return times_of_traffic(served, sizes, num_workers=table.num_workers, num_devices=table.num_devices)
 
-    def _probe_others(self, times: dict[PathId, dict[int, float]], sizes: Sequence[int]) -> None:
+    def _probe_others(
+        self, profile: Profile, times: dict[PathId, dict[int, float]], sizes: Sequence[int]
+    ) -> None:
         """Adds times of probes where traffic tells none."""
-        paths = [path for path in self._profile.curves if path.kind == BOTH]
+        paths = [path for path in profile.curves if path.kind == BOTH]
         cells = {path: [size for size in sizes if size not in times.get(path, {})] for path in paths}
         self._num_timed = (sum(map(len, times.values())), sum(map(len, cells.values())))
         probed = time_paths(self._session, self._open_probes(max(sizes)), cells)

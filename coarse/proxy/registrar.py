@@ -14,10 +14,12 @@ from coarse.proxy.registration import (
     CONTROL,
     NODE,
     PARAMETERS,
+    SLOTS,
     STATES,
     GroupSchema,
     Registration,
     check_agreement,
+    slots_of,
 )
 
 _MOST_GROUP_ID = (1 << 32) - 1
@@ -184,6 +186,7 @@ class Registrar:
         )
         registration.is_active = True
         control_fd = shared[CONTROL].read_only_fd()
+        opened = self._open_slots(registration)
         for client in clients:
             message: Message = {"type": "registered", "group": registration.group, "fds": []}
             fds = []
@@ -192,11 +195,22 @@ class Registrar:
                 message["fds"] += [CONTROL, *kept]
                 fds += [control_fd, *(shared[name].fd for name in kept)]
             if client in self._job.local_clients:
-                message["fds"].append("slots")
+                message["fds"].append(SLOTS)
                 fds.append(registration.slots[client].fd)
+            message["fds"] += opened
+            fds += opened.values()
             self._send(client, message, fds)
-        os.close(control_fd)
+        for fd in (control_fd, *opened.values()):
+            os.close(fd)
         registration.close()
+
+    def _open_slots(self, registration: Registration) -> dict[str, int]:
+        """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
+        if not registration.schema.is_open:
+            return {}
+        return {
+            slots_of(client): registration.slots[client].read_only_fd() for client in self._job.local_clients
+        }
 
     def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
         registration.refusal = {

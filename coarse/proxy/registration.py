@@ -17,9 +17,15 @@ _ALGORITHM_NUMBERS = {name: number for number, name in enumerate(ALGORITHMS)}
 _MAX_TENSORS = 1_000_000
 
 CONTROL = "control"
+SLOTS = "slots"  # of the worker that is told
 NODE = "node"  # where there are several nodes
 PARAMETERS = "parameters"  # these two where the group has an optimizer
 STATES = "states"
+
+
+def slots_of(client: int) -> str:
+    """What a worker is told the slots of `client` by, to read them."""
+    return f"slots of {client}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,7 @@ class GroupSchema:
         specs: Its tensors; of a staging group, its buffers as uint8.
         shard_bytes, gather_bytes, algorithm: How it is cut (coarse.profiler.partition).
         is_staging: Its shards carry buffers whose length, dtype and op come with each push.
+        is_open: Workers see each other's slots, so that they can reduce tensors themselves.
         state_names: Of the float32 tensors that an optimizer in the memory devices keeps beside each parameter, in
             the order of the update rule; None if the group has no optimizer.
     """
@@ -41,6 +48,7 @@ class GroupSchema:
     gather_bytes: int
     algorithm: str
     is_staging: bool = False
+    is_open: bool = False
     state_names: tuple[str, ...] | None = None
 
     @property
@@ -97,6 +105,7 @@ class GroupSchema:
             "gather_bytes": self.gather_bytes,
             "algorithm": self.algorithm,
             "is_staging": self.is_staging,
+            "is_open": self.is_open,
             "state_names": None if self.state_names is None else list(self.state_names),
         }
 
@@ -123,6 +132,7 @@ class GroupSchema:
                 gather_bytes=int_field(message, "gather_bytes"),
                 algorithm=str(message["algorithm"]),
                 is_staging=message.get("is_staging") is True,
+                is_open=message.get("is_open") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -168,7 +178,7 @@ def _settings(schema: GroupSchema) -> str:
     optimizer = "" if schema.state_names is None else f", optimizer state ({', '.join(schema.state_names)})"
     return (
         f"{schema.name!r} with shard_bytes={schema.shard_bytes}, gather_bytes={schema.gather_bytes}, "
-        f"algorithm={schema.algorithm}{optimizer}"
+        f"algorithm={schema.algorithm}{', dual synchronisation' if schema.is_open else ''}{optimizer}"
     )
 
 

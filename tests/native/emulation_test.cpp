@@ -159,7 +159,7 @@ INSTANTIATE_TEST_SUITE_P(All, Disagreement, testing::Values(0, kOwnPath | kAllGa
 
 TEST(OwnPath, IsRefusedWhereThereIsNone) {
   Cluster cluster({1, 1, 1});
-  const GroupPlan plan = makePlan(1, 1, {{100, DType::kFloat32, ReduceOp::kSum, Algorithm::kDirect}});
+  const GroupPlan plan = makePlan(1, 1, {{100, DType::kFloat32, ReduceOp::kSum, Algorithm::kRing}});
   cluster.addGroup(plan);
   cluster.start();
   ASSERT_EQ(cluster.client(0).push(plan.id, 0, kPresent | kOwnPath, nullptr), WaitStatus::kDone);

@@ -258,6 +258,7 @@ class Cluster {
   std::byte* slots(const GroupPlan& plan, std::size_t client) const {
     return memoryOf(plan).slots[client].data();
   }
+  std::vector<int> slotFds(const GroupPlan& plan) const { return fdsOf(memoryOf(plan).slots); }
   std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
   void removeFromProxies(std::uint32_t group) {
     for (auto& proxy : proxies_) proxy->removeGroup(group);

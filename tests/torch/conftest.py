@@ -26,6 +26,13 @@ def coarse_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def own_path_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, own path")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def two_node_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool("coarse", num_nodes=2)
     yield pool

@@ -27,7 +27,10 @@ class ScenarioError(AssertionError):
 
 
 class WorkerPool:
-    """Two workers of one strategy ("ddp" or "coarse") that run scenarios together, on one node or on one each.
+    """Two workers of one strategy that run scenarios together, on one node or on one each.
+
+    Strategies are "ddp", "coarse", and "coarse, own path", where workers reduce everything themselves after the first
+    steps.
 
     A pool whose workers failed to answer in time is killed; the next scenario starts a new one.
     """
@@ -68,6 +71,8 @@ class WorkerPool:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
         environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="30")
+        if self._strategy == "coarse, own path":
+            environment["COARSE_DUAL_SYNC"] = "0"
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(_HERE.parents[1]), os.environ.get("PYTHONPATH")])
         )

@@ -45,6 +45,13 @@ def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node
     compare(name, ddp_pool, two_node_pool)
 
 
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_where_workers_reduce_themselves(
+    name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool
+) -> None:
+    compare(name, ddp_pool, own_path_pool)
+
+
 def compare(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
     ddp_pool.submit(name)
     coarse_pool.submit(name)

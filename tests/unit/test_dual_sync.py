@@ -380,3 +380,26 @@ def test_any_profile_and_any_tensors_have_a_plan(drawn, local_devices, tensor_by
     plan = plan_dual_sync(job)
     assert 0 <= plan.m_bytes <= job.total_bytes
     assert plan.predicted_s <= min(plan.devices_only_s * (1 + 1e-9), plan.workers_only_s)
+
+
+# ---- workers that compute ----
+
+
+def test_workers_that_compute_reduce_nothing_meanwhile():
+    job = dataclasses.replace(paper(worker=2.0), workers_compute=True)
+    assert job.workers_only_s() == job.train_s(0) > paper(worker=2.0).workers_only_s()
+    plan = plan_dual_sync(job)
+    assert plan.predicted_s == min(job.train_s(m) for m in job.boundaries())
+
+
+@pytest.mark.parametrize(("wanted", "splits"), [(0.0, True), (0.9, True), (1.1, False)])
+def test_a_split_that_saves_too_little_is_not_made(wanted, splits):
+    """`wanted` is a multiple of what the best split saves."""
+    job = dataclasses.replace(paper(backward_s=0.5), workers_compute=True)
+    devices_only_s = job.train_s(job.total_bytes)
+    saved = 1 - min(job.train_s(m) for m in job.boundaries()) / devices_only_s
+    assert saved > 0.3
+    plan = plan_dual_sync(job, least_gain=wanted * saved)
+    assert (plan.num_offloaded < 10) == splits
+    assert plan.predicted_s == pytest.approx(devices_only_s * (1 - saved if splits else 1))
+    assert ("splitting does not pay" in plan.reason) == (not splits)

@@ -65,6 +65,9 @@ void registerClient(py::module_& module) {
            py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false)
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
+      .def("add_peers", &Client::addPeers, py::arg("group"), py::arg("slot_fds"))
+      .def("reduce_pieces", &Client::reducePieces, py::arg("group"), py::arg("tensors"), ReleaseGil())
+      .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("tensors"), ReleaseGil())
       .def("remove_group", &Client::removeGroup, py::arg("group"))
       .def("set_routes", &Client::setRoutes, py::arg("group"), py::arg("routes"))
       .def(

@@ -95,6 +95,13 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
   return {};
 }
 
+/// Whether the workers can reduce such a shard themselves: over emulated links, or in memory that they share.
+bool hasOwnPath(const TensorGroup& group, const Shard& shard) noexcept {
+  if (shard.algorithm == Algorithm::kExchange) return true;
+  const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
+  return isCoherent && !shard.isDynamic && !group.plan().hasOptimizer;
+}
+
 }  // namespace
 
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
@@ -132,7 +139,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
-  if ((descriptor.flags & kOwnPath) != 0 && shard.algorithm != Algorithm::kExchange)
+  if ((descriptor.flags & kOwnPath) != 0 && !hasOwnPath(*group, shard))
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
   if ((descriptor.flags & kUpdate) != 0 && !group->plan().hasOptimizer)
     return "an update in a group without an optimizer";

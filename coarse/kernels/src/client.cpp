@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "coarse/copy.hpp"
+#include "coarse/reduce.hpp"
 #include "coarse/waiting.hpp"
 
 namespace coarse {
@@ -286,6 +287,57 @@ WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::
               std::min(pieces.perShard, end - at) * pieces.itemSize);
   }
   return WaitStatus::kDone;
+}
+
+void Client::addPeers(std::uint32_t groupId, const std::vector<int>& slotFds) {
+  Group& group = find(groupId);
+  if (slotFds.size() != group.plan.numClients)
+    throw std::invalid_argument("workers that reduce themselves need the slots of every worker");
+  for (const int fd : slotFds)
+    group.peers.push_back(mapSealed(fd, group.plan.clientBytes(), Mapping::Access::kReadOnly, "slots"));
+}
+
+void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t>& tensors) {
+  Group& group = find(groupId);
+  const std::size_t numClients = group.plan.numClients;
+  std::vector<const void*> inputs(numClients);
+  forEachShard(group, tensors, [&](const Shard& shard) {
+    const ShardPiece piece = pieceOf(shard.numElements, group.client, numClients);
+    const std::size_t offset = piece.begin * itemBytes(shard.dtype);
+    for (std::size_t client = 0; client < numClients; ++client)
+      inputs[client] = slotOf(group, client, shard) + offset;
+    void* output = group.slots->data() + shard.offset + offset;
+    reduce(shard.dtype, shard.op, inputs.data(), numClients, &output, 1, piece.end - piece.begin,
+           static_cast<std::uint32_t>(numClients));
+  });
+}
+
+void Client::copyPieces(std::uint32_t groupId, const std::vector<std::uint32_t>& tensors) {
+  Group& group = find(groupId);
+  const std::size_t numClients = group.plan.numClients;
+  forEachShard(group, tensors, [&](const Shard& shard) {
+    for (std::size_t client = 0; client < numClients; ++client) {
+      if (client == group.client) continue;
+      const ShardPiece piece = pieceOf(shard.numElements, client, numClients);
+      const std::size_t offset = piece.begin * itemBytes(shard.dtype);
+      copyBytes(group.slots->data() + shard.offset + offset, slotOf(group, client, shard) + offset,
+                (piece.end - piece.begin) * itemBytes(shard.dtype));
+    }
+  });
+}
+
+const std::byte* Client::slotOf(const Group& group, std::size_t client, const Shard& shard) noexcept {
+  const Mapping& slots = client == group.client ? *group.slots : group.peers[client];
+  return slots.data() + shard.offset;
+}
+
+template <typename Visit>
+void Client::forEachShard(Group& group, const std::vector<std::uint32_t>& tensors, Visit visit) {
+  if (group.peers.empty()) throw std::invalid_argument("workers can't see each other's slots of this group");
+  for (const std::uint32_t index : tensors) {
+    const ClientTensor& tensor = tensorOf(group, index);
+    for (std::uint32_t i = 0; i < tensor.numShards; ++i) visit(group.plan.shards[tensor.firstShard + i]);
+  }
 }
 
 WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& probes, double timeoutSeconds,

@@ -8,9 +8,6 @@
 namespace coarse {
 namespace {
 
-// Pieces end at cache lines of the smallest type, so that two devices never write the same line.
-constexpr std::uint32_t kPieceAlignment = kCacheLineBytes;
-
 std::size_t numPieces(const ShardShape& shape, std::size_t numClients) noexcept {
   return shape.numElements * itemBytes(shape.dtype) <= kSmallestExchangeBytes ? 1 : numClients;
 }
@@ -18,13 +15,6 @@ std::size_t numPieces(const ShardShape& shape, std::size_t numClients) noexcept 
 /// The client whose device reduces piece `piece`. Small shards take turns.
 std::size_t ownerOf(std::uint32_t shard, std::size_t piece, std::size_t numClients) noexcept {
   return (shard + piece) % numClients;
-}
-
-/// First element of a piece of `numElements` cut into `count`.
-std::uint32_t pieceBegin(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept {
-  if (piece == count) return numElements;
-  const std::uint64_t begin = std::uint64_t{numElements} * piece / count;
-  return static_cast<std::uint32_t>(begin / kPieceAlignment * kPieceAlignment);
 }
 
 }  // namespace
@@ -68,8 +58,7 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   std::size_t numElements = 0;
   for (std::size_t piece = 0; piece < count; ++piece) {
     if (group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients)) != peers_.device) continue;
-    task.pieces.push_back({pieceBegin(task.shape.numElements, piece, count),
-                           pieceBegin(task.shape.numElements, piece + 1, count)});
+    task.pieces.push_back(pieceOf(task.shape.numElements, piece, count));
     numElements += task.pieces.back().end - task.pieces.back().begin;
   }
   task.numBytes = numElements * itemBytes(task.shape.dtype);
@@ -109,7 +98,7 @@ void DeviceExchange::reducePieces(TensorGroup& group, const Task& task) {
   const std::size_t itemSize = itemBytes(task.shape.dtype);
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  for (const Piece& piece : task.pieces) {
+  for (const ShardPiece& piece : task.pieces) {
     inputs.clear();
     outputs.clear();
     for (std::size_t client = 0; client < group.plan().numClients; ++client) {

@@ -328,8 +328,13 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     return;
   }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
-  if (algorithm == Algorithm::kExchange && group.isOnOwnPath(entry.shard)) {
+  const bool isOnOwnPath = group.isOnOwnPath(entry.shard) && nodeExchange_ == nullptr;
+  if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
     ownPath_->start(group, entry);
+  } else if (isOnOwnPath && numPresent == config_.numClients) {
+    // The workers take it from here (Client::reducePieces); what one of them has nothing for is reduced
+    // below.
+    for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0) {

@@ -6,6 +6,19 @@
 #include <utility>
 
 namespace coarse {
+namespace {
+
+std::uint32_t pieceBegin(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept {
+  if (piece == count) return numElements;
+  const std::uint64_t begin = std::uint64_t{numElements} * piece / count;
+  return static_cast<std::uint32_t>(begin / kCacheLineBytes * kCacheLineBytes);
+}
+
+}  // namespace
+
+ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept {
+  return {pieceBegin(numElements, piece, count), pieceBegin(numElements, piece + 1, count)};
+}
 
 void GroupPlan::validate() const {
   if (numStates > kMostStates || (numStates > 0 && !hasOptimizer)) {

@@ -93,6 +93,20 @@ class Client {
   WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
                        bool isPresent, double timeoutSeconds);
 
+  /// Maps the slots of all clients, of which reducePieces() and copyPieces() read; descriptors stay the
+  /// caller's.
+  /// @throws std::invalid_argument unless there is one for each client, sealed and large enough.
+  void addPeers(std::uint32_t group, const std::vector<int>& slotFds);
+  /// Reduces this client's piece of each shard of these tensors, from all slots into its own one: the first
+  /// half of an all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Only this
+  /// client reads its piece of any slot until the second half, so that it can be written in place.
+  /// @pre the contributions of all clients have been announced with kOwnPath, and pulled.
+  /// @throws std::invalid_argument without addPeers(), or for a tensor that does not exist.
+  void reducePieces(std::uint32_t group, const std::vector<std::uint32_t>& tensors);
+  /// Copies the other clients' pieces to this one's slots. @pre all clients have done reducePieces(), and
+  /// none writes to its slots before all have done this; otherwise as reducePieces().
+  void copyPieces(std::uint32_t group, const std::vector<std::uint32_t>& tensors);
+
   /// Times transfers that nothing is reduced of. All are posted, then waited for.
   /// @returns kDone, and the seconds from the first post until the end of each.
   /// @throws std::invalid_argument for a tensor that has not one shard alone, is named twice or is under way.
@@ -109,6 +123,7 @@ class Client {
     Mapping controlMapping;
     GroupControl control;
     std::shared_ptr<Mapping> slots;
+    std::vector<Mapping> peers;  // slots of all clients, read-only; none where devices alone reduce
     std::vector<std::uint16_t> routes;
     std::vector<ClientTensor> tensors;
   };
@@ -139,6 +154,10 @@ class Client {
   Group& find(std::uint32_t group);
   const Group& find(std::uint32_t group) const;
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
+  static const std::byte* slotOf(const Group& group, std::size_t client, const Shard& shard) noexcept;
+  /// Calls visit(shard) for each shard of these tensors.
+  template <typename Visit>
+  static void forEachShard(Group& group, const std::vector<std::uint32_t>& tensors, Visit visit);
   static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
   WaitStatus post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes);
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,

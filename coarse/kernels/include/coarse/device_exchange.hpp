@@ -48,16 +48,11 @@ class DeviceExchange {
   bool advance();
 
  private:
-  /// Elements [begin, end) of a shard.
-  struct Piece {
-    std::uint32_t begin = 0;
-    std::uint32_t end = 0;
-  };
   /// What one device does for one shard.
   struct Task {
     RingEntry entry;
     ShardShape shape;
-    std::vector<Piece> pieces;
+    std::vector<ShardPiece> pieces;
     std::size_t numBytes = 0;  // of all pieces
   };
 

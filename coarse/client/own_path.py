@@ -1,0 +1,88 @@
+"""The workers' own path in the memory that they share (COARSE paper, section III-F; docs/design/planning.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.kernels import _native
+
+
+class Meeting:
+    """Where all workers of a node come together over one tensor group, in whichever order groups are worked on.
+
+    Made by Client.open_meeting().
+
+    Args:
+        group: Two tensors: a byte, and as many numbers as are compared at once.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._numbers = group.buffer(1).cast("d")
+
+    def wait(self) -> None:
+        """Returns when every worker has called it as often.
+
+        Raises:
+            WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        """
+        self._group.push(0)
+        self._group.pull(0)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Of each number, all at least 0, that of the worker for which it is largest; every worker calls it alike.
+
+        Raises:
+            WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        """
+        for index in range(len(self._numbers)):
+            self._numbers[index] = numbers[index] if index < len(numbers) else 0.0
+        self._group.push(1)
+        self._group.pull(1)
+        return list(self._numbers[: len(numbers)])
+
+    def close(self) -> None:
+        """Gives its memory up. Idempotent."""
+        self._group.close()
+
+
+class HostOwnPath:
+    """Reduces tensors on the workers' own processors: each worker a piece, in all slots, then everyone takes them.
+
+    The arithmetic and the order of workers are those of the memory devices, so that results have the same bits.
+
+    Args:
+        native: Of this worker.
+        group: Number of the tensor group, of which workers see each other's slots.
+        num_workers: Of the node.
+        meeting: Of this tensor group alone, since groups may end their steps in any order.
+    """
+
+    def __init__(self, native: _native.Client, group: int, num_workers: int, meeting: Meeting) -> None:
+        self._native = native
+        self._group = group
+        self._num_workers = num_workers
+        self._meeting = meeting
+
+    def reduce(self, tensors: Sequence[int], contributors: Sequence[int]) -> None:
+        """Reduces those of `tensors` that every worker has contributed to; memory devices have reduced the others.
+
+        Every worker calls it alike, after all contributions have been pulled and before it writes to a slot again.
+
+        Args:
+            tensors: That were pushed for this path.
+            contributors: How many workers contributed to each tensor of the group.
+
+        Raises:
+            WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        """
+        own = [tensor for tensor in tensors if contributors[tensor] == self._num_workers]
+        if not own:
+            return
+        self._native.reduce_pieces(self._group, own)
+        self._meeting.wait()
+        self._native.copy_pieces(self._group, own)
+        self._meeting.wait()
