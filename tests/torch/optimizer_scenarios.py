@@ -267,7 +267,9 @@ def narrow_state_dicts_go_both_ways(context: Context) -> None:
     theirs.step()
 
     saved = theirs.state_dict()
+    dist.barrier()  # state is shared too: the first worker writes what it loads
     optimizer.load_state_dict(saved)
+    dist.barrier()
     back = optimizer.state_dict()["state"][0]
     assert int(back["step"]) == 4
     assert torch.equal(back["exp_avg"], saved["state"][0]["exp_avg"].float())
