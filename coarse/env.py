@@ -119,6 +119,8 @@ class Settings:
         algorithm: "auto", "gather", "direct", "ring" or "exchange".
         scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
         timeout_s: A wait longer than this is an error.
+        heartbeat_s: A memory device that does no work at all for so long, although its process is there, is lost;
+            0 for never.
         spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
             every process has a processor, and short where spinning would take it from whom it waits for.
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
@@ -153,6 +155,7 @@ class Settings:
     algorithm: str = "auto"
     scheduling: str = "queues"
     timeout_s: float = 600.0
+    heartbeat_s: float = 10.0
     spin_us: int = -1
     profile: str = "cached"
     routing: str = "auto"
@@ -172,6 +175,7 @@ class Settings:
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
         _check_range("COARSE_ROUTING_THRESHOLD_BYTES", self.routing_threshold_bytes, 0, 1 << 40)
         _check_range("COARSE_TIMEOUT_S", self.timeout_s, 0.001, 10**7)
+        _check_range("COARSE_HEARTBEAT_S", self.heartbeat_s, 0.5 if self.heartbeat_s else 0, 10**6)
         _check_range("COARSE_SPIN_US", self.spin_us, -1, 10**6)
         _check_choice("COARSE_ALGORITHM", self.algorithm, ALGORITHM_CHOICES)
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
@@ -223,6 +227,7 @@ class Settings:
             "algorithm": _read_text,
             "scheduling": _read_text,
             "timeout_s": _read_float,
+            "heartbeat_s": _read_float,
             "spin_us": _read_int,
             "profile": _read_text,
             "routing": _read_text,

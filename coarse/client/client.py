@@ -11,7 +11,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from coarse.client.connection import DeviceConnection, OtherNodeLostError, check_peers, collect_replies
+from coarse.client.connection import (
+    DeviceConnection,
+    OtherNodeLostError,
+    SilentDeviceError,
+    check_peers,
+    collect_replies,
+)
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
@@ -37,12 +43,14 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.launch import Pace
+from coarse.proxy.loss import AFTER_A_LOSS, silence
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, SLOTS, GroupSchema, slots_of
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
+_PATIENCE = 1.5
 
 FateOfDevice = Callable[[int], str]
 _Read = TypeVar("_Read")
@@ -65,6 +73,7 @@ class Client:
         pace: How this node shares its processors.
         agreement: Compares what is registered here with what other nodes have.
         fate_of_device: Tells in words how a memory device ended.
+        kill_silent: Ends a memory device that does not work any more, on the worker that started it.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Client:
         pace: Pace,
         agreement: NodeAgreement,
         fate_of_device: FateOfDevice,
+        kill_silent: Callable[[int], None],
     ) -> None:
         self.ranks = ranks
         self.rank = ranks[number]
@@ -89,6 +99,7 @@ class Client:
         self._connections = connections
         self._settings = settings
         self._fate_of_device = fate_of_device
+        self._kill_silent = kill_silent
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)
@@ -103,6 +114,8 @@ class Client:
         self._lost: CoarseError | None = None
         self._is_closed = False
         self._pid = os.getpid()
+        # Later than the memory devices themselves, so that all workers are told the same.
+        heartbeat_ms = round(_PATIENCE * settings.heartbeat_s * 1000)
         self._native = _native.Client(
             num_devices=len(connections),
             segment_fd=segment_fd,
@@ -111,6 +124,12 @@ class Client:
             spin_us=pace.spin_us,
             bytes_per_ring=pace.bytes_per_ring,
             is_emulated=emulation is not None,
+            heartbeat_ms=heartbeat_ms,
+        )
+        self._heartbeats = _native.HeartbeatWatch(
+            doorbells_fd=doorbells_fd,
+            num_devices=len(connections),
+            limit_ms=heartbeat_ms,
         )
 
     @property
@@ -256,8 +275,18 @@ class Client:
         return self._connections[zlib.crc32(key.encode()) % len(self._connections)]
 
     def _ask(self, connection: DeviceConnection, kind: str, about: str) -> Received:
-        what = f"worker {self.rank}: {about}"
-        replies = collect_replies([connection], kind=kind, group=None, timeout_s=self.timeout_s, what=what)
+        try:
+            replies = collect_replies(
+                [connection],
+                kind=kind,
+                group=None,
+                timeout_s=self.timeout_s,
+                what=f"worker {self.rank}: {about}",
+                on_silence=self._check_heartbeats,
+            )
+        except SilentDeviceError as error:
+            self._lost = self._silent_device_loss(self._connections[error.device])
+            raise self._lost from error
         return replies[connection.device]
 
     @property
@@ -367,7 +396,9 @@ class Client:
             )
         if status == _native.WaitStatus.TIMED_OUT:
             raise SyncTimeoutError(f"worker {self.rank}: waited {self.timeout_s:.1f} s for {describe()}")
-        if self._lost is None:
+        if self._lost is None and status == _native.WaitStatus.DEVICE_SILENT:
+            self._lost = self._explain_loss(SilentDeviceError(self._native.lost_device))
+        elif self._lost is None:
             self._lost = self._explain_loss()
         raise self._lost
 
@@ -440,6 +471,7 @@ class Client:
                 group=group,
                 timeout_s=self.timeout_s,
                 what=f"worker {self.rank}: registering {schema.name}",
+                on_silence=self._check_heartbeats,
             )
         except CoarseError as error:
             self._agreement.refuse(group, error)
@@ -507,7 +539,13 @@ class Client:
                 if not ready:
                     break
                 for key, _ in ready:
-                    told = _complaint(key.data) or told
+                    complaint = _complaint(key.data)
+                    if isinstance(complaint, SilentDeviceError):
+                        # Its end comes next: the worker that started it kills it.
+                        return self._silent_device_loss(self._connections[complaint.device])
+                    told = complaint or told
+        if isinstance(told, SilentDeviceError):
+            return self._silent_device_loss(self._connections[told.device])
         if isinstance(told, WorkerLostError):
             return WorkerLostError(f"worker {self.rank}: {told}")
         if isinstance(told, OtherNodeLostError):
@@ -517,9 +555,20 @@ class Client:
     def _device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(
             f"worker {self.rank}: memory device md{connection.device} (pid {connection.pid}) "
-            f"{self._fate_of_device(connection.device)}. Gradients of this step are lost, parameters are those of "
-            "the step before. Start the job again from your last checkpoint."
+            f"{self._fate_of_device(connection.device)}. {AFTER_A_LOSS}"
         )
+
+    def _silent_device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
+        self._kill_silent(connection.device)
+        return MemoryDeviceLostError(
+            f"worker {self.rank}: memory device md{connection.device} (pid {connection.pid}) "
+            f"{silence(self._settings.heartbeat_s)}. {AFTER_A_LOSS}"
+        )
+
+    def _check_heartbeats(self) -> None:
+        silent = self._heartbeats.look()
+        if silent is not None:
+            raise SilentDeviceError(silent)
 
 
 def _names(ranks: Sequence[int]) -> str:

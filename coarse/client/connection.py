@@ -83,7 +83,22 @@ class OtherNodeLostError(MemoryDeviceLostError):
     """A memory device of another node is lost: none that this worker is connected with."""
 
 
+class SilentDeviceError(MemoryDeviceLostError):
+    """A memory device of this node is there and does not work.
+
+    Args:
+        device: Its number.
+    """
+
+    def __init__(self, device: int) -> None:
+        super().__init__(f"memory device md{device} gives no sign of life")
+        self.device = device
+
+
 def _error_of(message: Message) -> CoarseError:
+    silent = message.get("silent_device", -1)
+    if isinstance(silent, int) and silent >= 0:
+        return SilentDeviceError(silent)
     error = told_error(message.get("error"), message.get("text"))
     is_elsewhere = isinstance(error, MemoryDeviceLostError) and message.get("is_elsewhere") is True
     return OtherNodeLostError(str(error)) if is_elsewhere else error

@@ -203,6 +203,7 @@ def connect(
             pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
             agreement=NodeAgreement(identity.rank, node.nodes, store, timeout_s=settings.timeout_s),
             fate_of_device=_died if node.processes is None else node.processes.fate,
+            kill_silent=_leave_to_leader if node.processes is None else node.processes.kill_silent,
         )
         os.close(segment_fd)
         os.close(doorbells_fd)
@@ -228,3 +229,7 @@ def _read_token(directory: str) -> str:
 def _died(device: int) -> str:
     del device
     return "died"
+
+
+def _leave_to_leader(device: int) -> None:
+    del device

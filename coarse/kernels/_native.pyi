@@ -22,6 +22,7 @@ class WaitStatus(enum.IntEnum):
     ABORTED = 2
     DEVICE_LOST = 3
     FORKED = 4
+    DEVICE_SILENT = 5
 
 class ProbeKind(enum.IntEnum):
     PUSH = 0
@@ -110,6 +111,10 @@ class Proxy:
     def take_node_events(self) -> list[tuple[NodeEventKind, int, int, bytes]]: ...
     def statistics(self) -> tuple[int, int]: ...
 
+class HeartbeatWatch:
+    def __init__(self, *, doorbells_fd: int, num_devices: int, limit_ms: int) -> None: ...
+    def look(self) -> int | None: ...
+
 class Client:
     def __init__(
         self,
@@ -120,6 +125,7 @@ class Client:
         spin_us: int,
         bytes_per_ring: int,
         is_emulated: bool = False,
+        heartbeat_ms: int = 0,
     ) -> None: ...
     def add_group(
         self, plan: GroupPlan, client: int, control_fd: int, slots_fd: int, routes: Sequence[int]

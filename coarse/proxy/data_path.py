@@ -35,6 +35,7 @@ class DataPath:
         """There once all devices' shared memory is."""
         self._links: PacedLinks | None = None
         self.is_started = False
+        self._heartbeats: _native.HeartbeatWatch | None = None
 
     @property
     def running_proxy(self) -> _native.Proxy | None:
@@ -80,6 +81,16 @@ class DataPath:
             self.proxy.add_client(client, segment.fd)
         self.proxy.start()
         self.is_started = True
+
+    def silent_device(self) -> int | None:
+        """A memory device that does not work any more; to be asked a few times a second once this one is started."""
+        if self._heartbeats is None:
+            self._heartbeats = _native.HeartbeatWatch(
+                doorbells_fd=self._shared[DOORBELLS].fd,
+                num_devices=self._job.num_devices,
+                limit_ms=round(self._job.heartbeat_s * 1000),
+            )
+        return self._heartbeats.look()
 
     def worker_fds(self, client: int) -> list[int]:
         """What one of this device's own workers gets to map; stays the data path's."""

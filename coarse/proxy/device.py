@@ -19,7 +19,14 @@ from coarse.kernels import _native
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
-from coarse.proxy.loss import Loss, device_died, worker_died, worker_evicted, workers_departed
+from coarse.proxy.loss import (
+    Loss,
+    device_died,
+    device_silent,
+    worker_died,
+    worker_evicted,
+    workers_departed,
+)
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import Peers
@@ -96,6 +103,8 @@ class MemoryDevice:
             self._welcome()
         if (proxy := self._data_path.running_proxy) is not None:
             self._registrar.advance(proxy)
+            if not self._is_aborted and (silent := self._data_path.silent_device()) is not None:
+                self._abort(device_silent(self._job, silent))
 
     def _welcome(self) -> None:
         """All workers are here: the data path starts, and they are told."""
@@ -240,7 +249,10 @@ class MemoryDevice:
                 self._abort(self._departure())
 
     def _abort(self, loss: Loss) -> None:
-        """Tells every worker once that nothing will complete any more; each through its local device."""
+        """Tells every worker once that nothing will complete any more.
+
+        Each is told by its local device, or by all others if that may be what stands still.
+        """
         if self._is_aborted:
             return
         self._is_aborted = True
@@ -248,7 +260,9 @@ class MemoryDevice:
         if self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
         running = self._data_path.running_proxy
-        for worker in self._workers.present(self._job.local_clients):
+        is_device_silent = loss.silent_device >= 0
+        clients = range(self._job.num_clients) if is_device_silent else self._job.local_clients
+        for worker in self._workers.present(clients):
             worker.send(loss.to_message("aborted"))
             if running is not None:
                 running.abort_client(worker.client)

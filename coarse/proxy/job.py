@@ -45,6 +45,7 @@ class DeviceJob:
         token: What a worker must show to be let in, hexadecimal.
         leader_pid: The process that started this device, which ends when it does.
         join_timeout_s: How long to wait for all workers to connect.
+        heartbeat_s: How long another device may do no work at all; 0 for ever.
     """
 
     device: int
@@ -66,6 +67,7 @@ class DeviceJob:
     token: str
     leader_pid: int
     join_timeout_s: float
+    heartbeat_s: float
 
     @property
     def is_home(self) -> bool:

@@ -85,6 +85,7 @@ class DeviceProcesses:
                         token=token,
                         leader_pid=os.getpid(),
                         join_timeout_s=settings.timeout_s,
+                        heartbeat_s=settings.heartbeat_s,
                     )
                     self._processes.append(_start(job))
         except BaseException:
@@ -113,6 +114,10 @@ class DeviceProcesses:
         except subprocess.TimeoutExpired:
             return "stopped answering"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def kill_silent(self, device: int) -> None:
+        """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more."""
+        self._processes[device].kill()
 
     def reap(self, timeout_s: float) -> None:
         """Collects the devices once the last worker has left; after `timeout_s` seconds, in the background."""

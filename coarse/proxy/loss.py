@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from coarse.proxy.job import DeviceJob
-from coarse.proxy.protocol import Message
+from coarse.proxy.protocol import Message, int_field
 
-_AFTER_A_LOSS = (
+AFTER_A_LOSS = (
     "Gradients of this step are lost, parameters are those of the step before. Start the job again from your last "
     "checkpoint."
 )
@@ -24,11 +24,14 @@ class Loss:
         error: Name of the error that workers raise.
         text: Its message.
         is_elsewhere: Whether it is the loss of something on another node.
+        silent_device: The memory device of this node that does not work any more, though its process is there;
+            -1 if that is not the reason.
     """
 
     error: str
     text: str
     is_elsewhere: bool = False
+    silent_device: int = -1
 
     def to_message(self, kind: str) -> Message:
         """The control message of that type."""
@@ -37,6 +40,7 @@ class Loss:
             "error": self.error,
             "text": self.text,
             "is_elsewhere": self.is_elsewhere,
+            "silent_device": self.silent_device,
         }
 
     @classmethod
@@ -46,6 +50,7 @@ class Loss:
             error=str(message["error"]),
             text=str(message["text"]),
             is_elsewhere=message["is_elsewhere"] is True,
+            silent_device=int_field(message, "silent_device", low=-1),
         )
 
     def to_node(self) -> str:
@@ -66,10 +71,25 @@ class Loss:
 
 def device_died(job: DeviceJob, device: int) -> Loss:
     """Another memory device of this node has closed its connection."""
-    of_this_node = f" of node {job.node}" if job.num_nodes > 1 else ""
+    return Loss(error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {AFTER_A_LOSS}")
+
+
+def device_silent(job: DeviceJob, device: int) -> Loss:
+    """A memory device of this node is there and does not work."""
     return Loss(
-        error="MemoryDeviceLostError", text=f"memory device md{device}{of_this_node} died. {_AFTER_A_LOSS}"
+        error="MemoryDeviceLostError",
+        text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {AFTER_A_LOSS}",
+        silent_device=device,
     )
+
+
+def silence(heartbeat_s: float) -> str:
+    """What a device that has stood still does, in words."""
+    return f"has given no sign of life for more than {heartbeat_s:g} s (COARSE_HEARTBEAT_S), as if stopped"
+
+
+def _name(job: DeviceJob, device: int) -> str:
+    return f"memory device md{device}{f' of node {job.node}' if job.num_nodes > 1 else ''}"
 
 
 def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
@@ -78,7 +98,7 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
     return Loss(
         error="MemoryDeviceLostError",
         text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
-        f"{_AFTER_A_LOSS}",
+        f"{AFTER_A_LOSS}",
         is_elsewhere=True,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -341,6 +342,99 @@ def test_a_memory_device_that_stands_still_is_named_after_the_time_out(job):
     assert [outcome.error for outcome in outcomes] == ["SyncTimeoutError"] * 2
     assert "'a' of weights (not pushed by worker(s) 1)" in outcomes[0].message
     assert f"not taken by memory device md1 (pid {device_pids[1]})" in outcomes[1].message
+
+
+HEARTBEAT_S = 2.0
+
+
+def training_beside_a_stopped_device(use, **settings):
+    """A worker that synchronises once, then again at the test's word, as often as it takes."""
+
+    def worker(me):
+        with me.join(memory_devices=2, **settings) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell(session.device_pids)
+            me.hear()
+            uses = {
+                "pull": lambda: (group.push(0), group.pull(0)),
+                "all_reduce": lambda: session.all_reduce(np.ones(1_000_000)),
+                "register": lambda: session.register("more", floats()),
+                "store": lambda: [session.store(f"value {i}", np.ones(3)) for i in range(16)],
+            }
+            uses[use]()
+
+    return worker
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("use", ["pull", "all_reduce", "register", "store"])
+def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(job, use, victim):
+    worker = training_beside_a_stopped_device(use, heartbeat_s=HEARTBEAT_S)
+    workers, device_pids = started(job, 2, worker)
+    job.stop_device(device_pids[victim])
+    asked_s = time.monotonic()
+    for running in workers:
+        running.tell()
+    for running in workers:
+        outcome = running.finish()
+        assert outcome.error == "MemoryDeviceLostError", outcome
+        assert f"memory device md{victim} (pid {device_pids[victim]})" in outcome.message
+        assert "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)" in outcome.message
+        assert outcome.ended_s - asked_s < 2 * HEARTBEAT_S
+    job.await_end(device_pids[victim])  # it cannot go on with what nobody waits for any more
+
+
+def test_a_memory_device_that_stands_still_is_told_to_workers_that_wait_for_another_one(job):
+    """By the other devices: only worker 1's own takes part in what it waits for."""
+
+    def worker(me):
+        with me.join(memory_devices=3, heartbeat_s=HEARTBEAT_S) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell(session.device_pids)
+            me.hear()
+            if me.rank == 0:
+                me.hear()
+            group.push(0)
+            group.pull(0)
+
+    workers, device_pids = started(job, 3, worker)
+    stopped_s = job.stop_device(device_pids[2])
+    for running in workers[1:]:
+        running.tell()
+    for running in workers[1:]:
+        outcome = running.finish()
+        assert outcome.error == "MemoryDeviceLostError", outcome
+        assert f"memory device md2 (pid {device_pids[2]})" in outcome.message
+        assert outcome.ended_s - stopped_s < 2 * HEARTBEAT_S
+    for _ in range(2):
+        workers[0].tell()
+    outcome = workers[0].finish()
+    assert outcome.error == "MemoryDeviceLostError", outcome
+    job.await_end(device_pids[2])
+
+
+def test_a_memory_device_that_goes_on_in_time_is_not_missed(job):
+    worker = training_beside_a_stopped_device("pull", heartbeat_s=LIMIT_S)
+    workers, device_pids = started(job, 2, worker)
+    job.stop_device(device_pids[1])
+    for running in workers:
+        running.tell()
+    job.signal_device(device_pids[1], signal.SIGCONT)
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
+def test_more_workers_than_processors_miss_no_heartbeat(job):
+    def worker(me):
+        with me.join(memory_devices=4, heartbeat_s=HEARTBEAT_S, sync_cores=2) as session:
+            group = session.register("weights", floats("abcd", 500_000))
+            for _ in range(20):
+                for index in range(4):
+                    group.push(index)
+                assert group.pull_all() == [8] * 4
+
+    job.run(8, worker)
 
 
 # ---- models that differ ----

@@ -331,8 +331,7 @@ class LonelyClient : public testing::Test {
 
 TEST(InterruptedClient, ThrowsOutOfItsWait) {
   const Memory segment(ClientSegment::numBytes(1)), doorbells(sizeof(Doorbell));
-  Client client(1, segment.fd, doorbells.fd, {}, std::chrono::microseconds(1),
-                [] { throw std::runtime_error("Ctrl-C"); });
+  Client client(ClientConfig(), segment.fd, doorbells.fd, [] { throw std::runtime_error("Ctrl-C"); });
   const GroupPlan plan = makePlan(1, 1, {{100}});
   const Memory control(GroupControl::numBytes(1, 1)), slots(plan.slotBytes);
   client.addGroup(plan, 0, control.fd, slots.fd, {0});

@@ -190,9 +190,12 @@ class Cluster {
       proxies_.push_back(makeProxy(device));
     }
     for (std::size_t client = 0; client < shape.numClients; ++client) {
-      clients_.push_back(std::make_unique<Client>(
-          shape.numDevices, shared_.segments[client].fd, shared_.doorbells.fd, watched,
-          std::chrono::microseconds(50), nullptr, 1 << 20, links.has_value()));
+      ClientConfig config;
+      config.numDevices = shape.numDevices;
+      config.watchFds = watched;
+      config.isEmulated = links.has_value();
+      clients_.push_back(
+          std::make_unique<Client>(config, shared_.segments[client].fd, shared_.doorbells.fd, nullptr));
     }
   }
 
@@ -223,7 +226,10 @@ class Cluster {
     const auto producer =
         producers_.try_emplace(client * shape_.numDevices + device, queue(client, device)).first;
     ASSERT_TRUE(producer->second.push(descriptor));
-    reinterpret_cast<Doorbell*>(shared_.doorbells.data())[device].ring();
+    doorbell(device).ring();
+  }
+  Doorbell& doorbell(std::size_t device) {
+    return reinterpret_cast<Doorbell*>(shared_.doorbells.data())[device];
   }
   void loseDevice(std::size_t device) { deviceSockets_[device].close(); }
 

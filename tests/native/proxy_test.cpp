@@ -183,6 +183,45 @@ TEST(Evictions, FollowAShardPushedTwice) {
   EXPECT_NE(events[0].message.find("although step 1 was its last"), std::string::npos) << events[0].message;
 }
 
+TEST(Evictions, FollowAShardThatAnotherMemoryDeviceIsTaking) {
+  Cluster cluster({2, 2, 1});
+  const GroupPlan plan = makePlan(1, 2, {{100}});
+  cluster.addGroup(plan);
+  cluster.start();
+  // As it is when the worker has told both at once, and device 0 has got no further than its claim.
+  ASSERT_TRUE(cluster.control(plan).claim(0, 0, 1));
+  cluster.tell(0, 1, descriptorOf(1, 0, 1));
+  const std::vector<ProxyEvent> events = cluster.events(1);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].client, 0);
+  EXPECT_NE(events[0].message.find("which another memory device has taken"), std::string::npos)
+      << events[0].message;
+  EXPECT_EQ(cluster.control(plan).arrivals(0).load(), 0u) << "it was counted";
+}
+
+TEST(Evictions, FollowAShardToldToTwoMemoryDevicesAndItCountsOnce) {
+  constexpr std::size_t kNumRaces = 200;
+  for (std::size_t race = 0; race < kNumRaces; ++race) {
+    Cluster cluster({2, 2, 1});
+    const GroupPlan plan = makePlan(1, 2, {{1}});
+    cluster.addGroup(plan);
+    for (const std::size_t device : {0, 1}) cluster.tell(0, device, descriptorOf(1, 0, 1));
+    cluster.start();
+    std::size_t numEvents = 0;
+    ASSERT_TRUE(eventually([&] {
+      for (const std::size_t device : {0, 1}) {
+        for (const ProxyEvent& event : cluster.proxy(device).takeEvents()) {
+          EXPECT_EQ(event.client, 0);
+          ++numEvents;
+        }
+      }
+      return numEvents > 0 && cluster.control(plan).arrivals(0).load() > 0;
+    }));
+    EXPECT_EQ(numEvents, 1u);
+    EXPECT_EQ(cluster.control(plan).arrivals(0).load(), 1u);
+  }
+}
+
 TEST(Evictions, FollowAPushToARemovedGroup) {
   Cluster cluster({1, 1, 1});
   cluster.addGroup(makePlan(1, 1, {{100}}));
@@ -377,6 +416,26 @@ TEST(ProxyLives, StopIsIdempotentAndGroupsCanGoAfterwards) {
   cluster.proxy(0).stop();
   cluster.proxy(0).stop();
   cluster.proxy(0).removeGroup(1);
+}
+
+TEST(ProxyLives, ADeadSyncCoreHoldsUpNoOther) {
+  constexpr std::uint32_t kNumShards = 4;
+  Cluster cluster({1, 1, 1});
+  const GroupPlan plan = makePlan(1, 1, {{kNumShards}}, 1);
+  cluster.addGroup(plan);
+  // As a sync core of another device leaves it that dies between its claim of a cell and its release, and as
+  // it is when the queue comes round to that cell.
+  const GroupControl control = cluster.control(plan);
+  control.readyCell(0).sequence.store(1);
+  control.readyHead().value.store(kNumShards);
+  control.readyTail().value.store(kNumShards);
+  cluster.start();
+  for (int step = 0; step < 3; ++step) {
+    ASSERT_EQ(cluster.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
+    ASSERT_EQ(cluster.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kDone);
+  }
+  EXPECT_EQ(cluster.proxy(0).statistics().numShards, 3 * kNumShards);
+  cluster.removeFromProxies(1);
 }
 
 TEST(ProxyLives, NeverStartedIsFine) { Cluster cluster({2, 2, 1}); }

@@ -41,7 +41,8 @@ TEST(ReadyQueue, GivesShardsInOrderAndThenNothing) {
     ReadyShard ready;
     for (std::uint32_t step = 1; step <= 5; ++step) {
       EXPECT_FALSE(popReady(memory.control, ready));
-      for (std::uint32_t shard = 0; shard < numShards; ++shard) pushReady(memory.control, {shard, step});
+      for (std::uint32_t shard = 0; shard < numShards; ++shard)
+        ASSERT_TRUE(pushReady(memory.control, {shard, step}));
       for (std::uint32_t shard = 0; shard < numShards; ++shard) {
         ASSERT_TRUE(popReady(memory.control, ready));
         EXPECT_EQ(ready.shard, shard);
@@ -50,6 +51,47 @@ TEST(ReadyQueue, GivesShardsInOrderAndThenNothing) {
     }
     EXPECT_FALSE(popReady(memory.control, ready));
   }
+}
+
+TEST(ReadyQueue, DoesNotWaitForAConsumerThatDiedHoldingACell) {
+  for (const std::uint32_t numShards : {2u, 4u, 8u}) {
+    const ControlMemory memory(numShards);
+    for (std::uint32_t shard = 0; shard < numShards; ++shard)
+      ASSERT_TRUE(pushReady(memory.control, {shard, 1}));
+    memory.control.readyHead().value.fetch_add(1);  // it has claimed shard 0, and never lets go
+    ReadyShard ready;
+    for (std::uint32_t shard = 1; shard < numShards; ++shard) {
+      ASSERT_TRUE(popReady(memory.control, ready));
+      EXPECT_EQ(ready.shard, shard);
+    }
+    EXPECT_FALSE(pushReady(memory.control, {1, 2}));
+    EXPECT_FALSE(popReady(memory.control, ready)) << "nothing was appended";
+    memory.control.readyCell(0).sequence.store(memory.control.capacity());  // it was only interrupted
+    ASSERT_TRUE(pushReady(memory.control, {1, 2}));
+    ASSERT_TRUE(popReady(memory.control, ready));
+    EXPECT_EQ(ready.shard, 1u);
+    EXPECT_EQ(ready.step, 2u);
+  }
+}
+
+TEST(Claims, GiveAContributionToOneMemoryDeviceOfAll) {
+  constexpr std::size_t kNumDevices = 4, kNumShards = 3, kNumClients = 2;
+  constexpr std::uint32_t kNumSteps = 1000;
+  const ControlMemory memory(kNumShards, kNumClients);
+  std::vector<std::atomic<std::uint32_t>> numWinners(kNumSteps + 1);
+  std::atomic<std::uint32_t> numAsked{0};
+  together(kNumDevices, [&](std::size_t) {
+    for (std::uint32_t step = 1; step <= kNumSteps; ++step) {
+      numWinners[step].fetch_add(memory.control.claim(1, 1, step) ? 1 : 0);
+      numAsked.fetch_add(1);
+      ASSERT_TRUE(eventually([&] { return numAsked.load() >= step * kNumDevices; }));
+    }
+  });
+  for (std::uint32_t step = 1; step <= kNumSteps; ++step) EXPECT_EQ(numWinners[step].load(), 1u) << step;
+  EXPECT_FALSE(memory.control.claim(1, 1, kNumSteps)) << "again";
+  EXPECT_FALSE(memory.control.claim(1, 1, kNumSteps + 2)) << "a step was left out";
+  EXPECT_TRUE(memory.control.claim(1, 0, 1)) << "another client's";
+  EXPECT_TRUE(memory.control.claim(0, 1, 1)) << "another shard's";
 }
 
 struct Crew {
@@ -77,7 +119,8 @@ TEST_P(ReadyQueueOfThreads, GivesEachShardToExactlyOneConsumer) {
            shard += static_cast<std::uint32_t>(numProducers)) {
         ASSERT_TRUE(eventually([&] { return finished[shard].load(std::memory_order_acquire) == step - 1; }));
         data[shard] = step;
-        pushReady(memory.control, {shard, step});
+        // A consumer of the last lap may be between its claim and its release.
+        ASSERT_TRUE(eventually([&] { return pushReady(memory.control, {shard, step}); }));
       }
     }
   };

@@ -9,6 +9,7 @@ void registerSharedMemory(pybind11::module_& module);
 void registerTensorGroup(pybind11::module_& module);
 void registerProxy(pybind11::module_& module);
 void registerClient(pybind11::module_& module);
+void registerHeartbeat(pybind11::module_& module);
 void registerPacer(pybind11::module_& module);
 void registerReduce(pybind11::module_& module);
 

@@ -40,6 +40,7 @@ void registerClient(py::module_& module) {
       .value("ABORTED", WaitStatus::kAborted)
       .value("DEVICE_LOST", WaitStatus::kDeviceLost)
       .value("FORKED", WaitStatus::kForked)
+      .value("DEVICE_SILENT", WaitStatus::kDeviceSilent)
       .finalize();
   py::native_enum<ProbeKind>(module, "ProbeKind", "enum.IntEnum")
       .value("PUSH", ProbeKind::kPush)
@@ -56,13 +57,20 @@ void registerClient(py::module_& module) {
   module.attr("REDUCED") = static_cast<int>(kReduced);
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-                       std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated) {
-             return std::make_unique<Client>(numDevices, segmentFd, doorbellsFd, std::move(watchFds),
-                                             std::chrono::microseconds(spinMicroseconds), checkSignals,
-                                             bytesPerRing, isEmulated);
+                       std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated,
+                       std::uint32_t heartbeatMilliseconds) {
+             ClientConfig config;
+             config.numDevices = numDevices;
+             config.watchFds = std::move(watchFds);
+             config.spinBudget = std::chrono::microseconds(spinMicroseconds);
+             config.bytesPerRing = bytesPerRing;
+             config.isEmulated = isEmulated;
+             config.heartbeatLimit = std::chrono::milliseconds(heartbeatMilliseconds);
+             return std::make_unique<Client>(std::move(config), segmentFd, doorbellsFd, checkSignals);
            }),
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
-           py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false)
+           py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false,
+           py::arg("heartbeat_ms") = 0)
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("add_peers", &Client::addPeers, py::arg("group"), py::arg("slot_fds"))

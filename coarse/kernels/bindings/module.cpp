@@ -19,6 +19,7 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerTensorGroup(module);
   coarse::registerProxy(module);
   coarse::registerClient(module);
+  coarse::registerHeartbeat(module);
   coarse::registerPacer(module);
   coarse::registerReduce(module);
 }

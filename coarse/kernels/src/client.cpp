@@ -23,23 +23,20 @@ constexpr std::uint32_t kShardsPerCopy = 4;
 
 }  // namespace
 
-Client::Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-               std::chrono::microseconds spinBudget, std::function<void()> interrupt,
-               std::size_t bytesPerRing, bool isEmulated)
-    : numDevices_(numDevices),
-      spinBudget_(spinBudget),
-      bytesPerRing_(bytesPerRing),
-      isEmulated_(isEmulated),
-      watchFds_(std::move(watchFds)),
+Client::Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt)
+    : config_(std::move(config)),
+      segmentMapping_(mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices),
+                                Mapping::Access::kReadWrite, "client segment")),
+      segment_(segmentMapping_.data()),
+      doorbellMapping_(mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell),
+                                 Mapping::Access::kReadWrite, "doorbells")),
+      doorbells_(reinterpret_cast<Doorbell*>(doorbellMapping_.data())),
+      heartbeats_(doorbells_, config_.numDevices, config_.heartbeatLimit),
       interrupt_(std::move(interrupt)),
-      heldBackBytes_(numDevices, 0),
+      heldBackBytes_(config_.numDevices, 0),
       pid_(::getpid()) {
-  constexpr auto kWritable = Mapping::Access::kReadWrite;
-  segmentMapping_ = mapSealed(segmentFd, ClientSegment::numBytes(numDevices), kWritable, "client segment");
-  segment_ = ClientSegment(segmentMapping_.data());
-  doorbellMapping_ = mapSealed(doorbellsFd, numDevices * sizeof(Doorbell), kWritable, "doorbells");
-  doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
-  for (std::size_t device = 0; device < numDevices; ++device) producers_.emplace_back(segment_.queue(device));
+  for (std::size_t device = 0; device < config_.numDevices; ++device)
+    producers_.emplace_back(segment_.queue(device));
 }
 
 std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
@@ -77,7 +74,7 @@ void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes)
 void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
   if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
   for (const std::uint16_t device : routes) {
-    if (device >= numDevices_)
+    if (device >= config_.numDevices)
       throw std::invalid_argument("a route leads to a memory device that does not exist");
   }
 }
@@ -112,7 +109,7 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
 }
 
 WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes) {
-  if (isEmulated_) descriptor.sentAt = stampOf(monotonicNow());
+  if (config_.isEmulated) descriptor.sentAt = stampOf(monotonicNow());
   while (!producers_[device].push(descriptor)) {
     // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
     doorbells_[device].ring();
@@ -128,7 +125,7 @@ WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t
   }
   ++numPosted_;
   heldBackBytes_[device] += numBytes + 1;
-  if (heldBackBytes_[device] >= bytesPerRing_) {
+  if (heldBackBytes_[device] >= config_.bytesPerRing) {
     heldBackBytes_[device] = 0;
     doorbells_[device].ring();
   }
@@ -136,7 +133,7 @@ WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t
 }
 
 void Client::flush() noexcept {
-  for (std::size_t device = 0; device < numDevices_; ++device) {
+  for (std::size_t device = 0; device < config_.numDevices; ++device) {
     if (std::exchange(heldBackBytes_[device], 0) > 0) doorbells_[device].ring();
   }
 }
@@ -347,7 +344,7 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
   const MonotonicNs begin = monotonicNow();
   for (const ClientProbe& probe : probes) {
     ClientTensor& tensor = tensorOf(group, probe.tensor);
-    if (tensor.numShards != 1 || isLate(groupId, probe.tensor) || probe.device >= numDevices_)
+    if (tensor.numShards != 1 || isLate(groupId, probe.tensor) || probe.device >= config_.numDevices)
       throw std::invalid_argument("a probe takes a tensor of one shard that is not under way, and a device");
     Descriptor descriptor;
     descriptor.group = groupId;
@@ -396,7 +393,7 @@ WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::u
 template <typename IsDone>
 WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds) {
   Inbox& inbox = segment_.inbox();
-  YieldingSpin spin(spinBudget_);
+  YieldingSpin spin(config_.spinBudget);
   do {
     if (isDone()) return WaitStatus::kDone;
   } while (spin.yield());
@@ -431,12 +428,16 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
 WaitStatus Client::health() {
   if (interrupt_) interrupt_();
   if (segment_.inbox().aborted.load(std::memory_order_acquire) != 0) return WaitStatus::kAborted;
-  for (std::size_t device = 0; device < watchFds_.size(); ++device) {
-    pollfd watched{watchFds_[device], POLLIN, 0};
+  for (std::size_t device = 0; device < config_.watchFds.size(); ++device) {
+    pollfd watched{config_.watchFds[device], POLLIN, 0};
     if (::poll(&watched, 1, 0) > 0 && (watched.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0) {
       lostDevice_ = device;
       return WaitStatus::kDeviceLost;
     }
+  }
+  if (const auto silent = heartbeats_.look()) {
+    lostDevice_ = *silent;
+    return WaitStatus::kDeviceSilent;
   }
   return WaitStatus::kDone;
 }

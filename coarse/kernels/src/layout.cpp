@@ -62,6 +62,12 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
   return cursor.offset();
 }
 
+bool GroupControl::claim(std::size_t shard, std::size_t client, std::uint32_t step) const noexcept {
+  std::uint32_t last = step - 1;
+  // relaxed: what the winner writes is published by contribution.step and the arrival.
+  return contribution(shard, client).claimed.compare_exchange_strong(last, step, std::memory_order_relaxed);
+}
+
 void GroupControl::initialise() const noexcept {
   for (std::uint64_t i = 0; i < capacity(); ++i) ready_[i].sequence.store(i, std::memory_order_release);
 }

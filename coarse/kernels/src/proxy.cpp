@@ -288,18 +288,27 @@ void Proxy::wakeOthers() noexcept {
 bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   TensorGroup* group = groups_.find(descriptor.group);
   if (std::string reason = rejection(group, client, descriptor, *prober_); !reason.empty()) {
-    intake_.evict(client);
-    report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
+    evict(client, reason);
     return false;
   }
   if (group->plan().shards[descriptor.shard].algorithm == Algorithm::kProbe) {
     prober_->serve(*group, client, descriptor);
     return false;
   }
+  if (!group->control().claim(descriptor.shard, client, descriptor.step)) {
+    evict(client, "step " + std::to_string(descriptor.step) + " of shard " +
+                      std::to_string(descriptor.shard) + ", which another memory device has taken");
+    return false;
+  }
   record(*group, client, descriptor);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
   if (numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
   return true;
+}
+
+void Proxy::evict(std::size_t client, const std::string& reason) {
+  intake_.evict(client);
+  report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
 }
 
 void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& descriptor) {
@@ -342,9 +351,10 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1) {
     appendToRing((*ringLogs_)[entry.shard % kNumRings], entry);
     hasPushedRing_ = true;
-  } else {
-    pushReady(control, {entry.shard, entry.step});
+  } else if (pushReady(control, {entry.shard, entry.step})) {
     ++numPushedReady_;
+  } else {
+    runShard(group, entry);  // rather than wait for a sync core that may be dead
   }
 }
 

@@ -6,15 +6,22 @@ namespace coarse {
 // position is free for the producer of that position, position + 1 means filled, position + capacity means
 // free for the next lap.
 
-void pushReady(const GroupControl& control, ReadyShard ready) noexcept {
-  const std::uint64_t position = control.readyTail().value.fetch_add(1, std::memory_order_relaxed);
-  ReadyCell& cell = control.readyCell(position);
-  // The consumer of the last lap has already claimed this cell; it may be between its copy and its release.
-  while (cell.sequence.load(std::memory_order_acquire) != position) {
+bool pushReady(const GroupControl& control, ReadyShard ready) noexcept {
+  std::atomic<std::uint64_t>& tail = control.readyTail().value;
+  std::uint64_t position = tail.load(std::memory_order_relaxed);
+  while (true) {
+    ReadyCell& cell = control.readyCell(position);
+    const std::uint64_t sequence = cell.sequence.load(std::memory_order_acquire);
+    if (sequence == position) {
+      if (!tail.compare_exchange_weak(position, position + 1, std::memory_order_relaxed)) continue;
+      cell.shard = ready.shard;
+      cell.step = ready.step;
+      cell.sequence.store(position + 1, std::memory_order_release);
+      return true;
+    }
+    if (static_cast<std::int64_t>(sequence - position) < 0) return false;
+    position = tail.load(std::memory_order_relaxed);
   }
-  cell.shard = ready.shard;
-  cell.step = ready.step;
-  cell.sequence.store(position + 1, std::memory_order_release);
 }
 
 bool popReady(const GroupControl& control, ReadyShard& ready) noexcept {

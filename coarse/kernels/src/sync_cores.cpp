@@ -54,8 +54,10 @@ void SyncCores::parkWhilePaused() {
 void SyncCores::run(std::size_t core) {
   if (config_.needsExactSleeps) makeSleepsExact();
   YieldingSpin spin(config_.spinBudget);
+  std::uint32_t numTurns = 0;
   while (!isStopping_.load(std::memory_order_acquire)) {
     if (isPausing_.load(std::memory_order_acquire)) parkWhilePaused();
+    if (core == 0) doorbell_.beats.store(++numTurns, std::memory_order_relaxed);
     // Read before looking for work: a ring in between changes it, and sleep() returns at once.
     const std::uint32_t seenRings = doorbell_.rings.load(std::memory_order_seq_cst);
     if (work_(core)) {

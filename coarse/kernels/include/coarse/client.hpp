@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "coarse/descriptor_queue.hpp"
+#include "coarse/heartbeat.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/shared_memory.hpp"
@@ -22,9 +23,10 @@ namespace coarse {
 enum class WaitStatus : std::uint8_t {
   kDone = 0,
   kTimedOut = 1,
-  kAborted = 2,     // a memory device says that a process was lost; its reason waits on the control socket
-  kDeviceLost = 3,  // a control socket was closed by its memory device
-  kForked = 4,      // called in a child of the process that made the client
+  kAborted = 2,       // a memory device says that a process was lost; its reason waits on the control socket
+  kDeviceLost = 3,    // a control socket was closed by its memory device
+  kForked = 4,        // called in a child of the process that made the client
+  kDeviceSilent = 5,  // a memory device is there, and has not worked for the heartbeat's limit
 };
 
 /// A registered tensor: a range of shards.
@@ -42,23 +44,27 @@ struct ClientProbe {
   ProbeRequest request;
 };
 
+struct ClientConfig {
+  std::size_t numDevices = 1;
+  std::vector<int>
+      watchFds;  // a control socket per memory device, looked at during waits; stay open meanwhile
+  std::chrono::microseconds spinBudget{50};  // how long a wait looks for its result before it sleeps
+  // A memory device is woken once per so many bytes pushed, not once per tensor: a wake-up costs a context
+  // switch. Waiting wakes it in any case.
+  std::size_t bytesPerRing = 1 << 20;
+  bool isEmulated =
+      false;  // descriptors carry the time when they were posted, from which emulated links count
+  std::chrono::milliseconds heartbeatLimit{0};  // of HeartbeatWatch
+};
+
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
 ///
 /// Thread safety: one caller at a time, whichever thread it is.
 class Client {
  public:
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
-  /// @param watchFds one control socket per memory device, looked at during waits; stay open while the client
-  /// lives.
-  /// @param spinBudget how long a wait looks for its result before it sleeps.
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
-  /// @param bytesPerRing a memory device is woken once per so many bytes pushed, not once per tensor: a
-  /// wake-up costs a
-  ///     context switch. Waiting wakes it in any case.
-  /// @param isEmulated descriptors carry the time when they were posted, from which emulated links count.
-  Client(std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
-         std::chrono::microseconds spinBudget, std::function<void()> interrupt,
-         std::size_t bytesPerRing = 1 << 20, bool isEmulated = false);
+  Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt);
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
@@ -113,7 +119,7 @@ class Client {
   WaitStatus probe(std::uint32_t group, const std::vector<ClientProbe>& probes, double timeoutSeconds,
                    std::vector<double>& seconds);
 
-  /// The memory device whose socket was found closed.
+  /// The memory device whose socket was found closed, or that was silent for too long.
   std::size_t lostDevice() const noexcept { return lostDevice_; }
 
  private:
@@ -169,15 +175,12 @@ class Client {
   WaitStatus health();
   bool isForked() const noexcept;
 
-  std::size_t numDevices_;
-  std::chrono::microseconds spinBudget_;
-  std::size_t bytesPerRing_;
-  bool isEmulated_;
+  ClientConfig config_;
   Mapping segmentMapping_;
   ClientSegment segment_;
   Mapping doorbellMapping_;
   Doorbell* doorbells_;
-  std::vector<int> watchFds_;
+  HeartbeatWatch heartbeats_;
   std::function<void()> interrupt_;
   std::vector<DescriptorProducer> producers_;
   std::vector<std::size_t> heldBackBytes_;  // per device, told but not rung for

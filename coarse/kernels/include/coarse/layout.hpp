@@ -37,15 +37,18 @@ class ArrayCursor {
   std::size_t offset_ = 0;
 };
 
-/// Where the sync cores of one memory device sleep. Written by whoever has work for them.
+/// Where the sync cores of one memory device sleep, and its sign of life. Rung by whoever has work for them.
 struct alignas(kCacheLineBytes) Doorbell {
   std::atomic<std::uint32_t> rings;     // futex word: counts rings
   std::atomic<std::uint32_t> sleepers;  // sync cores asleep, or about to be
+  // Turns of sync core 0, which takes some each second whatever it does (heartbeat.hpp); 0 before it starts.
+  // On a line of its own, which others only look at.
+  alignas(kCacheLineBytes) std::atomic<std::uint32_t> beats;
 
   /// Wakes the sleeping sync cores; costs one atomic addition when none sleeps.
   void ring() noexcept;
 };
-static_assert(sizeof(Doorbell) == kCacheLineBytes);
+static_assert(sizeof(Doorbell) == 2 * kCacheLineBytes);
 
 /// Where one client waits for completed shards. The client writes `wakeAt` and `sleeping`, devices the rest.
 struct alignas(kCacheLineBytes) Inbox {
@@ -129,8 +132,8 @@ struct Contribution {
   std::uint8_t flags;
   std::uint8_t dtype;
   std::uint8_t op;
-  std::uint8_t device;  // the memory device that took it, in whose memory it lies
-  std::uint32_t padding;
+  std::uint8_t device;                 // the memory device that took it, in whose memory it lies
+  std::atomic<std::uint32_t> claimed;  // the step that a memory device takes, or has taken
 };
 static_assert(sizeof(Contribution) == 16);
 
@@ -159,6 +162,9 @@ class GroupControl {
   Contribution& contribution(std::size_t shard, std::size_t client) const noexcept {
     return contributions_[shard * numClients_ + client];
   }
+  /// Gives a client's contribution to `step` to one memory device alone, whichever it was told to.
+  /// @returns false if another one has it, or the step before was never taken.
+  bool claim(std::size_t shard, std::size_t client, std::uint32_t step) const noexcept;
   /// Of a shard that is exchanged: memory devices whose pieces are not done.
   std::atomic<std::uint32_t>& devicesLeft(std::size_t shard) const noexcept { return devicesLeft_[shard]; }
   /// Last step whose result is in the client's slot.

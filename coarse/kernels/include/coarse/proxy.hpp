@@ -115,6 +115,7 @@ class Proxy {
   bool work(std::size_t core);
   bool advanceRings(std::size_t core);
   bool accept(std::size_t client, const Descriptor& descriptor);
+  void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
   bool runReadyShard();

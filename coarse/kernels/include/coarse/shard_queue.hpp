@@ -12,8 +12,10 @@ struct ReadyShard {
 };
 
 /// Appends a shard whose contributors are complete to the group's ready queue (many producers, many
-/// consumers). Never full: each shard is in it once at most, and there is a cell for each.
-void pushReady(const GroupControl& control, ReadyShard ready) noexcept;
+/// consumers). There is a cell for each shard, which is in it once at most.
+/// @returns false, at once, if the consumer of the last lap still holds the cell: it was interrupted between
+/// its claim and its release, or has died there.
+[[nodiscard]] bool pushReady(const GroupControl& control, ReadyShard ready) noexcept;
 
 /// Takes a ready shard; each goes to exactly one sync core of all memory devices. @returns false if there is
 /// none.
