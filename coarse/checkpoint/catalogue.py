@@ -89,16 +89,20 @@ def find_newest(parent: Folder, progress: Progress = lambda done, total: None) -
 
 
 def open_verified(
-    parent: Folder, name: CheckpointName, progress: Progress = lambda done, total: None
+    parent: Folder,
+    name: CheckpointName,
+    progress: Progress = lambda done, total: None,
+    *,
+    digests: bool = False,
 ) -> Checkpoint:
-    """Opens a checkpoint of which every byte is right.
+    """Opens a checkpoint of which every byte is right, by Checkpoint.verify().
 
     Raises:
         CheckpointError, OSError: As open_checkpoint() and Checkpoint.verify().
     """
     checkpoint = open_checkpoint(parent, name)
     try:
-        checkpoint.verify(progress)
+        checkpoint.verify(progress, digests=digests)
     except BaseException:
         checkpoint.close()
         raise

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from coarse.checkpoint.catalogue import open_verified, remove, superseded
 from coarse.checkpoint.folder import Folder
@@ -15,6 +18,7 @@ from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
 from coarse.checkpoint.source import CheckpointSource
 from coarse.checkpoint.writer import (
+    Progress,
     SaveCancelledError,
     SaveDetails,
     WriteOptions,
@@ -22,9 +26,11 @@ from coarse.checkpoint.writer import (
     write_hint,
     write_worker_state,
 )
-from coarse.errors import CheckpointError
+from coarse.errors import CheckpointError, CoarseError
 
 logger = logging.getLogger(__name__)
+
+_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,74 @@ class SaveCounts:
     last_bytes: int = 0
 
 
+class Writing(Protocol):
+    """A checkpoint that is about to be written, by this process or by a memory device."""
+
+    @property
+    def step(self) -> int:
+        """How many updates its state has seen."""
+
+    def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+        """Writes it as write_checkpoint() does, with the same errors. Called once, from a thread of the saver."""
+
+    def close(self) -> None:
+        """Gives it up without writing. Idempotent; after write() it does nothing."""
+
+
+class SourceWriting:
+    """A checkpoint that this process writes.
+
+    Args:
+        parent: Folder of all checkpoints; stays the caller's.
+        source: The state.
+        details: What belongs to it.
+        options: How to write.
+    """
+
+    def __init__(
+        self,
+        parent: Folder,
+        source: CheckpointSource,
+        details: SaveDetails,
+        options: WriteOptions | None = None,
+    ) -> None:
+        self.step = source.step
+        self._parent = parent
+        self._source = source
+        self._details = details
+        self._options = options
+
+    def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+        return write_checkpoint(
+            self._parent,
+            self._source,
+            self._details,
+            options=self._options,
+            progress=progress,
+            should_stop=should_stop,
+        )
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """What a worker writes itself for a save.
+
+    Args:
+        step: Of the checkpoint.
+        save_number: Of the save.
+        rank: Of the worker.
+        state: As to_json() has it.
+    """
+
+    step: int
+    save_number: int
+    rank: int
+    state: Any
+
+
 class Saver:
     """Writes checkpoints in a thread of its own, at most one at a time.
 
@@ -60,30 +134,28 @@ class Saver:
         parent: Folder of all checkpoints; belongs to the saver from now on.
         keep: How many of the newest checkpoints stay, beside pinned ones.
         most_failures: So many failures in a row are an error.
-        options: How to write.
 
     Raises:
         ValueError: If `keep` or `most_failures` is below 1.
     """
 
-    def __init__(
-        self,
-        parent: Folder,
-        *,
-        keep: int = 3,
-        most_failures: int = 3,
-        options: WriteOptions | None = None,
-    ) -> None:
+    def __init__(self, parent: Folder, *, keep: int = 3, most_failures: int = 3) -> None:
         if keep < 1 or most_failures < 1:
             raise ValueError(f"keep={keep} and most_failures={most_failures} start at 1")
         self._parent = parent
         self._keep = keep
         self._most_failures = most_failures
-        self._options = options or WriteOptions()
-        self._thread: threading.Thread | None = None
+        # Once it runs, a save begins without waiting for a thread.
+        self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", self._be_nice)
+        self._under_way: Future[None] | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()  # guards _counts
         self._counts: dict[str, Any] = {}
+
+    @property
+    def folder(self) -> Folder:
+        """Folder of all checkpoints."""
+        return self._parent
 
     @property
     def counts(self) -> SaveCounts:
@@ -94,27 +166,26 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._under_way is not None and not self._under_way.done()
 
-    def start(self, source: CheckpointSource, details: SaveDetails, worker_state: Any = None) -> bool:
-        """Begins to save; returns at once. False if a save is under way: then the source is closed, the skip counted.
+    def start(self, writing: Writing, own_state: WorkerState | None = None) -> bool:
+        """Begins to save; returns at once. False if a save is under way: then `writing` is closed, the skip counted.
 
         Args:
-            source: The state; closed when it has been written.
-            details: What belongs to it.
-            worker_state: That of worker 0, if workers have state.
+            writing: The checkpoint.
+            own_state: That of this worker, if workers have state.
         """
         if self.is_busy:
-            source.close()
-            self.skip(source.step)
+            writing.close()
+            self.skip(writing.step)
             return False
-        self._run(lambda: self._save(source, details, worker_state))
+        self._run(lambda: self._save(writing, own_state))
         return True
 
-    def start_worker_state(self, *, step: int, save_number: int, rank: int, state: Any) -> None:
-        """Begins to write a worker's own state, for a save that worker 0 writes."""
+    def start_worker_state(self, own_state: WorkerState) -> None:
+        """Begins to write a worker's own state, for a save that another worker writes."""
         self.wait()
-        self._run(lambda: self._save_state(step=step, save_number=save_number, rank=rank, state=state))
+        self._run(lambda: self._write_state(own_state))
 
     def skip(self, step: int) -> None:
         """Counts a save that did not begin."""
@@ -135,20 +206,25 @@ class Saver:
 
     def wait(self) -> None:
         """Returns when no save is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
 
     def close(self, *, cancel: bool = False) -> None:
         """Waits for the save that is under way, or gives it up; closes the folder. Idempotent."""
         if cancel:
             self._stop.set()
         self.wait()
+        self._executor.shutdown()
         self._parent.close()
 
     def _run(self, work: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=self._guarded, args=(work,), name="coarse-checkpoint")
-        self._thread.start()
+        self._under_way = self._executor.submit(self._guarded, work)
+
+    @staticmethod
+    def _be_nice() -> None:
+        with contextlib.suppress(OSError):  # training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -167,27 +243,20 @@ class Saver:
             last_error=text,
         )
         # Traces are for what should not happen; a full disk is no such thing.
-        expected = isinstance(error, (OSError, CheckpointError))
+        expected = isinstance(error, (OSError, CoarseError))
         logger.warning("a checkpoint could not be saved; training goes on. %s", text, exc_info=not expected)
 
-    def _save(self, source: CheckpointSource, details: SaveDetails, worker_state: Any) -> None:
+    def _save(self, writing: Writing, own_state: WorkerState | None) -> None:
         began_s = time.monotonic()
-        num_bytes = sum(tensor.nbytes for tensor in source.tensors)
-        if details.has_worker_state:
-            self._save_state(step=source.step, save_number=details.save_number, rank=0, state=worker_state)
-        with SaveProgress(f"step {source.step}") as progress:
-            name = write_checkpoint(
-                self._parent,
-                source,
-                details,
-                options=self._options,
-                progress=progress,
-                should_stop=self._stop.is_set,
-            )
+        with contextlib.closing(writing), SaveProgress(f"step {writing.step}") as progress:
+            if own_state is not None:
+                self._write_state(own_state)
+            name = writing.write(progress, self._stop.is_set)
         save_s = time.monotonic() - began_s
         write_hint(self._parent, name)
         # Before older ones go: what was written must be there when the disk is asked.
-        open_verified(self._parent, name).close()
+        with open_verified(self._parent, name) as checkpoint:
+            num_bytes = checkpoint.manifest.num_bytes
         self._count(
             num_saved=self.counts.num_saved + 1, num_failed_in_row=0, last_save_s=save_s, last_bytes=num_bytes
         )
@@ -199,8 +268,10 @@ class Saver:
             if name != saved:
                 remove(self._parent, name)
 
-    def _save_state(self, *, step: int, save_number: int, rank: int, state: Any) -> None:
-        write_worker_state(self._parent, step=step, save_number=save_number, rank=rank, state=state)
+    def _write_state(self, own: WorkerState) -> None:
+        write_worker_state(
+            self._parent, step=own.step, save_number=own.save_number, rank=own.rank, state=own.state
+        )
 
     def _count(self, **changed: Any) -> None:
         with self._lock:

@@ -100,7 +100,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
             reason = ""
             try:
                 with SaveProgress(f"verify {name}") as progress:
-                    open_verified(folder, name, progress).close()
+                    open_verified(folder, name, progress, digests=True).close()
             except (CheckpointError, OSError) as error:
                 reason = str(error)
             results.append({"checkpoint": str(name), "whole": not reason, "reason": reason})

@@ -30,17 +30,16 @@ from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
 from coarse.checkpoint.reader import Checkpoint, open_checkpoint
-from coarse.checkpoint.saver import SaveCounts, Saver
-from coarse.checkpoint.source import ArraySource, CheckpointSource
+from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
+from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.errors import CheckpointError
-from coarse.torch.layout import Packing, as_bytes
+from coarse.torch.host_copies import HostCopies
+from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.training_state import (
-    TrainingState,
     as_small_tensor,
     bare,
-    described,
     from_small_tensor,
     load_training_state,
     training_state,
@@ -75,9 +74,10 @@ class _Reshards(Protocol):
 class Checkpointer:
     """Saves and restores a training job: model, optimizer, and what else the user hands over.
 
-    A save copies the state (worker 0 does) and writes it in the background. One is under way at most: a save that
-    comes too early is skipped and counted. Training goes on if the disk fails; after `most_failures` failures in a
-    row step() raises. SIGUSR1, sent to any worker, saves at one of the next steps.
+    A save copies the state (worker 0 does) while the next gradients are computed, and writes it in the background.
+    One is under way at most: a save that comes too early is skipped and counted. Training goes on if the disk fails;
+    after `most_failures` failures in a row step() raises. SIGUSR1, sent to any worker, saves at one of the next
+    steps.
 
     Every worker constructs it alike and makes the same calls; step(), save() and restore() are collective where there
     is more than one worker, through a process group of their own.
@@ -120,12 +120,13 @@ class Checkpointer:
         self._num_steps = 0
         self._num_saves = 0
         self._workers = _Workers()
-        self._copies = _HostCopies()
+        self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
         self._parent = parent
         if self._workers.rank == 0:
             remove_unfinished(parent)
-        self._saver = Saver(parent, keep=keep, most_failures=most_failures, options=options)
+        self._options = options or WriteOptions()
+        self._saver = Saver(parent, keep=keep, most_failures=most_failures)
         self._signal = _SaveSignal(on_signal)
         self._workers.barrier()
 
@@ -198,6 +199,7 @@ class Checkpointer:
         Raises:
             CheckpointError: If there are checkpoints but none is whole, or the one does not fit.
         """
+        self._saver.wait()
         with SaveProgress("restore") as progress:
             checkpoint = self._open_same(step, progress)
             if checkpoint is None:
@@ -221,6 +223,9 @@ class Checkpointer:
         """Waits for the save that is under way, and hands SIGUSR1 back. Idempotent."""
         self._signal.close()
         self._saver.close()
+        self._copies.close()
+        if self._step_hook is not None:
+            self._step_hook.remove()
         self._workers.close()
 
     def __enter__(self) -> Checkpointer:
@@ -236,25 +241,35 @@ class Checkpointer:
 
     def _begin_save(self) -> None:
         self._num_saves += 1
-        rank = self._workers.rank
-        mine = {name: each.state_dict() for name, each in self._state.items()}
-        state = to_json(mine, translate=as_small_tensor) if mine else None
-        if rank == 0:
-            taken = training_state(self._model, self._optimizer)
-            details = SaveDetails(
-                world_size=self._workers.world_size,
-                optimizer=taken.optimizer,
-                save_number=self._num_saves,
-                has_worker_state=bool(mine),
-            )
-            self._saver.start(self._source(taken), details, state)
-        elif mine:
-            self._saver.start_worker_state(
-                step=self._num_steps, save_number=self._num_saves, rank=rank, state=state
-            )
+        own_state = self._own_state()
+        if self._workers.rank == 0:
+            self._saver.start(self._writing(), own_state)
+        elif own_state is not None:
+            self._saver.start_worker_state(own_state)
 
-    def _source(self, taken: TrainingState) -> CheckpointSource:
-        return self._copies.take(self._num_steps, taken.tensors)
+    def _own_state(self) -> OwnState | None:
+        if not self._state:
+            return None
+        state = {name: each.state_dict() for name, each in self._state.items()}
+        return OwnState(
+            step=self._num_steps,
+            save_number=self._num_saves,
+            rank=self._workers.rank,
+            state=to_json(state, translate=as_small_tensor),
+        )
+
+    def _writing(self) -> Writing:
+        taken = training_state(self._model, self._optimizer)
+        details = SaveDetails(
+            world_size=self._workers.world_size,
+            optimizer=taken.optimizer,
+            save_number=self._num_saves,
+            has_worker_state=bool(self._state),
+        )
+        source = self._copies.take(
+            self._num_steps, taken.tensors, only_optimizer_changes=taken.only_optimizer_changes
+        )
+        return SourceWriting(self._parent, source, details, self._options)
 
     def _open_same(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
         """Opens the checkpoint that worker 0 has chosen and verified."""
@@ -297,6 +312,15 @@ class Checkpointer:
                 f"{sorted(self._state)}"
             )
         return states
+
+
+def _copies_beside(optimizer: torch.optim.Optimizer | None) -> tuple[HostCopies, Any]:
+    """Where states are copied to, and the hook that has the optimizer wait for it; None where nothing has to."""
+    in_devices = isinstance(optimizer, DistributedOptimizer) and optimizer.runs_in_memory_devices
+    if optimizer is None or in_devices:
+        return HostCopies(waits_for_step=False), None
+    copies = HostCopies(waits_for_step=True)
+    return copies, optimizer.register_step_pre_hook(lambda *_: copies.finish())
 
 
 def _load_resharded(name: str, target: WorkerState, states: list[Any], workers: _Workers) -> None:
@@ -401,32 +425,6 @@ def _without_wrapper(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "module."
     wrapped = bool(state_dict) and all(key.startswith(prefix) for key in state_dict)
     return {key.removeprefix(prefix) if wrapped else key: value for key, value in state_dict.items()}
-
-
-class _HostCopies:
-    """Memory for copies of a state: one block, kept from save to save."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, step: int, tensors: Mapping[str, torch.Tensor]) -> ArraySource:
-        """Copies a state; the one before must have been written."""
-        values = [tensor.detach() for tensor in tensors.values()]
-        packing = Packing(values)
-        if self._memory.numel() < packing.num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
-        copies = packing.views(self._memory)
-        with torch.no_grad():
-            for copy, value in zip(copies, values, strict=True):
-                copy.copy_(value)
-        return ArraySource(
-            step,
-            {
-                described(name, copy): as_bytes(copy).numpy()
-                for name, copy in zip(tensors, copies, strict=True)
-            },
-        )
 
 
 class _Workers:

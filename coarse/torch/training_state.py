@@ -48,10 +48,12 @@ class TrainingState:
 
     Args:
         tensors: By their names in the checkpoint.
+        only_optimizer_changes: Names of those that nothing but the optimizer's update changes.
         optimizer: The optimizer's settings as JSON; None without an optimizer.
     """
 
     tensors: Mapping[str, torch.Tensor]
+    only_optimizer_changes: frozenset[str]
     optimizer: Any
 
 
@@ -69,14 +71,19 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     """
     tensors = model_tensors(model)
     if optimizer is None:
-        return TrainingState(tensors=tensors, optimizer=None)
+        return TrainingState(tensors=tensors, only_optimizer_changes=frozenset(), optimizer=None)
     saved = optimizer.state_dict()
-    names = _names_of_parameters(model, optimizer)
+    named = dict(bare(model).named_parameters())
+    names = _names_of_parameters(named, optimizer)
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    steady = {f"{MODEL_PREFIX}{name}" for name in (*names, *frozen)}
     values: dict[str, dict[str, Any]] = {}
     for number, entries in saved["state"].items():
         for state, value in entries.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"{OPTIMIZER_PREFIX}{state}.{names[number]}"] = value
+                name = f"{OPTIMIZER_PREFIX}{state}.{names[number]}"
+                tensors[name] = value
+                steady.add(name)
             else:
                 values.setdefault(names[number], {})[state] = value
     groups = [
@@ -84,7 +91,9 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     ]
     settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
     return TrainingState(
-        tensors=tensors, optimizer=to_json(settings, translate=as_small_tensor, path="optimizer")
+        tensors=tensors,
+        only_optimizer_changes=frozenset(steady & tensors.keys()),
+        optimizer=to_json(settings, translate=as_small_tensor, path="optimizer"),
     )
 
 
@@ -165,9 +174,11 @@ def from_small_tensor(value: SmallTensor) -> torch.Tensor:
     return flat.reshape(value.shape)
 
 
-def _names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _names_of_parameters(
+    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[str]:
     """Names of the optimizer's parameters, in the order in which its state dict numbers them."""
-    names = {parameter: name for name, parameter in bare(model).named_parameters()}
+    names = {parameter: name for name, parameter in named.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(parameter not in names for parameter in parameters)
     if foreign:
@@ -203,9 +214,10 @@ def _optimizer_state_dict(
     if checkpoint.manifest.optimizer is None:
         raise CheckpointError(f"{checkpoint.path} holds no optimizer; restore the model alone, without one")
     settings = from_json(checkpoint.manifest.optimizer, translate=from_small_tensor)
-    names = _names_of_parameters(model, optimizer)
+    named = dict(bare(model).named_parameters())
+    names = _names_of_parameters(named, optimizer)
     numbers = {name: number for number, name in enumerate(names)}
-    shapes = {name: tuple(parameter.shape) for name, parameter in bare(model).named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
     groups = _groups(checkpoint, settings, optimizer, names)
     state: dict[int, dict[str, Any]] = {}
     wrong: list[str] = []

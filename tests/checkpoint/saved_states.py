@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.reader import Checkpoint
-from coarse.checkpoint.source import ArraySource, SavedTensor
+from coarse.checkpoint.saver import Saver, SourceWriting, WorkerState
+from coarse.checkpoint.source import ArraySource, CheckpointSource, SavedTensor
 from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
 
 TENSORS = (
@@ -53,6 +55,20 @@ def save(
             for step in steps
         ]
     return names[-1]
+
+
+def begin(
+    saver: Saver,
+    state: CheckpointSource,
+    details: SaveDetails | None = None,
+    own_state: Any = None,
+    options: WriteOptions = OPTIONS,
+) -> bool:
+    """Begins to save a state; `own_state` is that of worker 0."""
+    details = details or SaveDetails()
+    own = WorkerState(step=state.step, save_number=details.save_number, rank=0, state=own_state)
+    writing = SourceWriting(saver.folder, state, details, options)
+    return saver.start(writing, own if details.has_worker_state else None)
 
 
 def check_contents(checkpoint: Checkpoint) -> None:

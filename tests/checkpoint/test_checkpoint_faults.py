@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from saved_states import OPTIONS, check_contents, save, source
+from saved_states import OPTIONS, begin, check_contents, save, source
 
 from coarse.checkpoint.catalogue import find_newest, names_of, remove_unfinished
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
-from coarse.checkpoint.saver import Saver
+from coarse.checkpoint.saver import Saver, SourceWriting, WorkerState
 from coarse.checkpoint.writer import SaveDetails, write_worker_state
 from coarse.errors import CheckpointError
 
@@ -54,9 +55,10 @@ def run_and_kill(path: Path, work, number: int) -> int:
 
 def save_with_retention(path, observe):
     """What a job does at step 3, after steps 1 and 2: keeps two, so that step 1 goes."""
-    saver = Saver(Folder.open(path, observe=observe), keep=2, options=OPTIONS)
+    saver = Saver(Folder.open(path, observe=observe), keep=2)
     # In this thread: what is killed is the process anyway, and a forked child has no other threads.
-    saver._save(source(3), SaveDetails(has_worker_state=True), {"position": 3})
+    writing = SourceWriting(saver.folder, source(3), SaveDetails(has_worker_state=True), OPTIONS)
+    saver._save(writing, WorkerState(step=3, save_number=0, rank=0, state={"position": 3}))
 
 
 def newest_step(path: Path) -> int:
@@ -118,10 +120,10 @@ def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp
         if full.is_set() and operation == "write":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-    saver = Saver(Folder.open(tmp_path, observe=observe), most_failures=2, options=OPTIONS)
+    saver = Saver(Folder.open(tmp_path, observe=observe), most_failures=2)
 
     def save_step(step):
-        assert saver.start(source(step), SaveDetails())
+        assert begin(saver, source(step))
         saver.wait()
 
     save_step(1)
@@ -219,12 +221,12 @@ class Held:
 
 
 def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path):
-    saver = Saver(Folder.open(tmp_path), options=OPTIONS)
+    saver = Saver(Folder.open(tmp_path))
     first, second = Held(1), Held(2)
-    assert saver.start(first, SaveDetails())
+    assert begin(saver, first)
     assert first.is_read.wait(20)
     assert saver.is_busy
-    assert not saver.start(second, SaveDetails())
+    assert not begin(saver, second)
     assert second.is_closed
     first.may_go_on.set()
     saver.wait()
@@ -237,9 +239,9 @@ def test_a_save_that_comes_too_early_is_skipped_and_counted(tmp_path):
 
 
 def test_closing_can_give_a_save_up(tmp_path):
-    saver = Saver(Folder.open(tmp_path), options=OPTIONS)
+    saver = Saver(Folder.open(tmp_path))
     held = Held(1)
-    saver.start(held, SaveDetails())
+    begin(saver, held)
     assert held.is_read.wait(20)
     saver._stop.set()
     held.may_go_on.set()
@@ -253,8 +255,8 @@ def test_a_source_that_breaks_is_a_failed_save(tmp_path):
         def read(self, tensor):
             raise RuntimeError("the device is gone")
 
-    saver = Saver(Folder.open(tmp_path), options=OPTIONS)
-    saver.start(Broken(1), SaveDetails())
+    saver = Saver(Folder.open(tmp_path))
+    begin(saver, Broken(1))
     saver.wait()
     assert "the device is gone" in saver.counts.last_error
     saver.close()
@@ -265,11 +267,11 @@ def test_a_source_that_breaks_is_a_failed_save(tmp_path):
 
 def test_the_state_of_all_workers_is_awaited(tmp_path):
     details = SaveDetails(world_size=2, save_number=4, has_worker_state=True)
-    saver = Saver(Folder.open(tmp_path), options=OPTIONS)
+    saver = Saver(Folder.open(tmp_path))
     with Folder.open(tmp_path) as other:
         # What an earlier, failed save of the same step left must not be taken for this one's.
         write_worker_state(other, step=1, save_number=3, rank=1, state="old")
-        saver.start(source(1), details, "zero")
+        begin(saver, source(1), details, "zero")
         write_worker_state(other, step=1, save_number=4, rank=1, state="one")
     saver.wait()
     assert saver.counts.last_error == ""
@@ -279,10 +281,9 @@ def test_the_state_of_all_workers_is_awaited(tmp_path):
 
 
 def test_a_worker_whose_state_does_not_come_is_named(tmp_path):
-    from dataclasses import replace
-
-    saver = Saver(Folder.open(tmp_path), options=replace(OPTIONS, state_timeout_s=0.01))
-    saver.start(source(1), SaveDetails(world_size=2, has_worker_state=True), "zero")
+    saver = Saver(Folder.open(tmp_path))
+    details = SaveDetails(world_size=2, has_worker_state=True)
+    begin(saver, source(1), details, "zero", replace(OPTIONS, state_timeout_s=0.01))
     saver.wait()
     assert "worker-1.json did not come" in saver.counts.last_error
     saver.close()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from saved_states import OPTIONS, save, source
+from saved_states import begin, save, source
 
 from coarse.checkpoint.catalogue import names_of, pin, prune, read_hint, unpin
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.manifest import MANIFEST_NAME
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.saver import Saver
-from coarse.checkpoint.writer import SaveDetails
 from coarse.errors import CheckpointError
 
 
@@ -20,9 +19,9 @@ def steps_in(path):
 
 
 def run_saver(path, *steps, keep):
-    saver = Saver(Folder.open(path, create=True), keep=keep, options=OPTIONS)
+    saver = Saver(Folder.open(path, create=True), keep=keep)
     for step in steps:
-        saver.start(source(step), SaveDetails())
+        begin(saver, source(step))
         saver.wait()
     counts = saver.counts
     saver.close()
@@ -70,8 +69,8 @@ def test_old_ones_stay_while_the_new_one_is_damaged(tmp_path):
             damaged.append(name)
 
     save(tmp_path, 1, 2)
-    saver = Saver(Folder.open(tmp_path, observe=damage), keep=1, options=OPTIONS)
-    saver.start(source(3), SaveDetails())
+    saver = Saver(Folder.open(tmp_path, observe=damage), keep=1)
+    begin(saver, source(3))
     saver.wait()
     assert damaged
     assert "CRC32C does not match" in saver.counts.last_error

@@ -22,6 +22,7 @@ from coarse.cli.main import main
 from coarse.errors import CheckpointError
 from coarse.torch.checkpoint import Checkpointer, RandomState, load_state_dicts
 from coarse.torch.checkpoint_export import export_torch
+from coarse.torch.host_copies import CopiedState
 
 
 @pytest.mark.parametrize(
@@ -163,6 +164,37 @@ def test_what_training_changes_while_a_save_runs_is_not_in_it(tmp_path):
     with Checkpointer(tmp_path, model, optimizer) as checkpointer:
         checkpointer.restore()
     assert equal(model.state_dict(), before)
+
+
+def test_the_optimizer_waits_for_the_copy_and_not_for_the_disk(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    take_steps(model, optimizer)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    stepping = threading.Event()
+    optimizer.register_step_pre_hook(lambda *_: stepping.set())
+    with Checkpointer(tmp_path, model, optimizer, options=OPTIONS) as checkpointer:
+        block = checkpointer._copies._block
+        checkpointer._copies._block = lambda num_bytes: (stepping.wait(20), block(num_bytes))[1]
+        checkpointer.save(wait=False)
+        optimizer.step()  # returns only because the copy was made meanwhile
+        checkpointer.wait()
+        assert not equal(model.state_dict(), before)
+        checkpointer.restore()
+    assert equal(model.state_dict(), before)
+
+
+def test_what_else_changes_a_parameter_while_it_is_copied_is_named():
+    weight = torch.zeros(3)
+
+    def change(num_bytes):
+        weight.add_(1)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    state = CopiedState(1, {"model.weight": weight}, {"model.weight"}, change)
+    state.copy()
+    with pytest.raises(CheckpointError, match=r"model\.weight was changed by something else"):
+        list(state.tensors)
 
 
 def test_a_save_that_comes_too_early_is_skipped(tmp_path):

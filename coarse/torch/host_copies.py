@@ -1,0 +1,140 @@
+"""Copies of a training state in host memory, made while training computes the next gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from coarse.checkpoint.source import ArraySource, SavedTensor
+from coarse.errors import CheckpointError
+from coarse.torch.layout import Packing, as_bytes
+from coarse.torch.training_state import described
+
+
+class HostCopies:
+    """Memory for copies of a state: one block, kept from save to save.
+
+    What only the optimizer changes is copied in the background; finish() must be called before it does. All else is
+    copied at once. Use it from the training thread; one copy at a time.
+
+    Args:
+        waits_for_step: Whether finish() will be called before the optimizer's next update; else all is copied at
+            once.
+    """
+
+    def __init__(self, *, waits_for_step: bool) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._executor = ThreadPoolExecutor(1, "coarse-checkpoint-copy") if waits_for_step else None
+        self._state: CopiedState | None = None
+
+    def take(
+        self, step: int, tensors: Mapping[str, torch.Tensor], *, only_optimizer_changes: Collection[str]
+    ) -> CopiedState:
+        """Begins to copy a state; the one before must have been written.
+
+        Args:
+            step: How many updates it has seen.
+            tensors: The state by its names in the checkpoint.
+            only_optimizer_changes: Names of what stays as it is until the optimizer's next update.
+        """
+        self.finish()
+        later = () if self._executor is None else only_optimizer_changes
+        self._state = CopiedState(step, tensors, later, self._block)
+        if later and self._executor is not None:
+            self._executor.submit(self._state.copy)
+        else:
+            self._state.copy()
+        return self._state
+
+    def finish(self) -> None:
+        """Returns when what is being copied has been copied."""
+        if self._state is not None:
+            self._state.wait()
+
+    def close(self) -> None:
+        """Ends the thread that copies. Idempotent."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _block(self, num_bytes: int) -> torch.Tensor:
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old block goes before the new one comes
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._memory
+
+
+class CopiedState:
+    """A CheckpointSource over copies, which may still be on their way. Made by HostCopies."""
+
+    def __init__(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        later: Collection[str],
+        block: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.step = step
+        self._block = block
+        self._originals = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._versions = {name: self._originals[name]._version for name in later}
+        self._early: dict[str, torch.Tensor] = {}
+        self._copies: ArraySource | None = None
+        self._error: Exception | None = None
+        self._is_copied = threading.Event()
+        if later:
+            self._early = {
+                n: tensor.clone() for n, tensor in self._originals.items() if n not in self._versions
+            }
+
+    @property
+    def tensors(self) -> Sequence[SavedTensor]:
+        return self._copied().tensors
+
+    def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
+        return self._copied().read(tensor)
+
+    def close(self) -> None:
+        self.wait()
+        self._copies = None
+
+    def wait(self) -> None:
+        """Returns when the copies are there, or could not be made."""
+        self._is_copied.wait()
+
+    def _copied(self) -> ArraySource:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        if self._copies is None:
+            raise CheckpointError("the copy of the state was used after close()")
+        return self._copies
+
+    def copy(self) -> None:
+        """Makes the copies; to be called once, from any thread. Failures are told to who reads."""
+        try:
+            self._copies = self._copy_all()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._originals, self._early = {}, {}
+            self._is_copied.set()
+
+    def _copy_all(self) -> ArraySource:
+        values = {name: self._early.get(name, tensor) for name, tensor in self._originals.items()}
+        packing = Packing(list(values.values()))
+        copies = dict(zip(values, packing.views(self._block(packing.num_bytes)), strict=True))
+        with torch.no_grad():
+            for name, copy in copies.items():
+                copy.copy_(values[name])
+        for name, version in self._versions.items():
+            if self._originals[name]._version != version:
+                raise CheckpointError(
+                    f"{name} was changed by something else than the optimizer's step() just after a save had begun; "
+                    "call checkpointer.step() after such changes"
+                )
+        return ArraySource(
+            self.step, {described(name, copy): as_bytes(copy).numpy() for name, copy in copies.items()}
+        )
