@@ -243,7 +243,7 @@ class Cluster {
     auto memory = std::make_unique<GroupMemory>(plan, index_);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
       proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0,
-                                 memory->nodeSegment.fd, {memory->parameters.fd, memory->states.fd});
+                                 memory->nodeSegment.fd, memory->optimizerFds());
     const std::lock_guard<std::mutex> lock(memoryMutex_);
     memory_[plan.id] = std::move(memory);
   }
@@ -266,6 +266,15 @@ class Cluster {
   }
   std::vector<int> slotFds(const GroupPlan& plan) const { return fdsOf(memoryOf(plan).slots); }
   std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
+  SnapshotTrigger snapshotTrigger(const GroupPlan& plan) const {
+    const OptimizerFds fds = memoryOf(plan).optimizerFds();
+    return {fds.snapshots.request, fds.snapshots.control};
+  }
+  /// What one device of the group sees of its snapshots; reads parameters and states where they lie.
+  GroupSnapshots snapshots(const GroupPlan& plan) const {
+    const GroupMemory& memory = memoryOf(plan);
+    return {plan, memory.parameters.data(), memory.states.data(), memory.optimizerFds().snapshots};
+  }
   void removeFromProxies(std::uint32_t group) {
     for (auto& proxy : proxies_) proxy->removeGroup(group);
   }
@@ -289,10 +298,18 @@ class Cluster {
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
           nodeSegment(NodeSegment::numBytes(plan, index)),
           parameters(plan.hasOptimizer ? plan.slotBytes : 1),
-          states(std::max<std::size_t>(plan.keptBytes(), 1)) {
+          states(std::max<std::size_t>(plan.keptBytes(), 1)),
+          snapshotRequest(sizeof(SnapshotRequest)),
+          snapshotControl(SnapshotControl::numBytes(GroupSnapshots::blockBytes(plan).size())),
+          snapshotPool(createSparseSealedMemory(
+              "test", std::max<std::size_t>(SnapshotStore::poolBytes(GroupSnapshots::blockBytes(plan)), 1))) {
       for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.clientBytes());
     }
-    Memory control, nodeSegment, parameters, states;
+    OptimizerFds optimizerFds() const {
+      return {parameters.fd, states.fd, {snapshotRequest.fd, snapshotControl.fd, snapshotPool}};
+    }
+    Memory control, nodeSegment, parameters, states, snapshotRequest, snapshotControl;
+    Fd snapshotPool;
     std::vector<Memory> slots;
   };
 

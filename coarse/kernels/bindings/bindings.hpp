@@ -12,5 +12,6 @@ void registerClient(pybind11::module_& module);
 void registerHeartbeat(pybind11::module_& module);
 void registerPacer(pybind11::module_& module);
 void registerReduce(pybind11::module_& module);
+void registerSnapshot(pybind11::module_& module);
 
 }  // namespace coarse

@@ -22,4 +22,5 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerHeartbeat(module);
   coarse::registerPacer(module);
   coarse::registerReduce(module);
+  coarse::registerSnapshot(module);
 }

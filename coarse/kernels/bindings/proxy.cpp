@@ -47,13 +47,15 @@ void registerProxy(py::module_& module) {
       .def(
           "add_group",
           [](Proxy& proxy, GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-             int nodeSegmentFd, int parametersFd, int statesFd) {
+             int nodeSegmentFd, int parametersFd, int statesFd, int snapshotRequestFd, int snapshotControlFd,
+             int snapshotPoolFd) {
             proxy.addGroup(std::move(plan), controlFd, slotFds, initialise, nodeSegmentFd,
-                           {parametersFd, statesFd});
+                           {parametersFd, statesFd, {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}});
           },
           py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"), py::arg("initialise"),
           py::arg("node_segment_fd") = -1, py::arg("parameters_fd") = -1, py::arg("states_fd") = -1,
-          ReleaseGil())
+          py::arg("snapshot_request_fd") = -1, py::arg("snapshot_control_fd") = -1,
+          py::arg("snapshot_pool_fd") = -1, ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
       .def("abort_client", &Proxy::abortClient, py::arg("client"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))

@@ -11,6 +11,8 @@ namespace coarse {
 void registerSharedMemory(py::module_& module) {
   module.def("create_sealed_memory", &createSealedMemory, py::arg("label"), py::arg("num_bytes"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("create_sparse_sealed_memory", &createSparseSealedMemory, py::arg("label"), py::arg("num_bytes"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("reopen_read_only", &reopenReadOnly, py::arg("fd"));
   module.def("sealed_bytes", &sealedBytes, py::arg("fd"));
   py::class_<Mapping, std::shared_ptr<Mapping>>(module, "Mapping", py::buffer_protocol())

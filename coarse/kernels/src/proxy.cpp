@@ -154,6 +154,9 @@ void Proxy::start() {
 }
 
 void Proxy::stop() noexcept {
+  for (const TensorGroup* group : groups_.all()) {
+    if (group->snapshots() != nullptr) group->snapshots()->store().stopWaiting();
+  }
   syncCores_->stop();
   if (nodeExchange_) nodeExchange_->stop();
 }
@@ -168,6 +171,8 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
   auto group = std::make_shared<TensorGroup>(std::move(plan), controlFd, slotFds, optimizerFds);
   if (initialise) group->control().initialise();
+  if (group->snapshots() != nullptr)
+    group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegmentFd);
   syncCores_->whilePaused([&] { groups_.add(std::move(group)); });
 }

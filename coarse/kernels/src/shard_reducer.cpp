@@ -34,6 +34,7 @@ void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   // Looked at again: a client can have written to them since they were compared.
   const UpdateSettings settings = group.settings(shardIndex, 0);
   if (numGradients == 0 || !isRunnable(settings, group.plan().numStates)) return;
+  group.keepForSnapshots(shardIndex);
   std::array<float*, kMostStates> states;
   for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
   UpdateArrays arrays;

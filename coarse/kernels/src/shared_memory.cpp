@@ -32,6 +32,17 @@ int fallocateRestarting(int fd, std::size_t numBytes) {
   return error;
 }
 
+int createMemory(const std::string& label, std::size_t numBytes, bool isAllocated) {
+  const std::string what = "allocating " + std::to_string(numBytes) + " bytes for " + label;
+  const int fd = ::memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) throwErrno(errno, what);
+  if (::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) closeAndThrow(fd, errno, what);
+  const int error = isAllocated ? fallocateRestarting(fd, numBytes) : 0;
+  if (error != 0) closeAndThrow(fd, error, what);
+  if (::fcntl(fd, F_ADD_SEALS, kSeals) != 0) closeAndThrow(fd, errno, what);
+  return fd;
+}
+
 }  // namespace
 
 Mapping::Mapping(int fd, std::size_t numBytes, Access access) : numBytes_(numBytes) {
@@ -58,13 +69,11 @@ Mapping::~Mapping() {
 }
 
 int createSealedMemory(const std::string& label, std::size_t numBytes) {
-  const std::string what = "allocating " + std::to_string(numBytes) + " bytes for " + label;
-  const int fd = ::memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (fd < 0) throwErrno(errno, what);
-  if (::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) closeAndThrow(fd, errno, what);
-  if (const int error = fallocateRestarting(fd, numBytes); error != 0) closeAndThrow(fd, error, what);
-  if (::fcntl(fd, F_ADD_SEALS, kSeals) != 0) closeAndThrow(fd, errno, what);
-  return fd;
+  return createMemory(label, numBytes, true);
+}
+
+int createSparseSealedMemory(const std::string& label, std::size_t numBytes) {
+  return createMemory(label, numBytes, false);
 }
 
 int reopenReadOnly(int fd) {

@@ -94,6 +94,9 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& 
   kept_ = plan_.keptArrays();
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
     states_ = mapSealed(optimizerFds.states, keptBytes, Mapping::Access::kReadWrite, "states");
+  if (optimizerFds.snapshots.control >= 0)
+    snapshots_ =
+        std::make_unique<GroupSnapshots>(plan_, parameters_.data(), states_.data(), optimizerFds.snapshots);
 }
 
 float* TensorGroup::state(const Shard& shard, std::size_t number) const noexcept {

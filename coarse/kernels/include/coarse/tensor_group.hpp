@@ -2,10 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "coarse/dtype.hpp"
+#include "coarse/group_snapshots.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/reduce.hpp"
 #include "coarse/shared_memory.hpp"
@@ -93,8 +95,9 @@ struct ShardShape {
 /// What the devices and workers of a node share beside the slots of a group that has an optimizer.
 /// Descriptors stay the caller's.
 struct OptimizerFds {
-  int parameters = -1;  // laid out as slots are
-  int states = -1;      // GroupPlan::keptBytes(); none where that is 0
+  int parameters = -1;      // laid out as slots are
+  int states = -1;          // GroupPlan::keptBytes(); none where that is 0
+  SnapshotFds snapshots{};  // of parameters and states; none without snapshots
 };
 
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
@@ -135,6 +138,12 @@ class TensorGroup {
   float* state(const Shard& shard, std::size_t number) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
+  /// Null without an optimizer or snapshots of what it keeps.
+  GroupSnapshots* snapshots() const noexcept { return snapshots_.get(); }
+  /// To be called before the parameter and the states of a shard change.
+  void keepForSnapshots(std::uint32_t shard) const noexcept {
+    if (snapshots_ != nullptr) snapshots_->keep(shard);
+  }
 
  private:
   GroupPlan plan_;
@@ -144,6 +153,7 @@ class TensorGroup {
   Mapping parameters_;
   Mapping states_;
   std::vector<KeptArrays> kept_;  // by tensor
+  std::unique_ptr<GroupSnapshots> snapshots_;
 };
 
 /// Maps sealed memory after checking that it holds at least `numBytes`.

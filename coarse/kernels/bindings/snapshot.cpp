@@ -1,0 +1,121 @@
+#include "coarse/snapshot.hpp"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "bindings.hpp"
+#include "coarse/group_snapshots.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+/// The snapshots of a group as somebody sees them who is not its proxy: with mappings of its own.
+class GroupReader {
+ public:
+  GroupReader(const GroupPlan& plan, int parametersFd, int statesFd, SnapshotFds fds)
+      : parameters_(mapSealed(parametersFd, plan.slotBytes, Mapping::Access::kReadOnly, "parameters")),
+        states_(plan.keptBytes() == 0
+                    ? Mapping()
+                    : mapSealed(statesFd, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),
+        snapshots_(plan, parameters_.data(), states_.data(), fds) {}
+
+  bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, const py::buffer& destination) {
+    check(shard, array);
+    const py::buffer_info info = destination.request(true);
+    const std::size_t numBytes = snapshots_.numBytes(shard, array);
+    if (static_cast<std::size_t>(info.size * info.itemsize) < numBytes)
+      throw std::invalid_argument("this block needs a buffer of " + std::to_string(numBytes) + " bytes");
+    const py::gil_scoped_release unlocked;
+    return snapshots_.read(snapshot, shard, array, static_cast<std::byte*>(info.ptr));
+  }
+  void letGo(std::uint32_t snapshot, std::uint32_t shard, std::size_t array) {
+    check(shard, array);
+    snapshots_.letGo(snapshot, shard, array);
+  }
+  std::size_t blockBytes(std::uint32_t shard, std::size_t array) const {
+    check(shard, array);
+    return snapshots_.numBytes(shard, array);
+  }
+  std::size_t numArrays() const { return snapshots_.numArrays(); }
+  void keepAll() {
+    for (std::uint32_t shard = 0; shard < snapshots_.numShards(); ++shard) snapshots_.keep(shard);
+  }
+  SnapshotStore& store() { return snapshots_.store(); }
+
+ private:
+  void check(std::uint32_t shard, std::size_t array) const {
+    if (shard >= snapshots_.numShards() || array >= snapshots_.numArrays())
+      throw std::invalid_argument("there is no array " + std::to_string(array) + " of shard " +
+                                  std::to_string(shard));
+  }
+
+  Mapping parameters_, states_;
+  GroupSnapshots snapshots_;
+};
+
+}  // namespace
+
+void registerSnapshot(py::module_& module) {
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<SnapshotTrigger>(module, "SnapshotTrigger")
+      .def(py::init<int, int>(), py::arg("request_fd"), py::arg("control_fd"))
+      .def("begin", &SnapshotTrigger::begin);
+  py::class_<SnapshotStatistics>(module, "SnapshotStatistics")
+      .def_readonly("limit_bytes", &SnapshotStatistics::limitBytes)
+      .def_readonly("taken_bytes", &SnapshotStatistics::takenBytes)
+      .def_readonly("peak_bytes", &SnapshotStatistics::peakBytes)
+      .def_readonly("kept_bytes", &SnapshotStatistics::keptBytes)
+      .def_readonly("num_waits", &SnapshotStatistics::numWaits)
+      .def_readonly("waited_s", &SnapshotStatistics::waitedSeconds)
+      .def_readonly("num_lost", &SnapshotStatistics::numLost);
+  py::class_<GroupReader>(module, "SnapshotReader")
+      .def(py::init([](const GroupPlan& plan, int parametersFd, int statesFd, int requestFd, int controlFd,
+                       int poolFd) {
+             return std::make_unique<GroupReader>(plan, parametersFd, statesFd,
+                                                  SnapshotFds{requestFd, controlFd, poolFd});
+           }),
+           py::arg("plan"), py::arg("parameters_fd"), py::arg("states_fd"), py::arg("request_fd"),
+           py::arg("control_fd"), py::arg("pool_fd"))
+      .def(
+          "set_limit", [](GroupReader& reader, std::size_t limit) { reader.store().setLimit(limit); },
+          py::arg("num_bytes"))
+      .def_property_readonly("num_arrays", &GroupReader::numArrays)
+      .def("block_bytes", &GroupReader::blockBytes, py::arg("shard"), py::arg("array"))
+      .def("read", &GroupReader::read, py::arg("snapshot"), py::arg("shard"), py::arg("array"),
+           py::arg("destination"))
+      .def("let_go", &GroupReader::letGo, py::arg("snapshot"), py::arg("shard"), py::arg("array"),
+           ReleaseGil())
+      .def("keep_all", &GroupReader::keepAll, ReleaseGil())
+      .def(
+          "release", [](GroupReader& reader, std::uint32_t snapshot) { reader.store().release(snapshot); },
+          py::arg("snapshot"), ReleaseGil())
+      .def(
+          "is_live",
+          [](GroupReader& reader, std::uint32_t snapshot) { return reader.store().isLive(snapshot); },
+          py::arg("snapshot"))
+      .def(
+          "is_lost",
+          [](GroupReader& reader, std::uint32_t snapshot) { return reader.store().isLost(snapshot); },
+          py::arg("snapshot"))
+      .def("statistics", [](GroupReader& reader) { return reader.store().statistics(); });
+  module.def(
+      "snapshot_control_bytes",
+      [](const GroupPlan& plan) {
+        return SnapshotControl::numBytes(GroupSnapshots::blockBytes(plan).size());
+      },
+      py::arg("plan"));
+  module.def(
+      "snapshot_pool_bytes",
+      [](const GroupPlan& plan) { return SnapshotStore::poolBytes(GroupSnapshots::blockBytes(plan)); },
+      py::arg("plan"));
+  module.attr("SNAPSHOT_REQUEST_BYTES") = sizeof(SnapshotRequest);
+  module.attr("MOST_SNAPSHOTS") = kMostSnapshots;
+}
+
+}  // namespace coarse

@@ -1,0 +1,184 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "coarse/layout.hpp"
+#include "coarse/shared_memory.hpp"
+
+/// Copy-on-write snapshots of memory that is updated in place (docs/design/storage.md; paper, section III-D).
+namespace coarse {
+
+/// Snapshots that can be held at a time.
+inline constexpr std::size_t kMostSnapshots = 4;
+
+/// What a worker writes to begin a snapshot. Untrusted: a wrong value spoils snapshots, and nothing else.
+struct alignas(kCacheLineBytes) SnapshotRequest {
+  std::atomic<std::uint32_t> begun;  // snapshots begun so far, and the number of the newest one
+};
+static_assert(sizeof(SnapshotRequest) == kCacheLineBytes);
+
+/// What becomes of a block in a snapshot. A block is pending until one of these is recorded.
+enum class BlockState : std::uint8_t {
+  kPending = 0,  // the snapshot's version is the one in place
+  kKept = 1,     // it was copied to the pool before an update
+  kDone = 2,     // the snapshot has let go of the block
+};
+
+/// How much a pool holds, and what it has cost.
+struct SnapshotStatistics {
+  std::uint64_t limitBytes = 0;
+  std::uint64_t takenBytes = 0;  // now
+  std::uint64_t peakBytes = 0;
+  std::uint64_t keptBytes = 0;  // of all copies ever made
+  std::uint64_t numWaits = 0;   // updates that waited because the pool was full
+  double waitedSeconds = 0;
+  std::uint32_t numLost = 0;  // snapshots that were given up for it
+};
+
+/// The same in shared memory.
+struct alignas(kCacheLineBytes) SnapshotMeters {
+  std::atomic<std::uint64_t> limitBytes;
+  std::atomic<std::uint64_t> takenBytes;
+  std::atomic<std::uint64_t> peakBytes;
+  std::atomic<std::uint64_t> keptBytes;
+  std::atomic<std::uint64_t> numWaits;
+  std::atomic<std::uint64_t> waitedNs;
+  std::atomic<std::uint32_t> numLost;
+  std::atomic<std::uint32_t> frees;  // futex word: counts what is given back to the pool
+};
+static_assert(sizeof(SnapshotMeters) == kCacheLineBytes);
+
+/// State that memory devices share about the snapshots of one set of blocks. Workers see it read-only. Memory
+/// that is all zero is its first state, but for the limit of the pool.
+class SnapshotControl {
+ public:
+  SnapshotControl() = default;
+  SnapshotControl(std::byte* base, std::size_t numBlocks) noexcept;
+  static std::size_t numBytes(std::size_t numBlocks) noexcept;
+
+  SnapshotMeters& meters() const noexcept { return *meters_; }
+  /// The last snapshot of this place that was released.
+  std::atomic<std::uint32_t>& released(std::size_t place) const noexcept { return ended_[place]; }
+  /// The last snapshot of this place that was given up.
+  std::atomic<std::uint32_t>& lost(std::size_t place) const noexcept {
+    return ended_[kMostSnapshots + place];
+  }
+  /// What was last recorded of a block in a snapshot of this place: its number and a BlockState.
+  std::atomic<std::uint64_t>& record(std::size_t block, std::size_t place) const noexcept {
+    return records_[block * kMostSnapshots + place];
+  }
+
+ private:
+  SnapshotMeters* meters_ = nullptr;
+  std::atomic<std::uint32_t>* ended_ = nullptr;
+  std::atomic<std::uint64_t>* records_ = nullptr;
+};
+
+/// A worker's end: begins snapshots by adding one to a counter.
+class SnapshotTrigger {
+ public:
+  /// Maps `requestFd`, and `controlFd` read-only; both stay the caller's.
+  /// @throws std::invalid_argument if a descriptor is not sealed or too small.
+  SnapshotTrigger(int requestFd, int controlFd);
+
+  /// Begins a snapshot of everything as it is now. @pre no update is under way, as between two steps of the
+  /// caller, whose next push is needed for the next update.
+  /// @returns its number, from 1 on; 0 if as many as there can be are held.
+  std::uint32_t begin() noexcept;
+
+ private:
+  Mapping requestMapping_;
+  Mapping controlMapping_;
+};
+
+struct SnapshotFds {
+  int request = -1;  // SnapshotRequest
+  int control = -1;  // SnapshotControl::numBytes()
+  int pool = -1;     // SnapshotStore::poolBytes(), sparse
+};
+
+/// The memory devices' end: keeps the versions that snapshots refer to, of blocks which stay at their place.
+///
+/// Whoever is about to overwrite a block calls keep() first, which copies the block to the pool if a snapshot
+/// still refers to it. One atomic word per block and snapshot decides between this and a reader that takes
+/// the block where it lies: a reader never holds up an update. Versions in the pool have a place of their own
+/// in sparse memory, which is taken from the system when a version is kept and given back when it is freed.
+///
+/// Thread safety: keep() by one thread at a time for each block, in any process; everything else by one
+/// thread at a time for each snapshot, beside any keep().
+class SnapshotStore {
+ public:
+  /// How long keep() waits while nothing is freed, before it gives up the oldest snapshot.
+  static constexpr std::chrono::milliseconds kPatience{5000};
+
+  /// Maps memory that stays the caller's. @param blockBytes length of each block.
+  /// @throws std::invalid_argument if a descriptor is not sealed or too small.
+  SnapshotStore(const std::vector<std::size_t>& blockBytes, const SnapshotFds& fds,
+                std::chrono::milliseconds patience = kPatience);
+  ~SnapshotStore();
+  SnapshotStore(const SnapshotStore&) = delete;
+  SnapshotStore& operator=(const SnapshotStore&) = delete;
+
+  /// Length of the sparse memory behind a pool of any limit.
+  static std::size_t poolBytes(const std::vector<std::size_t>& blockBytes) noexcept;
+  /// Sets how much of it may be taken at a time, at least what the largest block needs. Called once, by who
+  /// made the memory, before anything else.
+  void setLimit(std::size_t numBytes) noexcept;
+
+  /// Copies the block at `current` to the pool for every snapshot that refers to it. Waits for room while
+  /// blocks are freed; if none is for as long as patience lasts, gives up the oldest snapshot.
+  void keep(std::size_t block, const std::byte* current) noexcept;
+  /// Has keep() add to `beats` while it waits: the device is at work. Before the first keep().
+  void beatWhileWaiting(std::atomic<std::uint32_t>& beats) noexcept { beats_ = &beats; }
+  /// Ends and forbids waits for room: snapshots are given up instead. Idempotent.
+  void stopWaiting() noexcept;
+
+  /// Copies a block as it was when `snapshot` began to `destination`. @param current where the block lies.
+  /// @returns false if the snapshot was given up or released, or has let go of the block.
+  bool read(std::uint32_t snapshot, std::size_t block, const std::byte* current,
+            std::byte* destination) noexcept;
+  /// The snapshot needs this block no more: its version is freed. Idempotent.
+  void letGo(std::uint32_t snapshot, std::size_t block) noexcept;
+  /// The same for all blocks; makes room for another snapshot. Idempotent.
+  void release(std::uint32_t snapshot) noexcept;
+
+  /// Whether the snapshot was begun, not released and not given up.
+  bool isLive(std::uint32_t snapshot) const noexcept;
+  /// Whether it was given up because the pool was full.
+  bool isLost(std::uint32_t snapshot) const noexcept;
+  std::size_t numBlocks() const noexcept { return blockBytes_.size(); }
+  std::size_t blockBytes(std::size_t block) const noexcept { return blockBytes_[block]; }
+  SnapshotStatistics statistics() const noexcept;
+
+ private:
+  std::uint32_t newestAt(std::size_t place) const noexcept;
+  bool keepFor(std::uint32_t snapshot, std::size_t block, const std::byte* current, bool& hasWaited) noexcept;
+  bool takeRoom(std::uint32_t snapshot, std::size_t block, bool& hasWaited) noexcept;
+  bool tryTakeRoom(std::uint32_t snapshot, std::size_t block) noexcept;
+  void waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept;
+  bool isPending(std::uint32_t snapshot, std::size_t block) const noexcept;
+  void free(std::size_t block, std::size_t place) noexcept;
+  void returnRoom(std::size_t numBytes) noexcept;
+  void giveUpOldest() noexcept;
+  std::size_t poolOffset(std::size_t block, std::size_t place) const noexcept {
+    return place * placeBytes_ + blockOffsets_[block];
+  }
+
+  std::vector<std::size_t> blockBytes_;
+  std::vector<std::size_t> blockOffsets_;  // within a place of the pool
+  std::size_t placeBytes_ = 0;
+  std::chrono::milliseconds patience_;
+  Mapping requestMapping_, controlMapping_, poolMapping_;
+  SnapshotRequest* request_ = nullptr;
+  SnapshotControl control_;
+  int poolFd_ = -1;
+  std::atomic<std::uint32_t>* beats_ = nullptr;
+  std::atomic<bool> isWaitingForbidden_{false};
+};
+
+}  // namespace coarse

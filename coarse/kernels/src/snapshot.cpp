@@ -1,0 +1,324 @@
+#include "coarse/snapshot.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+#include <utility>
+
+#include "coarse/copy.hpp"
+#include "coarse/tensor_group.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+namespace {
+
+constexpr std::size_t kPageBytes = 4096;  // the smallest of any system; blocks are given back in whole pages
+constexpr std::chrono::milliseconds kLongestSleep{20};
+
+constexpr std::uint64_t pack(std::uint32_t snapshot, BlockState state) noexcept {
+  return std::uint64_t{snapshot} << 8 | static_cast<std::uint64_t>(state);
+}
+
+/// What a record says of a block in `snapshot`: nothing, if it is of one before.
+constexpr BlockState stateIn(std::uint64_t record, std::uint32_t snapshot) noexcept {
+  return record >> 8 == snapshot ? static_cast<BlockState>(record & 0xFF) : BlockState::kPending;
+}
+
+constexpr std::size_t placeOf(std::uint32_t snapshot) noexcept { return snapshot % kMostSnapshots; }
+
+/// Copies a block that may be overwritten meanwhile; the caller then finds out whether it was, and throws the
+/// copy away. The thread sanitizer, which could not know that, does not look.
+__attribute__((no_sanitize("thread"))) void copyUnguarded(std::byte* destination, const std::byte* source,
+                                                          std::size_t numBytes) noexcept {
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  auto* to = reinterpret_cast<unsigned char*>(destination);
+  auto* from = reinterpret_cast<const unsigned char*>(source);
+  const auto* const end = from + numBytes;
+  while (from < end && reinterpret_cast<std::uintptr_t>(from) % kWord != 0)
+    *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
+  for (; from + kWord <= end; from += kWord, to += kWord) {
+    const auto word = __atomic_load_n(reinterpret_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED);
+    __builtin_memcpy(to, &word, kWord);
+  }
+  while (from < end) *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
+}
+
+}  // namespace
+
+SnapshotControl::SnapshotControl(std::byte* base, std::size_t numBlocks) noexcept {
+  ArrayCursor cursor(base);
+  meters_ = cursor.take<SnapshotMeters>(1);
+  ended_ = cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
+  records_ = cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
+}
+
+std::size_t SnapshotControl::numBytes(std::size_t numBlocks) noexcept {
+  ArrayCursor cursor(nullptr);
+  cursor.take<SnapshotMeters>(1);
+  cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
+  cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
+  return cursor.offset();
+}
+
+// ---- the worker's end ----
+
+SnapshotTrigger::SnapshotTrigger(int requestFd, int controlFd)
+    : requestMapping_(
+          mapSealed(requestFd, sizeof(SnapshotRequest), Mapping::Access::kReadWrite, "snapshot request")),
+      controlMapping_(mapSealed(controlFd, SnapshotControl::numBytes(0), Mapping::Access::kReadOnly,
+                                "snapshot control")) {}
+
+std::uint32_t SnapshotTrigger::begin() noexcept {
+  auto& begun = reinterpret_cast<SnapshotRequest*>(requestMapping_.data())->begun;
+  const SnapshotControl control(controlMapping_.data(), 0);
+  std::uint32_t last = begun.load(std::memory_order_acquire);
+  while (true) {
+    const std::uint32_t next = last + 1;
+    const std::uint32_t before = next > kMostSnapshots ? next - kMostSnapshots : 0;
+    // acquire: whatever read the snapshot before is done with its place in the pool.
+    if (control.released(placeOf(next)).load(std::memory_order_acquire) != before) return 0;
+    // release: all that the caller has seen of the last step; its next push comes after it.
+    if (begun.compare_exchange_weak(last, next, std::memory_order_acq_rel)) return next;
+  }
+}
+
+// ---- the memory devices' end ----
+
+SnapshotStore::SnapshotStore(const std::vector<std::size_t>& blockBytes, const SnapshotFds& fds,
+                             std::chrono::milliseconds patience)
+    : blockBytes_(blockBytes), patience_(patience) {
+  blockOffsets_.reserve(blockBytes.size());
+  for (const std::size_t numBytes : blockBytes) {
+    blockOffsets_.push_back(placeBytes_);
+    placeBytes_ += roundUp(numBytes, kPageBytes);
+  }
+  constexpr auto kWritable = Mapping::Access::kReadWrite;
+  requestMapping_ = mapSealed(fds.request, sizeof(SnapshotRequest), kWritable, "snapshot request");
+  request_ = reinterpret_cast<SnapshotRequest*>(requestMapping_.data());
+  controlMapping_ =
+      mapSealed(fds.control, SnapshotControl::numBytes(numBlocks()), kWritable, "snapshot control");
+  control_ = SnapshotControl(controlMapping_.data(), numBlocks());
+  poolMapping_ = mapSealed(fds.pool, poolBytes(blockBytes), kWritable, "snapshot pool");
+  // A huge page would take more from the system than its block needs.
+  ::madvise(poolMapping_.data(), poolMapping_.numBytes(), MADV_NOHUGEPAGE);
+  poolFd_ = ::fcntl(fds.pool, F_DUPFD_CLOEXEC, 0);
+  if (poolFd_ < 0) throw std::system_error(errno, std::generic_category(), "keeping the snapshot pool");
+}
+
+SnapshotStore::~SnapshotStore() { ::close(poolFd_); }
+
+std::size_t SnapshotStore::poolBytes(const std::vector<std::size_t>& blockBytes) noexcept {
+  std::size_t placeBytes = 0;
+  for (const std::size_t numBytes : blockBytes) placeBytes += roundUp(numBytes, kPageBytes);
+  return kMostSnapshots * placeBytes;
+}
+
+void SnapshotStore::setLimit(std::size_t numBytes) noexcept {
+  const auto largest = std::max_element(blockBytes_.begin(), blockBytes_.end());
+  const std::size_t least = largest == blockBytes_.end() ? 0 : roundUp(*largest, kPageBytes);
+  control_.meters().limitBytes.store(std::max(numBytes, least), std::memory_order_release);
+}
+
+/// The newest snapshot of a place, if it is live; else 0.
+std::uint32_t SnapshotStore::newestAt(std::size_t place) const noexcept {
+  // acquire: pairs with SnapshotTrigger::begin().
+  const std::uint32_t begun = request_->begun.load(std::memory_order_acquire);
+  const auto behind = static_cast<std::uint32_t>((begun - place) % kMostSnapshots);
+  if (begun <= behind) return 0;
+  const std::uint32_t newest = begun - behind;
+  return isLive(newest) ? newest : 0;
+}
+
+bool SnapshotStore::isLive(std::uint32_t snapshot) const noexcept {
+  const std::size_t place = placeOf(snapshot);
+  return snapshot != 0 && snapshot <= request_->begun.load(std::memory_order_acquire) &&
+         snapshot > control_.released(place).load(std::memory_order_acquire) && !isLost(snapshot);
+}
+
+bool SnapshotStore::isLost(std::uint32_t snapshot) const noexcept {
+  return control_.lost(placeOf(snapshot)).load(std::memory_order_acquire) == snapshot;
+}
+
+bool SnapshotStore::isPending(std::uint32_t snapshot, std::size_t block) const noexcept {
+  // acquire: a reader that has let go has read the block in place before.
+  const auto record = control_.record(block, placeOf(snapshot)).load(std::memory_order_acquire);
+  return stateIn(record, snapshot) == BlockState::kPending;
+}
+
+void SnapshotStore::keep(std::size_t block, const std::byte* current) noexcept {
+  if (blockBytes_[block] == 0) return;
+  for (std::size_t place = 0; place < kMostSnapshots; ++place) {
+    const std::uint32_t snapshot = newestAt(place);
+    if (snapshot == 0 || !isPending(snapshot, block)) continue;
+    bool hasWaited = false;
+    while (!keepFor(snapshot, block, current, hasWaited)) {
+    }
+  }
+}
+
+/// @returns whether the snapshot needs the block in place no more.
+bool SnapshotStore::keepFor(std::uint32_t snapshot, std::size_t block, const std::byte* current,
+                            bool& hasWaited) noexcept {
+  auto& record = control_.record(block, placeOf(snapshot));
+  std::uint64_t seen = record.load(std::memory_order_acquire);
+  if (!isLive(snapshot) || stateIn(seen, snapshot) != BlockState::kPending) return true;
+  if (!takeRoom(snapshot, block, hasWaited)) return false;
+  const std::size_t place = placeOf(snapshot);
+  // Streaming: nobody reads the copy soon, and the update is about to read the original.
+  copyBytesStreaming(poolMapping_.data() + poolOffset(block, place), current, blockBytes_[block]);
+  // release: the copy before the word that leads to it. acquire: if a reader has let go, it has read before.
+  if (record.compare_exchange_strong(seen, pack(snapshot, BlockState::kKept), std::memory_order_acq_rel)) {
+    control_.meters().keptBytes.fetch_add(blockBytes_[block], std::memory_order_relaxed);
+  } else {
+    free(block, place);
+    returnRoom(roundUp(blockBytes_[block], kPageBytes));
+  }
+  return true;
+}
+
+/// Takes memory for one version of a block, or waits for some. @returns whether it has it.
+bool SnapshotStore::takeRoom(std::uint32_t snapshot, std::size_t block, bool& hasWaited) noexcept {
+  // Before looking for room: what is freed from now on ends the wait.
+  const std::uint32_t seenFrees = control_.meters().frees.load(std::memory_order_acquire);
+  if (tryTakeRoom(snapshot, block)) return true;
+  if (!std::exchange(hasWaited, true)) control_.meters().numWaits.fetch_add(1, std::memory_order_relaxed);
+  waitForRoom(snapshot, block, seenFrees);
+  return false;
+}
+
+bool SnapshotStore::tryTakeRoom(std::uint32_t snapshot, std::size_t block) noexcept {
+  SnapshotMeters& meters = control_.meters();
+  const std::size_t needed = roundUp(blockBytes_[block], kPageBytes);
+  const std::uint64_t limit = meters.limitBytes.load(std::memory_order_relaxed);
+  std::uint64_t taken = meters.takenBytes.load(std::memory_order_relaxed);
+  do {
+    if (taken + needed > limit) return false;
+  } while (!meters.takenBytes.compare_exchange_weak(taken, taken + needed, std::memory_order_relaxed));
+  const auto offset = static_cast<off_t>(poolOffset(block, placeOf(snapshot)));
+  // So that a machine without memory says so here; the copy itself would be ended by SIGBUS.
+  while (::fallocate(poolFd_, FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(needed)) != 0) {
+    if (errno == EINTR) continue;
+    meters.takenBytes.fetch_sub(needed, std::memory_order_relaxed);
+    return false;
+  }
+  std::uint64_t peak = meters.peakBytes.load(std::memory_order_relaxed);
+  while (peak < taken + needed &&
+         !meters.peakBytes.compare_exchange_weak(peak, taken + needed, std::memory_order_relaxed)) {
+  }
+  return true;
+}
+
+/// Waits until something is freed, or the snapshot needs the block no more; gives a snapshot up when patience
+/// is spent.
+void SnapshotStore::waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept {
+  SnapshotMeters& meters = control_.meters();
+  const auto begin = Clock::now();
+  while (isLive(snapshot) && isPending(snapshot, block) &&
+         meters.frees.load(std::memory_order_acquire) == seenFrees) {
+    if (isWaitingForbidden_.load(std::memory_order_acquire) || Clock::now() - begin >= patience_) {
+      giveUpOldest();
+      break;
+    }
+    if (beats_ != nullptr) beats_->fetch_add(1, std::memory_order_relaxed);
+    futexWait(meters.frees, seenFrees, std::min<std::chrono::nanoseconds>(kLongestSleep, patience_));
+  }
+  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin);
+  meters.waitedNs.fetch_add(static_cast<std::uint64_t>(waited.count()), std::memory_order_relaxed);
+}
+
+void SnapshotStore::stopWaiting() noexcept { isWaitingForbidden_.store(true, std::memory_order_release); }
+
+void SnapshotStore::giveUpOldest() noexcept {
+  std::uint32_t oldest = 0;
+  for (std::size_t place = 0; place < kMostSnapshots; ++place) {
+    const std::uint32_t snapshot = newestAt(place);
+    if (snapshot != 0 && (oldest == 0 || snapshot < oldest)) oldest = snapshot;
+  }
+  if (oldest == 0) return;
+  auto& lost = control_.lost(placeOf(oldest));
+  std::uint32_t before = lost.load(std::memory_order_relaxed);
+  if (before == oldest || !lost.compare_exchange_strong(before, oldest, std::memory_order_acq_rel)) return;
+  control_.meters().numLost.fetch_add(1, std::memory_order_relaxed);
+  for (std::size_t block = 0; block < numBlocks(); ++block) letGo(oldest, block);
+}
+
+bool SnapshotStore::read(std::uint32_t snapshot, std::size_t block, const std::byte* current,
+                         std::byte* destination) noexcept {
+  const std::size_t place = placeOf(snapshot);
+  auto& record = control_.record(block, place);
+  std::uint64_t seen = record.load(std::memory_order_acquire);
+  while (isLive(snapshot)) {
+    const BlockState state = stateIn(seen, snapshot);
+    if (state == BlockState::kDone) return false;
+    const std::byte* const source =
+        state == BlockState::kKept ? poolMapping_.data() + poolOffset(block, place) : current;
+    copyUnguarded(destination, source, blockBytes_[block]);
+    // Changes nothing, but comes before or after keep()'s change: if before, the copy was complete before the
+    // update began (release), and otherwise it is thrown away.
+    if (record.compare_exchange_strong(seen, seen, std::memory_order_acq_rel)) return true;
+  }
+  return false;
+}
+
+void SnapshotStore::letGo(std::uint32_t snapshot, std::size_t block) noexcept {
+  auto& record = control_.record(block, placeOf(snapshot));
+  std::uint64_t seen = record.load(std::memory_order_acquire);
+  do {
+    const bool isOfLaterOne = seen >> 8 > snapshot;
+    if (isOfLaterOne || stateIn(seen, snapshot) == BlockState::kDone) return;
+    // release: the block was read before it is overwritten, in place or in the pool.
+  } while (!record.compare_exchange_weak(seen, pack(snapshot, BlockState::kDone), std::memory_order_acq_rel));
+  const bool wasKept = stateIn(seen, snapshot) == BlockState::kKept;
+  if (wasKept) free(block, placeOf(snapshot));
+  returnRoom(wasKept ? roundUp(blockBytes_[block], kPageBytes)
+                     : 0);  // an update may wait for this very block
+}
+
+void SnapshotStore::release(std::uint32_t snapshot) noexcept {
+  auto& released = control_.released(placeOf(snapshot));
+  if (snapshot == 0 || snapshot > request_->begun.load(std::memory_order_acquire) ||
+      released.load(std::memory_order_acquire) >= snapshot)
+    return;
+  for (std::size_t block = 0; block < numBlocks(); ++block) letGo(snapshot, block);
+  // release: pairs with SnapshotTrigger::begin().
+  released.store(snapshot, std::memory_order_release);
+}
+
+/// Gives the memory of one version back to the system.
+void SnapshotStore::free(std::size_t block, std::size_t place) noexcept {
+  const std::size_t numBytes = roundUp(blockBytes_[block], kPageBytes);
+  const auto offset = static_cast<off_t>(poolOffset(block, place));
+  while (::fallocate(poolFd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
+                     static_cast<off_t>(numBytes)) != 0 &&
+         errno == EINTR) {
+  }
+}
+
+/// Lets those look again who wait for room.
+void SnapshotStore::returnRoom(std::size_t numBytes) noexcept {
+  SnapshotMeters& meters = control_.meters();
+  meters.takenBytes.fetch_sub(numBytes, std::memory_order_relaxed);
+  meters.frees.fetch_add(1, std::memory_order_release);
+  futexWake(meters.frees, INT_MAX);
+}
+
+SnapshotStatistics SnapshotStore::statistics() const noexcept {
+  const SnapshotMeters& meters = control_.meters();
+  constexpr auto kRelaxed = std::memory_order_relaxed;
+  SnapshotStatistics statistics;
+  statistics.limitBytes = meters.limitBytes.load(kRelaxed);
+  statistics.takenBytes = meters.takenBytes.load(kRelaxed);
+  statistics.peakBytes = meters.peakBytes.load(kRelaxed);
+  statistics.keptBytes = meters.keptBytes.load(kRelaxed);
+  statistics.numWaits = meters.numWaits.load(kRelaxed);
+  statistics.waitedSeconds = static_cast<double>(meters.waitedNs.load(kRelaxed)) / 1e9;
+  statistics.numLost = meters.numLost.load(kRelaxed);
+  return statistics;
+}
+
+}  // namespace coarse
