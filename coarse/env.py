@@ -121,6 +121,9 @@ class Settings:
         timeout_s: A wait longer than this is an error.
         heartbeat_s: A memory device that does no work at all for so long, although its process is there, is lost;
             0 for never.
+        snapshot_pool_bytes: How much memory old versions may take that snapshots refer to, for each model whose
+            optimizer runs in the memory devices; 0 stands for those of one whole snapshot, at most half of the memory
+            that is available.
         spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
             every process has a processor, and short where spinning would take it from whom it waits for.
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
@@ -154,6 +157,7 @@ class Settings:
     routing_threshold_bytes: int = 0
     algorithm: str = "auto"
     scheduling: str = "queues"
+    snapshot_pool_bytes: int = 0
     timeout_s: float = 600.0
     heartbeat_s: float = 10.0
     spin_us: int = -1
@@ -174,6 +178,7 @@ class Settings:
         _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64 if self.shard_bytes else 0, 1 << 32)
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
         _check_range("COARSE_ROUTING_THRESHOLD_BYTES", self.routing_threshold_bytes, 0, 1 << 40)
+        _check_range("COARSE_SNAPSHOT_POOL_BYTES", self.snapshot_pool_bytes, 0, 1 << 50)
         _check_range("COARSE_TIMEOUT_S", self.timeout_s, 0.001, 10**7)
         _check_range("COARSE_HEARTBEAT_S", self.heartbeat_s, 0.5 if self.heartbeat_s else 0, 10**6)
         _check_range("COARSE_SPIN_US", self.spin_us, -1, 10**6)
@@ -226,6 +231,7 @@ class Settings:
             "routing_threshold_bytes": _read_bytes,
             "algorithm": _read_text,
             "scheduling": _read_text,
+            "snapshot_pool_bytes": _read_bytes,
             "timeout_s": _read_float,
             "heartbeat_s": _read_float,
             "spin_us": _read_int,

@@ -54,7 +54,17 @@ class CheckpointError(CoarseError):
     """A checkpoint could not be written, is torn or damaged, or does not fit what it is loaded into."""
 
 
+class SnapshotLostError(CoarseError):
+    """A snapshot was given up because the memory for old versions was full, or was released already."""
+
+
+class SnapshotsBusyError(CoarseError):
+    """As many snapshots as there can be are held."""
+
+
 _TOLD = (
+    SnapshotLostError,
+    CheckpointError,
     WorkerLostError,
     MemoryDeviceLostError,
     SchemaMismatchError,

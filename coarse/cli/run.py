@@ -48,6 +48,7 @@ _SESSION_FLAGS = (
     ("--routing", "COARSE_ROUTING", "which memory device takes a shard: " + ", ".join(ROUTING_CHOICES)),
     ("--machine", "COARSE_MACHINE", "emulate the links of this machine, a name or a TOML file"),
     ("--time-dilation", "COARSE_TIME_DILATION", "how many times slower than the machine emulated links are"),
+    ("--snapshot-pool-bytes", "COARSE_SNAPSHOT_POOL_BYTES", "most memory of old versions for snapshots"),
     ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
     ("--transfer-log", "COARSE_TRANSFER_LOG", "transfers that an emulated session writes down"),
     (

@@ -42,6 +42,7 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
 from coarse.proxy.loss import AFTER_A_LOSS, silence
 from coarse.proxy.protocol import Message, Received
@@ -261,6 +262,22 @@ class Client:
         mapping = mmap.mmap(found.fds[0], _native.sealed_bytes(found.fds[0]), prot=mmap.PROT_READ)
         found.close()
         return StoredValue(version=version, value=memoryview(mapping))
+
+    def tell_home(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Sends a message to the home device; descriptors stay the caller's."""
+        self._check_usable()
+        self._connections[HOME_DEVICE].send(message, fds)
+
+    def ask_home(self, message: Message, kind: str, about: str) -> Received:
+        """Sends a message to the home device and waits for its answer.
+
+        Args:
+            message: What to send.
+            kind: Type of the answer.
+            about: What it is about, for errors.
+        """
+        self.tell_home(message)
+        return self._ask(self._connections[HOME_DEVICE], kind, about)
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Takes memory for probes of up to `largest_bytes`; every worker must do so alike.

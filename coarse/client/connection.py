@@ -47,14 +47,14 @@ class DeviceConnection:
         """The socket's descriptor."""
         return self._channel.fileno()
 
-    def send(self, message: Message) -> None:
-        """Sends a control message.
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Sends a control message, and duplicates of descriptors.
 
         Raises:
             MemoryDeviceLostError: If the device is gone.
         """
         try:
-            self._channel.send(message)
+            self._channel.send(message, fds)
         except OSError as error:
             raise MemoryDeviceLostError(f"memory device md{self.device} is gone: {error}") from error
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coarse.kernels import _native
-from coarse.proxy.registration import PARAMETERS, STATES
+from coarse.proxy.registration import PARAMETERS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
 
 
 class OptimizerMemory:
@@ -24,6 +24,7 @@ class OptimizerMemory:
         self.parameters = memoryview(mmap.mmap(fds[PARAMETERS], plan.slot_bytes))
         self._kept_bytes = plan.kept_bytes
         self._kept_arrays = plan.kept_arrays()
+        self.snapshots = _native.SnapshotTrigger(fds[SNAPSHOT_REQUEST], fds[SNAPSHOT_CONTROL])
         self._states_fd = os.dup(fds[STATES]) if STATES in fds else -1
 
     def kept_array(self, tensor: int, number: int) -> memoryview[Any]:

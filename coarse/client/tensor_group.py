@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.schema import ITEM_BYTES
-from coarse.errors import SessionClosedError
+from coarse.client.snapshots import PoolStatistics, Snapshot
+from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.proxy.registration import GroupSchema
 
@@ -99,6 +101,34 @@ class TensorGroup:
         kept = self._memory_kept()
         assert self._slots is not None
         return self._slots[kept.settings_offset :][: len(self.specs) * _native.UPDATE_SETTINGS_BYTES]
+
+    def snapshot(self) -> Snapshot:
+        """Begins a snapshot of parameters and states: one addition to a counter. Of a group with an optimizer.
+
+        Any worker may, on its own, between a pull and its next push: then no update is under way.
+
+        Raises:
+            SnapshotsBusyError: If as many as there can be are held.
+        """
+        number = self._memory_kept().snapshots.begin()
+        if number == 0:
+            raise SnapshotsBusyError(
+                f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"
+            )
+        return Snapshot(self._client, self.id, number)
+
+    def keep_snapshots(self) -> None:
+        """To be called before a worker itself writes to parameters or states: copies what snapshots refer to."""
+        self._memory_kept()
+        message = {"type": "keep_snapshots", "group": self.id}
+        self._client.ask_home(message, "snapshots_kept", f"snapshots of {self.name}")
+
+    def snapshot_statistics(self) -> PoolStatistics:
+        """What the old versions take, and have cost, to which snapshots refer. Of a group with an optimizer."""
+        self._memory_kept()
+        message = {"type": "snapshot_statistics", "group": self.id}
+        reply = self._client.ask_home(message, "snapshot_statistics", f"snapshots of {self.name}")
+        return PoolStatistics(**{field.name: reply.message[field.name] for field in fields(PoolStatistics)})
 
     def push(
         self,

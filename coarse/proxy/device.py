@@ -27,11 +27,13 @@ from coarse.proxy.loss import (
     worker_evicted,
     workers_departed,
 )
+from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.memory import DeviceMemory, Segment, open_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import Peers
 from coarse.proxy.protocol import Message, Received, int_field
 from coarse.proxy.registrar import Registrar
+from coarse.proxy.snapshot_service import SnapshotService
 from coarse.proxy.socket_directory import abandon_socket
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
@@ -58,7 +60,9 @@ class MemoryDevice:
         self._workers = Workers(job, self._loop, self)
         self._peers = Peers(job, self._loop, on_message=self._hear_peer, on_lost=self._lose_peer)
         self._data_path = DataPath(job, memory, self._event_fd)
-        self._registrar = Registrar(job, memory, self._workers.send, self._peers.tell)
+        self._mailbox = Mailbox(self._loop)
+        self._snapshots = SnapshotService(memory, self._workers.send, self._mailbox.post)
+        self._registrar = Registrar(job, memory, self._workers.send, self._peers.tell, self._snapshots)
         self._storage = StorageService(memory, self._workers.send)
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self._is_aborted = False
@@ -69,6 +73,10 @@ class MemoryDevice:
             "reserve": lambda worker, message: self._storage.reserve(worker.client, message),
             "commit": lambda worker, message: self._storage.commit(worker.client, message),
             "lookup": lambda worker, message: self._storage.look_up(worker.client, message),
+            "release_snapshot": lambda worker, message: self._snapshots.release(message),
+            "read_snapshot": lambda worker, message: self._snapshots.read(worker.client, message),
+            "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
+            "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,
             "bye": lambda worker, message: self._leave(worker),
         }
@@ -135,6 +143,8 @@ class MemoryDevice:
         if not self._data_path.is_started:
             abandon_socket(self._workers.socket_path)
         self._storage.close()
+        self._snapshots.close()
+        self._mailbox.close()
         self._workers.close()
         self._peers.close()
         self._loop.close()
@@ -174,6 +184,8 @@ class MemoryDevice:
         Raises:
             ProtocolError: If there is no such request, or it cannot be met.
         """
+        if request.kind == "write_snapshot":
+            return self._snapshots.write(request)
         answer = self._answers.get(request.kind)
         if answer is None:
             raise ProtocolError(f"there is no message {request.kind!r}")

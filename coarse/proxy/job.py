@@ -38,6 +38,7 @@ class DeviceJob:
         spin_us: How long an idle sync core looks for work before it sleeps.
         has_rings: Whether the ring algorithm may be used; its buffers take some memory.
         has_exchange: Whether the exchange algorithm may be used.
+        snapshot_pool_bytes: As in Settings.
         emulation: JSON of the Emulation; "" if links are those that are there.
         listen_fd: A listening SEQPACKET socket for workers.
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
@@ -60,6 +61,7 @@ class DeviceJob:
     spin_us: int
     has_rings: bool
     has_exchange: bool
+    snapshot_pool_bytes: int
     emulation: str
     listen_fd: int
     peer_fds: tuple[int, ...]

@@ -78,6 +78,7 @@ class DeviceProcesses:
                         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
                         has_rings=settings.algorithm == "ring" and num_devices > 1,
                         has_exchange=settings.sync_algorithm == "exchange",
+                        snapshot_pool_bytes=settings.snapshot_pool_bytes,
                         emulation="" if emulation is None else emulation.to_json(),
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),

@@ -47,6 +47,13 @@ class DeviceMemory(Protocol):
             OutOfDeviceMemoryError: If it is not there; nothing was taken.
         """
 
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        """Memory whose pages are taken, and given back, one by one later; nothing is taken now.
+
+        Raises:
+            OutOfDeviceMemoryError: If there is no such memory.
+        """
+
     def available_bytes(self) -> int:
         """How much allocate() can still give, at this moment."""
 
@@ -64,6 +71,12 @@ class HostMemory:
             return Segment(_native.create_sealed_memory(_memory_name(label), num_bytes), num_bytes)
         except OSError as error:
             raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available)) from error
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        try:
+            return Segment(_native.create_sparse_sealed_memory(_memory_name(label), num_bytes), num_bytes)
+        except OSError as error:
+            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, self.available_bytes())) from error
 
     def available_bytes(self) -> int:
         host = _meminfo_bytes("MemAvailable") - _RESERVE_BYTES

@@ -6,6 +6,12 @@ import os
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
 from coarse.kernels import _native
+from coarse.proxy.group_snapshots import (
+    SNAPSHOT_SEGMENTS,
+    GroupSnapshots,
+    allocate_snapshots,
+    choose_pool_limit,
+)
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
@@ -15,12 +21,15 @@ from coarse.proxy.registration import (
     NODE,
     PARAMETERS,
     SLOTS,
+    SNAPSHOT_CONTROL,
+    SNAPSHOT_REQUEST,
     STATES,
     GroupSchema,
     Registration,
     check_agreement,
     slots_of,
 )
+from coarse.proxy.snapshot_service import SnapshotService
 
 _MOST_GROUP_ID = (1 << 32) - 1
 
@@ -36,15 +45,22 @@ class Registrar:
         memory: Where slots lie.
         send: Answers a worker.
         send_to_peers: Tells the other devices.
+        snapshots: Reads snapshots of groups, if this is the home device.
     """
 
     def __init__(
-        self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, send_to_peers: SendToPeers
+        self,
+        job: DeviceJob,
+        memory: DeviceMemory,
+        send: SendToWorker,
+        send_to_peers: SendToPeers,
+        snapshots: SnapshotService,
     ) -> None:
         self._job = job
         self._memory = memory
         self._send = send
         self._send_to_peers = send_to_peers
+        self._snapshots = snapshots
         self._registrations: dict[int, Registration] = {}
 
     def register(self, client: int, message: Message) -> None:
@@ -89,6 +105,7 @@ class Registrar:
         if len(registration.released) < self._job.num_clients:
             return
         if registration.is_active and proxy is not None:
+            self._snapshots.remove(registration.group)
             proxy.remove_group(registration.group)
         registration.close()
         del self._registrations[registration.group]
@@ -154,10 +171,13 @@ class Registrar:
             num_bytes[PARAMETERS] = plan.slot_bytes
         if plan.kept_bytes:
             num_bytes[STATES] = plan.kept_bytes
-        return {
+        allocated = {
             name: self._memory.allocate(f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
         }
+        if schema.state_names is not None:
+            allocated.update(allocate_snapshots(self._memory, schema.name, plan))
+        return allocated
 
     def _check_fits(self, schema: GroupSchema) -> None:
         # A slot for each worker, places for what other nodes contribute to the shards that this one owns, and what an
@@ -177,30 +197,37 @@ class Registrar:
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         shared = registration.shared
         clients = range(self._job.num_clients)
+        plan = registration.schema.native_plan(registration.group, self._job.num_clients)
+        self._add_snapshots(registration, plan)
         proxy.add_group(
-            registration.schema.native_plan(registration.group, self._job.num_clients),
+            plan,
             shared[CONTROL].fd,
             [registration.slots[client].fd for client in clients],
             self._job.is_home,
-            *(shared[name].fd if name in shared else -1 for name in (NODE, PARAMETERS, STATES)),
+            *(
+                shared[name].fd if name in shared else -1
+                for name in (NODE, PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)
+            ),
         )
         registration.is_active = True
-        control_fd = shared[CONTROL].read_only_fd()
+        read_only = {
+            name: shared[name].read_only_fd() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
+        }
+        writable = [name for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared]
         opened = self._open_slots(registration)
         for client in clients:
             message: Message = {"type": "registered", "group": registration.group, "fds": []}
             fds = []
             if self._job.is_home:
-                kept = [name for name in (PARAMETERS, STATES) if name in shared]
-                message["fds"] += [CONTROL, *kept]
-                fds += [control_fd, *(shared[name].fd for name in kept)]
+                message["fds"] += [*read_only, *writable]
+                fds += [*read_only.values(), *(shared[name].fd for name in writable)]
             if client in self._job.local_clients:
                 message["fds"].append(SLOTS)
                 fds.append(registration.slots[client].fd)
             message["fds"] += opened
             fds += opened.values()
             self._send(client, message, fds)
-        for fd in (control_fd, *opened.values()):
+        for fd in (*read_only.values(), *opened.values()):
             os.close(fd)
         registration.close()
 
@@ -211,6 +238,17 @@ class Registrar:
         return {
             slots_of(client): registration.slots[client].read_only_fd() for client in self._job.local_clients
         }
+
+    def _add_snapshots(self, registration: Registration, plan: _native.GroupPlan) -> None:
+        schema = registration.schema
+        if not self._job.is_home or schema.state_names is None:
+            return
+        snapshots = GroupSnapshots(schema, plan, registration.shared)
+        available_bytes = self._memory.available_bytes()
+        snapshots.set_limit(
+            choose_pool_limit(self._job.snapshot_pool_bytes, schema.kept_bytes, available_bytes)
+        )
+        self._snapshots.add(registration.group, snapshots)
 
     def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
         registration.refusal = {

@@ -21,6 +21,9 @@ SLOTS = "slots"  # of the worker that is told
 NODE = "node"  # where there are several nodes
 PARAMETERS = "parameters"  # these two where the group has an optimizer
 STATES = "states"
+SNAPSHOT_REQUEST = "snapshot request"  # these three where there are snapshots of parameters and states
+SNAPSHOT_CONTROL = "snapshot control"
+SNAPSHOT_POOL = "snapshot pool"
 
 
 def slots_of(client: int) -> str:

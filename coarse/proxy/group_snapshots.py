@@ -1,0 +1,124 @@
+"""The snapshots of one tensor group's parameters and optimizer state, as its home device reads them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from coarse.errors import ProtocolError, SnapshotLostError
+from coarse.kernels import _native
+from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.registration import (
+    PARAMETERS,
+    SNAPSHOT_CONTROL,
+    SNAPSHOT_POOL,
+    SNAPSHOT_REQUEST,
+    STATES,
+    GroupSchema,
+)
+
+SNAPSHOT_SEGMENTS = (SNAPSHOT_REQUEST, SNAPSHOT_CONTROL, SNAPSHOT_POOL)
+
+
+def allocate_snapshots(memory: DeviceMemory, name: str, plan: _native.GroupPlan) -> dict[str, Segment]:
+    """The segments through which snapshots of a group are begun and kept; the pool takes no memory yet."""
+    return {
+        SNAPSHOT_REQUEST: memory.allocate(f"snapshot request of {name}", _native.SNAPSHOT_REQUEST_BYTES),
+        SNAPSHOT_CONTROL: memory.allocate(
+            f"snapshot control of {name}", _native.snapshot_control_bytes(plan)
+        ),
+        SNAPSHOT_POOL: memory.allocate_sparse(f"snapshot pool of {name}", _native.snapshot_pool_bytes(plan)),
+    }
+
+
+def choose_pool_limit(pool_bytes: int, whole_bytes: int, available_bytes: int) -> int:
+    """How much memory old versions may take.
+
+    Args:
+        pool_bytes: As in Settings; 0 to choose.
+        whole_bytes: Of one snapshot.
+        available_bytes: What device memory can still give.
+    """
+    return pool_bytes or min(whole_bytes, available_bytes // 2)
+
+
+class GroupSnapshots:
+    """Reads the versions to which snapshots of a group refer, while memory devices update it.
+
+    Array 0 of a tensor is its parameter, the others are what the optimizer keeps beside it, in the order of its
+    native rule. Threads: one at a time for each snapshot.
+
+    Args:
+        schema, plan: Of the group.
+        shared: Its segments by name; stay the caller's.
+    """
+
+    def __init__(self, schema: GroupSchema, plan: _native.GroupPlan, shared: Mapping[str, Segment]) -> None:
+        self.name = schema.name
+        self._num_tensors = len(schema.specs)
+        self._tensor_of_shard = [shard.tensor for shard in schema.partition().shards]
+        self._native = _native.SnapshotReader(
+            plan,
+            *(shared[name].fd if name in shared else -1 for name in (PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)),
+        )
+        self.num_arrays = self._native.num_arrays
+
+    def set_limit(self, num_bytes: int) -> None:
+        """How much memory old versions may take. Before the first snapshot."""
+        self._native.set_limit(num_bytes)
+
+    def num_bytes(self, tensor: int, array: int) -> int:
+        """Length of an array of a tensor.
+
+        Raises:
+            ProtocolError: If there is none.
+        """
+        return sum(self._native.block_bytes(shard, array) for shard in self._shards(tensor, array))
+
+    def read(self, snapshot: int, tensor: int, array: int, *, lets_go: bool) -> Iterator[memoryview[Any]]:
+        """An array as it was when the snapshot began, in pieces that are valid until the next one is asked for.
+
+        Args:
+            snapshot, tensor, array: Which.
+            lets_go: Whether the snapshot needs each piece no more once it was read, so that its memory is free.
+
+        Raises:
+            SnapshotLostError: If the snapshot was given up, or never begun, or has let go of it.
+            ProtocolError: If there is no such array.
+        """
+        shards = self._shards(tensor, array)
+        buffer = memoryview(bytearray(max(self._native.block_bytes(shard, array) for shard in shards)))
+        for shard in shards:
+            if not self._native.read(snapshot, shard, array, buffer):
+                raise SnapshotLostError(self._why_lost(snapshot))
+            if lets_go:
+                self._native.let_go(snapshot, shard, array)
+            yield buffer[: self._native.block_bytes(shard, array)]
+
+    def release(self, snapshot: int) -> None:
+        """Nobody needs the snapshot any more. Idempotent."""
+        self._native.release(snapshot)
+
+    def keep_all(self) -> None:
+        """Copies everything to which a snapshot refers: from then on a worker may write to it where it lies."""
+        self._native.keep_all()
+
+    def statistics(self) -> _native.SnapshotStatistics:
+        """What the pool holds, and has cost."""
+        return self._native.statistics()
+
+    def _shards(self, tensor: int, array: int) -> range:
+        if not 0 <= tensor < self._num_tensors or not 0 <= array < self.num_arrays:
+            raise ProtocolError(f"{self.name} has no array {array} of a tensor {tensor}")
+        shards = self._tensor_of_shard
+        return range(bisect_left(shards, tensor), bisect_right(shards, tensor))
+
+    def _why_lost(self, snapshot: int) -> str:
+        if not self._native.is_lost(snapshot):
+            return f"{self.name}: snapshot {snapshot} was released, or never begun"
+        limit = self.statistics().limit_bytes
+        return (
+            f"{self.name}: snapshot {snapshot} was given up, because its pool of {limit / 2**20:.1f} MiB was full "
+            "and nothing was freed for 5 s. Raise COARSE_SNAPSHOT_POOL_BYTES, or read snapshots sooner."
+        )

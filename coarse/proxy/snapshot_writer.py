@@ -1,0 +1,110 @@
+"""Writes a snapshot to disk beside training, and tells the worker that asked for it how that goes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from dataclasses import asdict, fields
+from typing import Any
+
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
+from coarse.errors import ProtocolError
+from coarse.proxy.protocol import Channel, Message
+from coarse.proxy.snapshot_source import SnapshotSource
+
+logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+_REPORT_INTERVAL_S = 0.1
+
+
+def write_request(folder: str, details: SaveDetails, options: WriteOptions) -> Message:
+    """What a request to write a snapshot says beside its SnapshotContents."""
+    return {"folder": folder, "details": asdict(details), "options": asdict(options)}
+
+
+class SnapshotWriter:
+    """One checkpoint on its way to the disk, in a thread of low priority.
+
+    Tells `progress`, and in the end `written` or `failed`. Whoever closes the other end of the connection stops it.
+
+    Args:
+        source: The snapshot; closed in every case.
+        request: Has the fields of write_request().
+        connection: To who asked; belongs to the writer from now on.
+        is_closing: Set when the device ends.
+
+    Raises:
+        ProtocolError: If the request cannot be read.
+    """
+
+    def __init__(
+        self, source: SnapshotSource, request: Message, connection: socket.socket, is_closing: threading.Event
+    ) -> None:
+        self._source = source
+        self._folder = str(request.get("folder"))
+        self._details = _read(SaveDetails, request.get("details"))
+        self._options = _read(WriteOptions, request.get("options"))
+        self._connection = connection
+        self._channel = Channel(connection)
+        self._is_closing = is_closing
+        self._last_report_s = 0.0
+
+    def run(self) -> None:
+        """Writes; never raises."""
+        with contextlib.suppress(OSError):
+            # Updates do not wait for this thread: a reader of a snapshot holds nothing that they need.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            self._tell(self._write())
+        except Exception as error:  # whatever it is, it is this save's failure and not the device's
+            logger.info("a snapshot could not be written to %s: %s", self._folder, error)
+            number = error.errno if isinstance(error, OSError) else None
+            self._tell({"type": "failed", "error": type(error).__name__, "text": str(error), "errno": number})
+        finally:
+            self._source.close()
+            self._channel.close()
+
+    def _write(self) -> Message:
+        with contextlib.closing(Folder.open(self._folder, create=True)) as parent:
+            name = write_checkpoint(
+                parent,
+                self._source,
+                self._details,
+                options=self._options,
+                progress=self._progress,
+                should_stop=self._should_stop,
+            )
+        return {"type": "written", "step": name.step, "attempt": name.attempt}
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._last_report_s >= _REPORT_INTERVAL_S:
+            self._last_report_s = now_s
+            self._tell({"type": "progress", "done_bytes": done_bytes, "total_bytes": total_bytes})
+
+    def _tell(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it has gone, or does not listen
+            self._connection.settimeout(_REPORT_INTERVAL_S)
+            self._channel.send(message)
+
+    def _should_stop(self) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return self._is_closing.is_set() or bool(poll.poll(0))
+
+
+def _read(kind: type[Any], values: object) -> Any:
+    """A value object from the fields that a message carries."""
+    if not isinstance(values, dict) or not values.keys() <= {field.name for field in fields(kind)}:
+        raise ProtocolError(f"a request to write a snapshot carries no {kind.__name__}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a request to write a snapshot: {error}") from None

@@ -1,0 +1,273 @@
+"""Snapshots of what an optimizer keeps in the memory devices: begun by a counter, true to their step, harmless."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from coarse.checkpoint.catalogue import open_verified
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.names import CheckpointName
+from coarse.checkpoint.source import SavedTensor
+from coarse.checkpoint.writer import SaveDetails, WriteOptions
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import UpdateKind
+from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.errors import SnapshotLostError, SnapshotsBusyError, WorkerLostError
+from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
+from coarse.proxy.snapshot_writer import write_request
+
+ADAM = 4
+STATES = ("exp_avg", "exp_avg_sq")
+LENGTHS = (70_001, 33, 5_000)  # several shards of 64 KiB, and two that are gathered
+ARRAYS = 1 + len(STATES)
+WHOLE_BYTES = 4 * sum(LENGTHS) * ARRAYS
+POOL_BYTES = 8 << 20
+
+
+def open_group(session):
+    specs = [
+        TensorSpec(name=str(i), dtype="float32", num_elements=n, op="mean") for i, n in enumerate(LENGTHS)
+    ]
+    return session.register_parameters("model", specs, state_names=STATES)
+
+
+def take_step(group, rank, step):
+    settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
+    settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
+    settings["rule"], settings["update_number"], settings["step_size"] = ADAM, step, 0.01
+    settings["gradient_scale"] = settings["parameter_scale"] = 1
+    settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
+    settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
+    generator = np.random.default_rng((rank, step))
+    for index, spec in enumerate(group.specs):
+        np.frombuffer(group.buffer(index), dtype=np.float32)[:] = generator.normal(size=spec.num_elements)
+        group.push(index, update=UpdateKind.UPDATE)
+    group.pull_all()
+
+
+def contents_now(group):
+    """Every array of every tensor as it lies."""
+    return [
+        [bytes(group.parameter(index)), *(bytes(group.state(index, i)) for i in range(len(STATES)))]
+        for index in range(len(LENGTHS))
+    ]
+
+
+def contents_of(snapshot):
+    return [[bytes(snapshot.read(index, array)) for array in range(ARRAYS)] for index in range(len(LENGTHS))]
+
+
+def settings_of(memory_devices=2, **settings):
+    chosen = {"memory_devices": memory_devices, "shard_bytes": 64 << 10, "snapshot_pool_bytes": POOL_BYTES}
+    return {**chosen, "profile": "off", **settings}
+
+
+def write(snapshot, folder, step, *, sent=()):
+    """Asks for a checkpoint of everything, and of small tensors that come along."""
+    kept = [
+        KeptTensor(
+            saved=SavedTensor(name=f"{array}.{index}", dtype="F32", shape=(length,)),
+            tensor=index,
+            array=array,
+            order=(0,),
+        )
+        for array in range(ARRAYS)
+        for index, length in enumerate(LENGTHS)
+    ]
+    small = [
+        SentTensor(
+            saved=SavedTensor(name=f"sent.{i}", dtype="U8", shape=(len(each),)),
+            offset=sum(map(len, sent[:i])),
+        )
+        for i, each in enumerate(sent)
+    ]
+    what = SnapshotContents(step=step, kept=tuple(kept), sent=tuple(small)).to_message()
+    request = write_request(str(folder), SaveDetails(world_size=2), WriteOptions(chunk_bytes=4096))
+    return snapshot.write({**what, **request}, sent)
+
+
+def load(folder, name):
+    with Folder.open(folder) as parent, open_verified(parent, name) as checkpoint:
+        found = {tensor: bytearray(tensor.nbytes) for tensor in checkpoint.tensors}
+        checkpoint.load({tensor: memoryview(memory) for tensor, memory in found.items()})
+    return {tensor.name: bytes(memory) for tensor, memory in found.items()}
+
+
+@pytest.mark.parametrize("memory_devices", [1, 2])
+def test_a_snapshot_holds_its_step_while_training_goes_on(job, memory_devices):
+    def worker(me):
+        with me.join(**settings_of(memory_devices)) as session:
+            group = open_group(session)
+            held = []
+            for step in range(1, 9):
+                take_step(group, me.rank, step)
+                if me.rank == 0 and step in (3, 5):
+                    held.append((contents_now(group), group.snapshot()))
+            for expected, snapshot in held:
+                assert contents_of(snapshot) == expected != contents_now(group)
+            if me.rank == 0:
+                assert group.snapshot_statistics().kept_bytes == 2 * WHOLE_BYTES
+                for _, snapshot in held:
+                    snapshot.release()
+                assert group.snapshot_statistics().taken_bytes == 0
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_training_with_snapshots_has_the_same_bits_as_training_without(job):
+    def worker(me):
+        ends = []
+        for takes_snapshots in (False, True):
+            with me.join(f"store{takes_snapshots}", **settings_of()) as session:
+                group = open_group(session)
+                chosen = np.random.default_rng(me.rank)
+                for step in range(1, 13):
+                    take_step(group, me.rank, step)
+                    if takes_snapshots and chosen.random() < 0.5:
+                        with group.snapshot() as snapshot:
+                            snapshot.read(0)
+                ends.append(contents_now(group))
+                session.barrier()
+        assert ends[0] == ends[1]
+
+    job.run(2, worker)
+
+
+@pytest.mark.parametrize("pool_bytes", [POOL_BYTES, 1])
+def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp_path, pool_bytes):
+    # With the smallest pool, updates of the next steps wait for the writer block by block.
+    def worker(me):
+        with me.join(**settings_of(snapshot_pool_bytes=pool_bytes)) as session:
+            group = open_group(session)
+            writes = []
+            for step in range(1, 13):
+                take_step(group, me.rank, step)
+                if me.rank == 0 and step % 3 == 0:
+                    writing = write(group.snapshot(), tmp_path, step, sent=[b"abc", b"de"])
+                    writes.append((step, contents_now(group), writing))
+            for step, expected, writing in writes:
+                assert writing.wait() == (step, 0)
+                found = load(tmp_path, CheckpointName(step))
+                assert (found.pop("sent.0"), found.pop("sent.1")) == (b"abc", b"de")
+                assert found == {
+                    f"{array}.{index}": expected[index][array]
+                    for index in range(len(LENGTHS))
+                    for array in range(ARRAYS)
+                }
+            if me.rank == 0:
+                statistics = group.snapshot_statistics()
+                assert statistics.taken_bytes == statistics.num_lost == 0
+                assert statistics.peak_bytes <= statistics.limit_bytes
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
+    (tmp_path / "file").touch()
+
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            take_step(group, me.rank, 1)
+            if me.rank == 0:
+                writing = write(group.snapshot(), tmp_path / "file" / "folder", 1)
+                with pytest.raises(NotADirectoryError):
+                    writing.wait()
+            take_step(group, me.rank, 2)
+            if me.rank == 0:
+                assert write(group.snapshot(), tmp_path / "folder", 2).wait() == (2, 0)
+                assert group.snapshot_statistics().taken_bytes == 0
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_a_write_that_is_stopped_leaves_nothing_half_done(job, tmp_path):
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            take_step(group, me.rank, 1)
+            if me.rank == 0:
+                write(group.snapshot(), tmp_path, 1).close()
+                assert write(group.snapshot(), tmp_path, 2).wait() == (2, 0)
+            take_step(group, me.rank, 2)
+            session.barrier()
+
+    job.run(2, worker)
+    with Folder.open(tmp_path) as parent:
+        for name in CheckpointName(1), CheckpointName(2):
+            if parent.has(str(name)):  # the first may have been done before it was to stop
+                open_verified(parent, name).close()
+        assert parent.has("step-2")
+
+
+def test_only_so_many_snapshots_are_held_at_a_time(job):
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            if me.rank == 0:
+                held = [group.snapshot() for _ in range(4)]
+                with pytest.raises(SnapshotsBusyError, match="4 snapshots are held already"):
+                    group.snapshot()
+                held[0].release()
+                group.snapshot_statistics()  # answered after the release
+                assert group.snapshot().number == 5
+                with pytest.raises(SnapshotLostError, match="was released"):
+                    held[0].read(0)
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_a_snapshot_that_nobody_reads_is_given_up_before_it_stops_training_for_long(job):
+    def worker(me):
+        with me.join(**settings_of(snapshot_pool_bytes=1, heartbeat_s=2)) as session:
+            group = open_group(session)
+            take_step(group, me.rank, 1)
+            snapshot = group.snapshot() if me.rank == 0 else None
+            session.barrier()
+            take_step(group, me.rank, 2)
+            if snapshot is not None:
+                with pytest.raises(SnapshotLostError, match="Raise COARSE_SNAPSHOT_POOL_BYTES"):
+                    snapshot.read(0)
+                statistics = group.snapshot_statistics()
+                assert (statistics.num_lost, statistics.taken_bytes) == (1, 0)
+                assert statistics.waited_s > 1
+                snapshot.release()
+                with group.snapshot() as another:
+                    assert contents_of(another) == contents_now(group)
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_a_worker_may_write_itself_once_snapshots_are_kept(job):
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            take_step(group, me.rank, 1)
+            if me.rank == 0:
+                expected, snapshot = contents_now(group), group.snapshot()
+                group.keep_snapshots()
+                np.frombuffer(group.parameter(0), dtype=np.float32)[:] = 7
+                assert contents_of(snapshot) == expected != contents_now(group)
+            session.barrier()
+
+    job.run(2, worker)
+
+
+def test_an_array_that_does_not_exist_is_no_request(job):
+    def worker(me):
+        group = open_group(me.join(**settings_of()))
+        if me.rank == 0:
+            with pytest.raises(WorkerLostError, match="no array 3 of a tensor 0"):
+                group.snapshot().read(0, 3)
+        else:
+            take_step(group, me.rank, 1)
+
+    told, lost = job.outcomes(2, worker)
+    assert not told.error
+    assert lost.error == "WorkerLostError"
