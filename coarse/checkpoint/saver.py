@@ -232,9 +232,10 @@ class Saver:
         except SaveCancelledError as error:
             logger.warning("%s", error)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Counts and logs a save that could not be made."""
         counts = self.counts
         text = f"{type(error).__name__}: {error}"
         self._count(

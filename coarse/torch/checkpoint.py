@@ -34,14 +34,17 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError
+from coarse.errors import CheckpointError, SnapshotsBusyError
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.snapshot_saves import SnapshotSaves
 from coarse.torch.training_state import (
     as_small_tensor,
     bare,
     from_small_tensor,
     load_training_state,
+    names_of_parameters,
+    optimizer_settings,
     training_state,
 )
 
@@ -126,6 +129,12 @@ class Checkpointer:
         if self._workers.rank == 0:
             remove_unfinished(parent)
         self._options = options or WriteOptions()
+        offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
+        self._snapshots: SnapshotSaves | None = None
+        self._parameter_names: list[str] = []
+        if optimizer is not None and offloaded is not None:
+            self._snapshots = SnapshotSaves(offloaded, model, parent.path, self._options)
+            self._parameter_names = names_of_parameters(model, optimizer)
         self._saver = Saver(parent, keep=keep, most_failures=most_failures)
         self._signal = _SaveSignal(on_signal)
         self._workers.barrier()
@@ -243,7 +252,12 @@ class Checkpointer:
         self._num_saves += 1
         own_state = self._own_state()
         if self._workers.rank == 0:
-            self._saver.start(self._writing(), own_state)
+            try:
+                writing = self._writing()
+            except SnapshotsBusyError as error:
+                self._saver.fail(error)
+            else:
+                self._saver.start(writing, own_state)
         elif own_state is not None:
             self._saver.start_worker_state(own_state)
 
@@ -259,17 +273,24 @@ class Checkpointer:
         )
 
     def _writing(self) -> Writing:
+        if self._snapshots is not None:
+            assert isinstance(self._optimizer, DistributedOptimizer)
+            settings = optimizer_settings(self._optimizer, self._parameter_names)
+            return self._snapshots.begin(self._num_steps, self._details(settings))
         taken = training_state(self._model, self._optimizer)
-        details = SaveDetails(
-            world_size=self._workers.world_size,
-            optimizer=taken.optimizer,
-            save_number=self._num_saves,
-            has_worker_state=bool(self._state),
-        )
+        details = self._details(taken.optimizer)
         source = self._copies.take(
             self._num_steps, taken.tensors, only_optimizer_changes=taken.only_optimizer_changes
         )
         return SourceWriting(self._parent, source, details, self._options)
+
+    def _details(self, settings: Any) -> SaveDetails:
+        return SaveDetails(
+            world_size=self._workers.world_size,
+            optimizer=settings,
+            save_number=self._num_saves,
+            has_worker_state=bool(self._state),
+        )
 
     def _open_same(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
         """Opens the checkpoint that worker 0 has chosen and verified."""

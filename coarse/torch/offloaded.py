@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.layout import slot_tensor
@@ -122,8 +123,48 @@ class OffloadedParameters:
                 },
             }
             for index, parameter in enumerate(self._parameters)
-            if self._kept_names[index] and (self._num_updates[index] or self._rule.has_state_at_once)
+            if self._has_state(index)
         }
+
+    def snapshot(self) -> Snapshot:
+        """Begins a snapshot of parameters and state; between the end of a step and the next backward.
+
+        Raises:
+            SnapshotsBusyError: If as many as there can be are held.
+        """
+        return self._group.snapshot()
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters, in the order of the group."""
+        return self._parameters
+
+    def places(self) -> Iterator[tuple[torch.nn.Parameter, str, int, int]]:
+        """Where what lies: parameter, name of its state or "" for its value, number of the tensor, of its array."""
+        for index, parameter in enumerate(self._parameters):
+            yield parameter, "", index, 0
+            if self._has_state(index):
+                for number, name in enumerate(self._kept_names[index]):
+                    yield parameter, name, index, 1 + number
+
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """The numbers of parameters that have state, and how often each was updated."""
+        for index, num_updates in enumerate(self._num_updates.tolist()):
+            if self._has_state(index):
+                yield index, num_updates
+
+    def which_have_state(self) -> bytes:
+        """Changes when a parameter gets its first state."""
+        return (self._num_updates > 0).tobytes()
+
+    def counted(self, num_updates: int) -> Mapping[str, torch.Tensor]:
+        """What torch's state has beside what is in the memory devices, after so many updates."""
+        return self._rule.counted(num_updates)
+
+    def _has_state(self, index: int) -> bool:
+        return bool(self._kept_names[index]) and bool(
+            self._num_updates[index] or self._rule.has_state_at_once
+        )
 
     def _write_state(self, index: int, state: Mapping[str, Any]) -> None:
         for number, name in enumerate(self._kept_names[index]):

@@ -85,6 +85,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._offloaded is not None
 
     @property
+    def offloaded(self) -> OffloadedParameters | None:
+        """What the memory devices hold; None if the optimizer runs on the workers."""
+        return self._offloaded
+
+    @property
     def wrapped(self) -> torch.optim.Optimizer:
         """The optimizer that was given."""
         return self._optimizer

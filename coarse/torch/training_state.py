@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +86,30 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
                 steady.add(name)
             else:
                 values.setdefault(names[number], {})[state] = value
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]
-    ]
-    settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
     return TrainingState(
         tensors=tensors,
         only_optimizer_changes=frozenset(steady & tensors.keys()),
-        optimizer=to_json(settings, translate=as_small_tensor, path="optimizer"),
+        optimizer=_settings(optimizer, saved["param_groups"], names, values),
     )
+
+
+def optimizer_settings(optimizer: DistributedOptimizer, names: Sequence[str]) -> Any:
+    """The settings of an optimizer whose state is in the memory devices, as training_state() has them.
+
+    Args:
+        optimizer: Whose they are.
+        names: Of its parameters, in the order of its groups: names_of_parameters().
+    """
+    return _settings(optimizer, optimizer.wrapped.state_dict()["param_groups"], names, {})
+
+
+def names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in the order in which its state dict numbers them.
+
+    Raises:
+        CheckpointError: If some are not the model's.
+    """
+    return _names_of_parameters(dict(bare(model).named_parameters()), optimizer)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -172,6 +187,28 @@ def from_small_tensor(value: SmallTensor) -> torch.Tensor:
         return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype])
     flat = torch.frombuffer(bytearray(value.data), dtype=DTYPE_OF[value.dtype])
     return flat.reshape(value.shape)
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer,
+    numbered: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    values: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    """An optimizer's settings as JSON.
+
+    Args:
+        optimizer: Whose they are.
+        numbered: Its groups, with parameters by number.
+        names: Of the parameters, by number.
+        values: What its state has beside tensors.
+    """
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in numbered]
+    settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
+    encoded = to_json(settings, translate=as_small_tensor, path="optimizer")
+    for group, source in zip(encoded["param_groups"], numbered, strict=True):
+        group["params"] = [names[number] for number in source["params"]]
+    return encoded
 
 
 def _names_of_parameters(

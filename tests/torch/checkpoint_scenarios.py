@@ -19,6 +19,9 @@ from optimizer_scenarios import Make, offload
 from parity_scenarios import Context, Scenario, raises, scenario
 from torch import nn
 
+from coarse.checkpoint.catalogue import open_verified
+from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.writer import WriteOptions
 
 CHECKPOINT_SCENARIOS: dict[str, Scenario] = {}
@@ -72,14 +75,22 @@ class Training:
     """One life of a job: from wrapping the model to the end, or to where it is interrupted."""
 
     def __init__(
-        self, context: Context, folder: str, make: Make, *, offloads: bool, overlap: bool = False
+        self,
+        context: Context,
+        folder: str,
+        make: Make,
+        *,
+        offloads: bool,
+        overlap: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         from coarse.torch.checkpoint import Checkpointer, RandomState
 
-        self.module = with_buffers()
+        self.module = with_buffers().to(dtype)
         self.model = context.wrap(self.module)
         optimizer = make(self.model.parameters())
         self.optimizer = offload(context, optimizer, self.model, overlap=overlap) if offloads else optimizer
+        self.dtype = dtype
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.position = Position(100 * context.rank)
         self.context = context
@@ -91,15 +102,12 @@ class Training:
             options=OPTIONS,
             state={"random": RandomState(), "scheduler": self.scheduler, "position": self.position},
         )
+        assert (self.checkpointer._snapshots is not None) == offloads
 
     def run(self, until: int) -> None:
         while self.checkpointer.num_steps < until:
-            inputs = (
-                self.context.inputs(self.position.next, 16, 8)
-                + torch.rand(1)
-                + random.random()
-                + np.random.rand()
-            )
+            noise = float(torch.rand(1)) + random.random() + np.random.rand()
+            inputs = (self.context.inputs(self.position.next, 16, 8) + noise).to(self.dtype)
             self.position.next += 1
             self.optimizer.zero_grad()
             (self.model(inputs) - inputs[:, :4]).square().mean().backward()
@@ -136,8 +144,10 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def interrupt_and_go_on(context: Context, *, make: Make, offloads: bool, overlap: bool = False) -> None:
-    start = functools.partial(Training, context, make=make, offloads=offloads, overlap=overlap)
+def interrupt_and_go_on(
+    context: Context, *, make: Make, offloads: bool, overlap: bool = False, dtype: torch.dtype = torch.float32
+) -> None:
+    start = functools.partial(Training, context, make=make, offloads=offloads, overlap=overlap, dtype=dtype)
     seed = 10 + context.rank
 
     def begin(folder: str) -> Training:
@@ -182,6 +192,67 @@ for _name, _make in OPTIMIZERS.items():
             False,
             0.0,
         )
+
+
+@checkpoint_scenario
+def master_weights_come_back(context: Context) -> None:
+    interrupt_and_go_on(context, make=OPTIMIZERS["adamw"], offloads=True, dtype=torch.bfloat16)
+
+
+class Odd(nn.Module):
+    """A kernel that does not lie row-major, a parameter that is frozen, one that is never used, and tied ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, (3, 2)).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.unused = nn.Linear(4, 2)
+        self.tied = nn.Linear(4, 4)
+        self.tied_too = nn.Linear(4, 4)
+        self.tied_too.weight = self.tied.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        features = self.convolution(inputs).mean(dim=(2, 3))
+        return self.tied_too(self.tied(features))
+
+
+@checkpoint_scenario
+def snapshots_hold_what_a_copy_would_hold(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+    from coarse.torch.training_state import load_training_state
+
+    module = Odd()
+    model = context.wrap(module, find_unused_parameters=True)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(context.inputs(number, 2, 3, 6, 6)).square().sum().backward()
+        optimizer.step()
+
+    with (
+        shared_folder(context) as folder,
+        Checkpointer(folder, model, optimizer, options=OPTIONS) as checkpointer,
+    ):
+        step(1)
+        expected = {key: value.clone() for key, value in module.state_dict().items()}
+        states = optimizer.state_dict()
+        checkpointer.save(wait=False)
+        step(2)
+        checkpointer.wait()
+        assert checkpointer.counts.num_failed == 0, checkpointer.counts.last_error
+        assert not equal(module.state_dict(), expected)
+        dist.barrier()
+        plain = Odd()
+        bare_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        with Folder.open(folder) as parent, open_verified(parent, CheckpointName(0)) as checkpoint:
+            load_training_state(checkpoint, plain, bare_optimizer)
+    assert equal(plain.state_dict(), expected)
+    found = bare_optimizer.state_dict()["state"]
+    assert equal({str(k): v for k, v in found.items()}, {str(k): v for k, v in states["state"].items()})
+    assert len(found) == 5  # of the seven that are trained, one pair is tied and two are never used
 
 
 @checkpoint_scenario
