@@ -244,10 +244,10 @@ class Registrar:
         if not self._job.is_home or schema.state_names is None:
             return
         snapshots = GroupSnapshots(schema, plan, registration.shared)
+        # In pages, which small tensors do not fill.
+        whole_bytes = _native.snapshot_pool_bytes(plan) // _native.MOST_SNAPSHOTS
         available_bytes = self._memory.available_bytes()
-        snapshots.set_limit(
-            choose_pool_limit(self._job.snapshot_pool_bytes, schema.kept_bytes, available_bytes)
-        )
+        snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
         self._snapshots.add(registration.group, snapshots)
 
     def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:

@@ -266,6 +266,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
         self._session.barrier()
         self._offloaded.share()
+        # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
+        reference = weakref.ref(self._offloaded)
+        self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
         if overlap:
             gradients.update_in_backward(self._offloaded)
         self._groups[0] = gradients.group
@@ -485,6 +488,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
 
 def _refuse(what: str, alternative: str) -> NoReturn:
     raise NotImplementedError(f"coarse.torch.DistributedDataParallel does not support {what}. {alternative}.")
+
+
+def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
+    """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
+    offloaded = reference()
+    if offloaded is not None:
+        offloaded.keep_snapshots()
 
 
 def _drop(

@@ -48,6 +48,7 @@ class OffloadedParameters:
         self._writes = writes
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
+        self._is_shared = False
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
         positions = {parameter: index for index, parameter in enumerate(parameters)}
         self._members = [
@@ -68,9 +69,11 @@ class OffloadedParameters:
         """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
+        self._is_shared = True
 
     def release(self) -> None:
         """Gives every parameter memory of its own again, with the values of now."""
+        self._is_shared = False
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
@@ -125,6 +128,14 @@ class OffloadedParameters:
             for index, parameter in enumerate(self._parameters)
             if self._has_state(index)
         }
+
+    def keep_snapshots(self) -> None:
+        """Has snapshots copy what they refer to: before anything but an update writes to parameters or state.
+
+        Does nothing before share() and after release().
+        """
+        if self._is_shared:
+            self._group.keep_snapshots()
 
     def snapshot(self) -> Snapshot:
         """Begins a snapshot of parameters and state; between the end of a step and the next backward.

@@ -143,6 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             capture.remove()
         self._share_groups()
         if self._offloaded is not None:
+            self._offloaded.keep_snapshots()
             self._offloaded.adopt_state(_unrounded_state(self._optimizer, given))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -253,6 +253,33 @@ def snapshots_hold_what_a_copy_would_hold(context: Context) -> None:
     found = bare_optimizer.state_dict()["state"]
     assert equal({str(k): v for k, v in found.items()}, {str(k): v for k, v in states["state"].items()})
     assert len(found) == 5  # of the seven that are trained, one pair is tied and two are never used
+
+
+@checkpoint_scenario
+def what_is_loaded_does_not_get_into_a_snapshot(context: Context) -> None:
+    module = with_buffers()
+    model = context.wrap(module)
+    optimizer = offload(context, OPTIMIZERS["adamw"](model.parameters()), model)
+    model(context.inputs(1, 16, 8)).square().mean().backward()
+    optimizer.step()
+    offloaded = optimizer.offloaded
+    assert offloaded is not None
+    states = offloaded.state()
+    expected = [
+        (tensor, array, (states[parameter][state] if state else parameter.detach()).numpy().tobytes())
+        for parameter, state, tensor, array in offloaded.places()
+    ]
+    with offloaded.snapshot() if context.rank == 0 else nullcontext() as snapshot:
+        dist.barrier()
+        module.load_state_dict({key: torch.ones_like(value) for key, value in module.state_dict().items()})
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        dist.barrier()
+        assert all(bool((parameter == 1).all()) for parameter in module.parameters())
+        if snapshot is not None:
+            assert all(bytes(snapshot.read(tensor, array)) == data for tensor, array, data in expected)
+        dist.barrier()
+    model.close()
+    module.load_state_dict(module.state_dict())  # which nothing hears of any more
 
 
 @checkpoint_scenario
