@@ -128,7 +128,7 @@ def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
     """All figures of a machine: what they belong to, what they say with their unit, and themselves."""
     for link in machine.links:
         where = f"link {link.name} ({link.scope})"
-        yield from _bandwidth_rows(where, link.gbytes_per_s, link.duplex_gbytes_per_s)
+        yield from _bandwidth_rows(where, link.gbytes_per_s, link.duplex_gbytes_per_s, link.read_gbytes_per_s)
     for name, path in machine.paths.items():
         where = f"path {name}" + (f" (over {', '.join(path.over)})" if path.over else "")
         yield where, "latency, us", path.latency_us
@@ -140,10 +140,12 @@ def figure_rows(machine: Machine) -> Iterator[tuple[str, str, Figure]]:
 
 
 def _bandwidth_rows(
-    where: str, one_way: Figure | None, duplex: Figure | None
+    where: str, one_way: Figure | None, duplex: Figure | None, read: Figure | None = None
 ) -> Iterator[tuple[str, str, Figure]]:
     if one_way is not None:
-        yield where, "one direction, GB/s", one_way
+        yield where, "one direction, GB/s" if read is None else "write, GB/s", one_way
+    if read is not None:
+        yield where, "read, GB/s", read
     if duplex is not None:
         yield where, "both together, GB/s", duplex
 

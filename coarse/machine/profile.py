@@ -80,18 +80,24 @@ class Link:
         scope: One of SCOPES.
         gbytes_per_s: Of each direction.
         duplex_gbytes_per_s: Of both directions together; None if they do not limit each other.
+        read_gbytes_per_s: Of what leaves a memory device, which is read, if that is not as fast as what is written to
+            it; of scope "endpoint" only.
 
     Raises:
-        FieldError: If a capacity is zero, or both directions together get less than one alone or over twice that.
+        FieldError: If a capacity is zero, or both directions together get less than one alone or more than both; if
+            reads have a capacity of their own elsewhere than at an endpoint.
     """
 
     name: str
     scope: str
     gbytes_per_s: Figure
     duplex_gbytes_per_s: Figure | None = None
+    read_gbytes_per_s: Figure | None = None
 
     def __post_init__(self) -> None:
-        _check_bandwidths(self.gbytes_per_s, self.duplex_gbytes_per_s)
+        if self.read_gbytes_per_s is not None and self.scope != "endpoint":
+            raise FieldError("read_gbytes_per_s", "only a link of scope 'endpoint' tells reads from writes")
+        _check_bandwidths(self.gbytes_per_s, self.duplex_gbytes_per_s, self.read_gbytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,17 +274,20 @@ class Machine:
         return wiring.link_table(self, table)
 
 
-def _check_bandwidths(one_way: Figure | None, duplex: Figure | None) -> None:
-    for name, figure in (("gbytes_per_s", one_way), ("duplex_gbytes_per_s", duplex)):
+def _check_bandwidths(one_way: Figure | None, duplex: Figure | None, read: Figure | None = None) -> None:
+    named = (("gbytes_per_s", one_way), ("duplex_gbytes_per_s", duplex), ("read_gbytes_per_s", read))
+    for name, figure in named:
         if figure is not None and figure.value == 0:
             raise FieldError(name, "a bandwidth of 0 GB/s moves nothing")
     if one_way is None or duplex is None:
         return
-    if not one_way.value <= duplex.value <= 2 * one_way.value:
+    alone = (one_way.value, one_way.value if read is None else read.value)
+    if not max(alone) <= duplex.value <= sum(alone):
+        most = "twice that" if read is None else f"both ({sum(alone):g})"
         raise FieldError(
             "duplex_gbytes_per_s",
             f"both directions together ({duplex.value:g} GB/s) must get at least what one gets alone "
-            f"({one_way.value:g}) and at most twice that",
+            f"({max(alone):g}) and at most {most}",
         )
 
 

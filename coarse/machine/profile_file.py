@@ -141,13 +141,14 @@ def _topology(section: _Section) -> Topology:
 
 
 def _link(name: str, section: _Section) -> Link:
-    section.allow("scope", "gbytes_per_s", "duplex_gbytes_per_s")
+    section.allow("scope", "gbytes_per_s", "duplex_gbytes_per_s", "read_gbytes_per_s")
     with section.pointing():
         return Link(
             name=name,
             scope=section.text("scope"),
             gbytes_per_s=section.figure("gbytes_per_s"),
             duplex_gbytes_per_s=section.optional_figure("duplex_gbytes_per_s"),
+            read_gbytes_per_s=section.optional_figure("read_gbytes_per_s"),
         )
 
 

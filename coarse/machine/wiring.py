@@ -174,7 +174,10 @@ def _link_buckets(buckets: _Buckets, link: Link, source: _Endpoint, target: _End
     for end, direction in ((source, "up"), (target, "down")):
         place = end.scopes.get(link.scope)
         if place is not None:
-            yield buckets.number(f"{place} {link.name} {direction}", float(link.gbytes_per_s.value))
+            figure = link.gbytes_per_s
+            if end.is_device and direction == "up":
+                figure = link.read_gbytes_per_s or figure
+            yield buckets.number(f"{place} {link.name} {direction}", float(figure.value))
             if link.duplex_gbytes_per_s is not None:
                 yield buckets.number(f"{place} {link.name} both", float(link.duplex_gbytes_per_s.value))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from importlib import resources
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import MemoryDeviceEntry, PartitionTable, partition_table_names
+from coarse.machine.profile_file import read_machine
+from coarse.profiler.linked import profile_from_links
+from coarse.profiler.profile import PULL, PUSH
 
 MACHINES = {name: load_machine(name) for name in machine_names()}
 
@@ -135,6 +139,24 @@ def test_expanders_behind_a_switch_share_its_uplink():
     assert shared(links, pushes[0], pushes[3]) == {"switch uplink down"}
     apart = MACHINES["cxl2-x8"].link_table(table)
     assert shared(apart, pushes[0], pushes[3]) == set()
+
+
+def test_what_is_read_from_a_memory_device_can_be_slower_than_what_is_written_to_it(tmp_path):
+    """Push beats pull, as over PCIe with a GPU's memory as the source (Oden's dissertation, table 3.1)."""
+    text = resources.files("coarse.machine").joinpath("profiles/cxl3-x8.toml").read_text()
+    announced = next(line for line in text.splitlines() if line.startswith("gbytes_per_s = { value = 72"))
+    reads = 'read_gbytes_per_s = { value = 21.7, source = "968 / 3212 of writes", kind = "assumed" }'
+    (tmp_path / "slow-reads.toml").write_text(text.replace(announced, f"{announced}\n{reads}"))
+    machine = read_machine(tmp_path / "slow-reads.toml")
+    links = machine.link_table(PartitionTable.even(num_workers=2, num_devices=2))
+    worker, device, other = links.worker(0), links.device(0), links.device(1)
+    assert links.bandwidth_gbytes_per_s(worker, device) == 72
+    assert links.bandwidth_gbytes_per_s(device, worker) == 21.7
+    assert links.bandwidth_gbytes_per_s(device, other) == 21.7, "devices read each other, too"
+    profile = profile_from_links(links, [0, 1])
+    push, pull = (profile.curve(kind, 0, 0) for kind in (PUSH, PULL))
+    assert push.fit().beta_gbytes_per_s == pytest.approx(72)
+    assert pull.fit().beta_gbytes_per_s == pytest.approx(21.7)
 
 
 def test_nvlink_takes_the_place_of_pcie_where_there_is_one():

@@ -58,6 +58,7 @@ def test_a_file_becomes_a_machine(tmp_path):
 LANE = 'gbytes_per_s = { value = 10, source = "s", kind = "measured" }'
 LOCAL = 'gbytes_per_s = { value = 4, source = "s", kind = "announced" }'
 DUPLEX = 'duplex_gbytes_per_s = { value = 6, source = "s", kind = "recalled" }'
+READ = 'read_gbytes_per_s = { value = 5, source = "s", kind = "measured" }'
 SECOND_DIRECT_LINK = "\n".join(GOOD.splitlines()[22:]).replace("[0, 2]", "[2, 0]") + "\n"
 
 
@@ -75,6 +76,14 @@ SECOND_DIRECT_LINK = "\n".join(GOOD.splitlines()[22:]).replace("[0, 2]", "[2, 0]
         (LANE, "gbytes_per_s = { value = 10 }", 11, "link.lane.gbytes_per_s.source is missing"),
         (LANE, LANE.replace(" }", ", unit = 1 }"), 11, "unknown key 'unit'"),
         (LANE, "", 9, "link.lane.gbytes_per_s is missing"),
+        (LANE, f"{LANE}\n{READ.replace('5', '0')}", 12, "a bandwidth of 0 GB/s moves nothing"),
+        (LANE, f"{LANE}\n{READ}\n{DUPLEX.replace('6', '16')}", 13, r"\(10\) and at most both \(15\)"),
+        (
+            f'scope = "endpoint"\n{LANE}',
+            f'scope = "switch"\n{LANE}\n{READ}',
+            12,
+            "scope 'endpoint' tells reads from writes",
+        ),
         (
             DUPLEX,
             DUPLEX.replace("6", "3"),
