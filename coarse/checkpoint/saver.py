@@ -192,12 +192,17 @@ class Saver:
         self._count(num_skipped=self.counts.num_skipped + 1)
         logger.warning("[step %d] no checkpoint: the one before is still being written", step)
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether too many saves in a row have failed."""
+        return self.counts.num_failed_in_row >= self._most_failures
+
     def check(self) -> None:
         """Raises:
         CheckpointError: If too many saves in a row have failed; says why the last one did.
         """
         counts = self.counts
-        if counts.num_failed_in_row >= self._most_failures:
+        if self.has_given_up:
             raise CheckpointError(
                 f"{counts.num_failed_in_row} saves in a row to {self._parent.path} have failed; the last one: "
                 f"{counts.last_error}. Training would be lost with the next fault; make room, or choose another "

@@ -34,7 +34,7 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError, SnapshotsBusyError
+from coarse.errors import CheckpointError, SnapshotsBusyError, WorkerLostError
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.snapshot_saves import SnapshotSaves
@@ -163,11 +163,13 @@ class Checkpointer:
         Raises:
             CheckpointError: If too many saves have failed in a row.
         """
-        self._saver.check()
         self._num_steps += 1
         if self._workers.world_size == 1:
             self._propose()
-        was_asked, was_busy = self._workers.agreed()
+        was_asked, was_busy, has_failed = self._workers.agreed()
+        if has_failed:
+            self._saver.check()
+            raise CheckpointError("worker 0 gave up saving after too many failures; its error says why")
         is_due = was_asked or (self._every > 0 and self._num_steps % self._every == 0)
         began = is_due and not was_busy
         if began:
@@ -189,7 +191,7 @@ class Checkpointer:
         """
         self._saver.wait()
         failed_before = self.counts.num_failed
-        was_asked, _ = self._workers.agreed()
+        was_asked, *_ = self._workers.agreed()
         self._begin_save()
         self._propose(asks=was_asked)  # what was proposed before did not know of this save
         if wait:
@@ -230,12 +232,15 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the save that is under way, and hands SIGUSR1 back. Idempotent."""
+        self._close(alone=False)
+
+    def _close(self, *, alone: bool) -> None:
         self._signal.close()
         self._saver.close()
         self._copies.close()
         if self._step_hook is not None:
             self._step_hook.remove()
-        self._workers.close()
+        self._workers.close(alone=alone)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -243,10 +248,14 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(alone=error is not None)
 
     def _propose(self, *, asks: bool = False) -> None:
-        self._workers.propose(asks=self._signal.take() or asks, is_busy=self._saver.is_busy)
+        self._workers.propose(
+            asks=self._signal.take() or asks,
+            is_busy=self._saver.is_busy,
+            has_failed=self._saver.has_given_up,
+        )
 
     def _begin_save(self) -> None:
         self._num_saves += 1
@@ -459,7 +468,7 @@ class _Workers:
         self.rank = self.rank_here()
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._flags = torch.zeros(2, dtype=torch.int32)
+        self._flags = torch.zeros(3, dtype=torch.int32)
         self._reducing: Any = None
 
     @staticmethod
@@ -467,21 +476,30 @@ class _Workers:
         """Rank of this process; 0 without a process group."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
-    def propose(self, *, asks: bool, is_busy: bool) -> None:
-        """Says whether this worker asks for a save, and whether it has one under way."""
-        self._flags = torch.tensor([asks, is_busy], dtype=torch.int32)
+    def propose(self, *, asks: bool, is_busy: bool, has_failed: bool) -> None:
+        """Says whether this worker asks for a save, has one under way, or has seen too many fail."""
+        self._flags = torch.tensor([asks, is_busy, has_failed], dtype=torch.int32)
         if self._group is not None:
             self._reducing = dist.all_reduce(
                 self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
             )
 
-    def agreed(self) -> tuple[bool, bool]:
-        """Whether any worker asked, and whether any was busy, when all last proposed."""
-        if self._reducing is not None:
-            self._reducing.wait()
-            self._reducing = None
-        asked, busy = self._flags.tolist()
-        return bool(asked), bool(busy)
+    def agreed(self) -> tuple[bool, bool, bool]:
+        """Whether any worker asked, was busy, or had failed, when all last proposed.
+
+        Raises:
+            WorkerLostError: If another worker is gone.
+        """
+        reducing, self._reducing = self._reducing, None
+        if reducing is not None:
+            try:
+                reducing.wait()
+            except RuntimeError as error:
+                raise WorkerLostError(
+                    f"worker {self.rank}: another worker was lost before all could agree on saving: {error}"
+                ) from error
+        asked, busy, failed = self._flags.tolist()
+        return bool(asked), bool(busy), bool(failed)
 
     def told_by_first(self, *numbers: int) -> list[int]:
         """The numbers of worker 0. Collective."""
@@ -495,9 +513,13 @@ class _Workers:
         if self._group is not None:
             dist.all_reduce(torch.zeros(1), group=self._group)
 
-    def close(self) -> None:
-        """Gives the process group back. Idempotent."""
-        if self._group is not None and dist.is_initialized():
+    def close(self, *, alone: bool) -> None:
+        """Gives the process group back. Idempotent.
+
+        Args:
+            alone: Whether others may be gone, or hang: then nothing is waited for.
+        """
+        if self._group is not None and dist.is_initialized() and not alone:
             self.agreed()
             dist.destroy_process_group(self._group)
         self._group = None

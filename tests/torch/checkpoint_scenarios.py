@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import random
@@ -302,6 +303,33 @@ def a_signal_to_any_worker_saves_the_same_step(context: Context) -> None:
         dist.barrier()
         assert sorted(os.listdir(folder)) == ["latest", "step-3"]
     assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+@checkpoint_scenario
+def all_workers_hear_that_too_many_saves_failed(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    with (
+        shared_folder(context) as folder,
+        Checkpointer(folder, model, every=1, most_failures=2) as checkpointer,
+    ):
+
+        def fail(operation: str, name: str) -> None:
+            if context.rank == 0 and operation == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpointer._parent._observe = fail
+
+        def train() -> None:
+            while True:
+                model(torch.ones(1, 3)).sum().backward()
+                checkpointer.step()
+                checkpointer.wait()
+
+        with raises("CheckpointError", "No space left" if context.rank == 0 else "worker 0 gave up"):
+            train()
+        assert 3 <= checkpointer.num_steps <= 5
 
 
 @checkpoint_scenario
