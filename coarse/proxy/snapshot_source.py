@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from coarse.checkpoint.source import DTYPE_BYTES, SavedTensor
 from coarse.errors import CheckpointError, ProtocolError
 from coarse.proxy.group_snapshots import GroupSnapshots
 from coarse.proxy.protocol import Message
+
+logger = logging.getLogger(__name__)
 
 _MOST_DIMENSIONS = 64
 
@@ -157,6 +160,23 @@ class SnapshotSource:
 
     def close(self) -> None:
         self._snapshots.release(self._number)
+
+    def log_pool(self) -> None:
+        """Logs what old versions have cost so far, as a warning if updates had to wait for room."""
+        found = self._snapshots.statistics()
+        level = logging.WARNING if found.num_waits else logging.INFO
+        logger.log(
+            level,
+            "[step %d] %s: old versions took up to %.1f of %.1f MiB; %d updates waited %.2f s for room in all, %d "
+            "snapshots were given up (COARSE_SNAPSHOT_POOL_BYTES)",
+            self.step,
+            self._snapshots.name,
+            found.peak_bytes / 2**20,
+            found.limit_bytes / 2**20,
+            found.num_waits,
+            found.waited_s,
+            found.num_lost,
+        )
 
     def _check(self, tensor: SavedTensor) -> None:
         kept, sent = self._kept.get(tensor), self._sent.get(tensor)

@@ -63,6 +63,7 @@ class SnapshotWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             self._tell(self._write())
+            self._source.log_pool()
         except Exception as error:  # whatever it is, it is this save's failure and not the device's
             logger.info("a snapshot could not be written to %s: %s", self._folder, error)
             number = error.errno if isinstance(error, OSError) else None

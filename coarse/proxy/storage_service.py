@@ -33,7 +33,7 @@ class StorageService:
         try:
             segment = self._memory.allocate(f"stored tensor {key[:100]!r}", num_bytes)
         except OutOfDeviceMemoryError as error:
-            self._send(client, {"type": "refused", "error": type(error).__name__, "text": str(error)}, ())
+            self._refuse(client, error)
             return
         self._reserved[client] = (key, segment)
         self._send(client, {"type": "reserved"}, (segment.fd,))
@@ -44,7 +44,13 @@ class StorageService:
         if client not in self._reserved:
             raise ProtocolError("commit came without a reservation")
         key, segment = self._reserved.pop(client)
-        self._send(client, {"type": "committed", "version": self._storage.put(key, segment)}, ())
+        try:
+            version = self._storage.put(key, segment)
+        except OutOfDeviceMemoryError as error:
+            segment.close()
+            self._refuse(client, error)
+            return
+        self._send(client, {"type": "committed", "version": version}, ())
 
     def look_up(self, client: int, message: Message) -> None:
         """Tells the newest version and shares its bytes, read-only."""
@@ -61,6 +67,9 @@ class StorageService:
         """Takes back what the worker reserved and has not committed."""
         if client in self._reserved:
             self._reserved.pop(client)[1].close()
+
+    def _refuse(self, client: int, error: OutOfDeviceMemoryError) -> None:
+        self._send(client, {"type": "refused", "error": type(error).__name__, "text": str(error)}, ())
 
     def close(self) -> None:
         """Gives all values up."""

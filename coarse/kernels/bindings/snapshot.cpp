@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -18,12 +19,13 @@ namespace {
 /// The snapshots of a group as somebody sees them who is not its proxy: with mappings of its own.
 class GroupReader {
  public:
-  GroupReader(const GroupPlan& plan, int parametersFd, int statesFd, SnapshotFds fds)
+  GroupReader(const GroupPlan& plan, int parametersFd, int statesFd, SnapshotFds fds,
+              std::chrono::milliseconds patience)
       : parameters_(mapSealed(parametersFd, plan.slotBytes, Mapping::Access::kReadOnly, "parameters")),
         states_(plan.keptBytes() == 0
                     ? Mapping()
                     : mapSealed(statesFd, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),
-        snapshots_(plan, parameters_.data(), states_.data(), fds) {}
+        snapshots_(plan, parameters_.data(), states_.data(), fds, patience) {}
 
   bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, const py::buffer& destination) {
     check(shard, array);
@@ -43,6 +45,10 @@ class GroupReader {
     return snapshots_.numBytes(shard, array);
   }
   std::size_t numArrays() const { return snapshots_.numArrays(); }
+  void keep(std::uint32_t shard) {
+    check(shard, 0);
+    snapshots_.keep(shard);
+  }
   void keepAll() {
     for (std::uint32_t shard = 0; shard < snapshots_.numShards(); ++shard) snapshots_.keep(shard);
   }
@@ -76,12 +82,14 @@ void registerSnapshot(py::module_& module) {
       .def_readonly("num_lost", &SnapshotStatistics::numLost);
   py::class_<GroupReader>(module, "SnapshotReader")
       .def(py::init([](const GroupPlan& plan, int parametersFd, int statesFd, int requestFd, int controlFd,
-                       int poolFd) {
-             return std::make_unique<GroupReader>(plan, parametersFd, statesFd,
-                                                  SnapshotFds{requestFd, controlFd, poolFd});
+                       int poolFd, double patienceSeconds) {
+             return std::make_unique<GroupReader>(
+                 plan, parametersFd, statesFd, SnapshotFds{requestFd, controlFd, poolFd},
+                 std::chrono::milliseconds(static_cast<int>(patienceSeconds * 1000)));
            }),
            py::arg("plan"), py::arg("parameters_fd"), py::arg("states_fd"), py::arg("request_fd"),
-           py::arg("control_fd"), py::arg("pool_fd"))
+           py::arg("control_fd"), py::arg("pool_fd"),
+           py::arg("patience_s") = std::chrono::duration<double>(SnapshotStore::kPatience).count())
       .def(
           "set_limit", [](GroupReader& reader, std::size_t limit) { reader.store().setLimit(limit); },
           py::arg("num_bytes"))
@@ -91,6 +99,7 @@ void registerSnapshot(py::module_& module) {
            py::arg("destination"))
       .def("let_go", &GroupReader::letGo, py::arg("snapshot"), py::arg("shard"), py::arg("array"),
            ReleaseGil())
+      .def("keep", &GroupReader::keep, py::arg("shard"), ReleaseGil())
       .def("keep_all", &GroupReader::keepAll, ReleaseGil())
       .def(
           "release", [](GroupReader& reader, std::uint32_t snapshot) { reader.store().release(snapshot); },

@@ -42,10 +42,10 @@ std::vector<Block> blocksOf(const GroupPlan& plan) {
 }  // namespace
 
 GroupSnapshots::GroupSnapshots(const GroupPlan& plan, const std::byte* parameters, const std::byte* states,
-                               const SnapshotFds& fds)
+                               const SnapshotFds& fds, std::chrono::milliseconds patience)
     : numShards_(plan.shards.size()),
       numArrays_(countArrays(plan.keptArrays())),
-      store_(blockBytes(plan), fds) {
+      store_(blockBytes(plan), fds, patience) {
   for (const Block& block : blocksOf(plan))
     blocks_.push_back((block.isParameter ? parameters : states) + block.offset);
 }

@@ -19,7 +19,7 @@ class GroupSnapshots {
   /// @param parameters, states where they are mapped, for as long as this lives.
   /// @throws std::invalid_argument as SnapshotStore.
   GroupSnapshots(const GroupPlan& plan, const std::byte* parameters, const std::byte* states,
-                 const SnapshotFds& fds);
+                 const SnapshotFds& fds, std::chrono::milliseconds patience = SnapshotStore::kPatience);
 
   /// Length of each block, array by array; 0 where a tensor has fewer arrays than others.
   static std::vector<std::size_t> blockBytes(const GroupPlan& plan);

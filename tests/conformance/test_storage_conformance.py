@@ -1,0 +1,125 @@
+"""Every storage passes the same suite, and agrees with plain dictionaries whatever is done to it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+from storage_suite import VALUE_BYTES, run_storage_suite, storage_machine
+
+from coarse.errors import SnapshotLostError
+from coarse.kernels import _native
+from coarse.proxy.memory import HostMemory
+from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS
+from coarse.proxy.storage import VersionedStorage
+
+_PATIENCE_S = 0.01
+_VERSION = struct.Struct("<I")
+
+
+class Replaced:
+    """VersionedStorage: each value in a segment of its own, which a new one replaces."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._storage = VersionedStorage(pool_bytes)
+        for key, num_bytes in VALUE_BYTES.items():
+            self.put(key, bytes(num_bytes))
+
+    def put(self, key: str, value: bytes) -> int:
+        segment = HostMemory().allocate("test", len(value))
+        try:
+            with mmap.mmap(segment.fd, len(value)) as target:
+                target[:] = value
+            return self._storage.put(key, segment)
+        except BaseException:
+            segment.close()
+            raise
+
+    def get(self, key: str, snapshot: int = 0) -> tuple[int, bytes]:
+        found = self._storage.get(key, snapshot)
+        assert found.segment is not None
+        with mmap.mmap(found.segment.fd, found.segment.num_bytes, prot=mmap.PROT_READ) as mapped:
+            return found.version, bytes(mapped)
+
+    def snapshot(self) -> int:
+        return self._storage.snapshot()
+
+    def release(self, snapshot: int) -> None:
+        self._storage.release(snapshot)
+
+    def old_bytes(self) -> int:
+        return self._storage.old_bytes
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+class UpdatedInPlace:
+    """The snapshots of an optimizer's parameters: each value, with its version before it, stays where it is."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._shards = {key: number for number, key in enumerate(VALUE_BYTES)}
+        self._offsets, end = {}, 0
+        shards = []
+        for key, num_bytes in VALUE_BYTES.items():
+            self._offsets[key] = end
+            elements = (_VERSION.size + num_bytes) // 4
+            dtype, op = DTYPE_NUMBERS["float32"], OP_NUMBERS["mean"]
+            shards.append((self._shards[key], elements, end, dtype, op, 0, False))
+            end += -(-elements * 4 // 64) * 64
+        plan = _native.GroupPlan(id=1, num_clients=1, slot_bytes=end, shards=shards, num_states=0)
+        self._fds = [
+            _native.create_sealed_memory("test", end),
+            _native.create_sealed_memory("test", _native.SNAPSHOT_REQUEST_BYTES),
+            _native.create_sealed_memory("test", _native.snapshot_control_bytes(plan)),
+            _native.create_sparse_sealed_memory("test", _native.snapshot_pool_bytes(plan)),
+        ]
+        values, request, control, pool = self._fds
+        self._values = mmap.mmap(values, end)
+        self._trigger = _native.SnapshotTrigger(request, control)
+        self._native = _native.SnapshotReader(plan, values, -1, request, control, pool, _PATIENCE_S)
+        self._native.set_limit(pool_bytes)
+        for key, num_bytes in VALUE_BYTES.items():
+            self.put(key, bytes(num_bytes))
+
+    def put(self, key: str, value: bytes) -> int:
+        version = self.get(key)[0] + 1
+        self._native.keep(self._shards[key])
+        stored = _VERSION.pack(version) + value
+        self._values[self._offsets[key] : self._offsets[key] + len(stored)] = stored
+        return version
+
+    def get(self, key: str, snapshot: int = 0) -> tuple[int, bytes]:
+        length = _VERSION.size + VALUE_BYTES[key]
+        stored = bytearray(self._values[self._offsets[key] : self._offsets[key] + length])
+        if snapshot and not self._native.read(snapshot, self._shards[key], 0, stored):
+            is_lost = self._native.is_lost(snapshot)
+            raise SnapshotLostError("the pool was full" if is_lost else "it was released, or never begun")
+        return _VERSION.unpack_from(stored)[0], bytes(stored[_VERSION.size :])
+
+    def snapshot(self) -> int:
+        return self._trigger.begin()
+
+    def release(self, snapshot: int) -> None:
+        self._native.release(snapshot)
+
+    def old_bytes(self) -> int:
+        return self._native.statistics().taken_bytes
+
+    def close(self) -> None:
+        self._values.close()
+        for fd in self._fds:
+            os.close(fd)
+
+
+def test_storage_that_replaces_values():
+    run_storage_suite(Replaced)
+
+
+def test_storage_that_is_updated_in_place():
+    run_storage_suite(UpdatedInPlace)
+
+
+TestReplaced = storage_machine(Replaced).TestCase
+TestUpdatedInPlace = storage_machine(UpdatedInPlace).TestCase
