@@ -11,6 +11,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class Training:
     def __init__(
         self,
         context: Context,
-        folder: str,
+        folder: str | Path,
         make: Make,
         *,
         offloads: bool,
@@ -348,13 +349,21 @@ def all_workers_hear_of_a_checkpoint_that_does_not_load(context: Context) -> Non
             checkpointer.restore()
 
 
+def left_by(test_pid: int) -> Path:
+    """Where the workers of a test process leave a checkpoint for other workers of it."""
+    return Path(tempfile.gettempdir()) / f"coarse-test-left-{test_pid}"
+
+
 @checkpoint_scenario
-def two_workers_leave_a_checkpoint(context: Context) -> str:
-    """For a test that goes on with one."""
-    place = [tempfile.mkdtemp(prefix="coarse-test-") if context.rank == 0 else None]
-    dist.broadcast_object_list(place)
-    assert place[0] is not None
-    training = Training(context, place[0], OPTIMIZERS["adamw"], offloads=True)
+def two_workers_leave_a_checkpoint(context: Context) -> None:
+    training = Training(context, left_by(os.getppid()), OPTIMIZERS["adamw"], offloads=True)
     training.run(3)
     training.end()
-    return place[0]
+
+
+@checkpoint_scenario
+def two_workers_go_on_from_what_was_left(context: Context) -> Any:
+    training = Training(context, left_by(os.getppid()), OPTIMIZERS["adamw"], offloads=True)
+    assert training.checkpointer.restore() == 3
+    training.run(5)
+    return training.end()

@@ -11,9 +11,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equal, with_buffers
+from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equal, left_by, with_buffers
 from parity_pool import WorkerPool
 from safetensors.torch import load_file
+from test_torch_parity import assert_same
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -51,21 +52,41 @@ def states_of(model, optimizer):
     return model.state_dict(), optimizer.state_dict()["state"]
 
 
-def test_one_worker_goes_on_from_what_two_have_left(coarse_pool, caplog):
-    coarse_pool.submit("two_workers_leave_a_checkpoint")
-    folder = coarse_pool.collect()[0]
+@pytest.fixture
+def left(coarse_pool):
+    """A checkpoint of two workers and two memory devices, after three steps."""
+    folder = left_by(os.getpid())
     try:
-        model = with_buffers()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        state = {
-            "random": RandomState(),
-            "scheduler": (scheduler := Recorder()),
-            "position": (position := Recorder()),
-        }
-        with Checkpointer(folder, model, optimizer, state=state) as checkpointer:
-            assert checkpointer.restore() == 3
+        run(coarse_pool, "two_workers_leave_a_checkpoint")
+        yield folder
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run(pool, scenario):
+    pool.submit(scenario)
+    return pool.collect()
+
+
+def test_another_number_of_memory_devices_goes_on_bitwise_alike(left, coarse_pool, monkeypatch):
+    expected = run(coarse_pool, "two_workers_go_on_from_what_was_left")
+    monkeypatch.setenv("COARSE_MEMORY_DEVICES", "3")
+    other_pool = WorkerPool("coarse")
+    try:
+        actual = run(other_pool, "two_workers_go_on_from_what_was_left")
+    finally:
+        other_pool.close()
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_same(ours, theirs, 0.0, "result")
+
+
+def test_one_worker_goes_on_from_what_two_have_left(left, caplog):
+    model = with_buffers()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    scheduler, position = Recorder(), Recorder()
+    state = {"random": RandomState(), "scheduler": scheduler, "position": position}
+    with Checkpointer(left, model, optimizer, state=state) as checkpointer:
+        assert checkpointer.restore() == 3
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
     assert scheduler.loaded["last_epoch"] == 3
     assert position.loaded == {"next": 3}
