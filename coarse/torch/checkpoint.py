@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from coarse.checkpoint.catalogue import find_newest, open_verified, remove_unfinished
+from coarse.checkpoint.catalogue import find_newest, names_of, open_verified, remove_unfinished
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
@@ -126,8 +126,12 @@ class Checkpointer:
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
         self._parent = parent
+        newest_step = _NO_CHECKPOINT
         if self._workers.rank == 0:
             remove_unfinished(parent)
+            newest_step = max((name.step for name in names_of(parent)), default=_NO_CHECKPOINT)
+        # Others go on when worker 0 has tidied up.
+        (self._newest_left,) = self._workers.told_by_first(newest_step)
         self._options = options or WriteOptions()
         offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
         self._snapshots: SnapshotSaves | None = None
@@ -137,7 +141,6 @@ class Checkpointer:
             self._parameter_names = names_of_parameters(model, optimizer)
         self._saver = Saver(parent, keep=keep, most_failures=most_failures)
         self._signal = _SaveSignal(on_signal)
-        self._workers.barrier()
 
     @property
     def num_steps(self) -> int:
@@ -161,7 +164,8 @@ class Checkpointer:
             Whether a save began.
 
         Raises:
-            CheckpointError: If too many saves have failed in a row.
+            CheckpointError: If too many saves have failed in a row, or the folder has newer checkpoints of a training
+                that this one did not go on from.
         """
         self._num_steps += 1
         if self._workers.world_size == 1:
@@ -223,6 +227,7 @@ class Checkpointer:
                     _load_resharded(name, target, [state[name] for state in states], self._workers)
                 self._num_steps = checkpoint.step
                 logger.info("[step %d] restored %s", checkpoint.step, checkpoint.path.name)
+        self._newest_left = _NO_CHECKPOINT
         self._workers.barrier()
         return self._num_steps
 
@@ -258,6 +263,11 @@ class Checkpointer:
         )
 
     def _begin_save(self) -> None:
+        if self._newest_left >= self._num_steps:
+            raise CheckpointError(
+                f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
+                f"{self._num_steps} of a training that was not restored. Call restore() first, or choose another folder."
+            )
         self._num_saves += 1
         own_state = self._own_state()
         if self._workers.rank == 0:
@@ -326,7 +336,8 @@ class Checkpointer:
     def _choose(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
         if step is None:
             return find_newest(self._parent, progress)
-        return open_verified(self._parent, CheckpointName(step), progress)
+        attempts = [name for name in names_of(self._parent) if name.step == step]
+        return open_verified(self._parent, attempts[-1] if attempts else CheckpointName(step), progress)
 
     def _worker_states(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """The state of each worker that there was.

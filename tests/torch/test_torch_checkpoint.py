@@ -355,6 +355,19 @@ def test_a_certain_step_can_be_restored(tmp_path):
             checkpointer.restore(step=7)
 
 
+def test_a_training_that_was_not_restored_does_not_save_beside_newer_checkpoints(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
+        take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+    with Checkpointer(tmp_path, model, optimizer, every=2) as checkpointer:
+        with pytest.raises(CheckpointError, match=r"of step 2, and this is step 2.*restore\(\) first"):
+            take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+        checkpointer.restore()
+        take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+    assert (tmp_path / "step-4").is_dir()
+
+
 def test_what_no_checkpoint_can_hold_is_named(tmp_path):
     model = with_buffers()
     stranger = nn.Parameter(torch.zeros(2))
