@@ -266,7 +266,8 @@ class Checkpointer:
         if self._newest_left >= self._num_steps:
             raise CheckpointError(
                 f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
-                f"{self._num_steps} of a training that was not restored. Call restore() first, or choose another folder."
+                f"{self._num_steps} of a training that was not restored. Call restore() first, or choose another "
+                "folder."
             )
         self._num_saves += 1
         own_state = self._own_state()
