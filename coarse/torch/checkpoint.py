@@ -180,6 +180,8 @@ class Checkpointer:
             self._begin_save()
         elif is_due:
             self._saver.skip(self._num_steps)
+        elif self._snapshots is not None and self._workers.rank == 0:
+            self._snapshots.prepare()
         if self._workers.world_size > 1:
             self._propose()
         return began

@@ -62,6 +62,14 @@ class SnapshotSaves:
         held = {f"{MODEL_PREFIX}{name}" for each in offloaded.parameters for name in self._names[each]}
         self._beside = _TensorsBeside(model, held)
         self._requests: dict[tuple[Any, ...], _Request] = {}
+        self._prepared_for = b""
+
+    def prepare(self) -> None:
+        """Does once, before a save, what takes longest; nothing if no parameter got its first state since."""
+        which = self._offloaded.which_have_state()
+        if which != self._prepared_for:
+            self._prepared_for = which
+            self._request(self._beside.take())
 
     def begin(self, step: int, details: SaveDetails) -> SnapshotWriting:
         """Takes a snapshot and has it written; between two steps.
