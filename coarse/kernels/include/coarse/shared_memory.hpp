@@ -36,7 +36,8 @@ class Mapping {
 /// @throws std::system_error with ENOSPC or ENOMEM if the memory can't be had; nothing is left allocated.
 int createSealedMemory(const std::string& label, std::size_t numBytes);
 
-/// The same without allocating anything: whoever writes to a part of it allocates that first, by fallocate().
+/// The same without allocating anything: for memory that is written by pwrite(), which fails where there is
+/// none.
 int createSparseSealedMemory(const std::string& label, std::size_t numBytes);
 
 /// Opens the same memory read-only, for peers that must not write it. The caller closes the descriptor.

@@ -158,8 +158,7 @@ class SnapshotStore {
  private:
   std::uint32_t newestAt(std::size_t place) const noexcept;
   bool keepFor(std::uint32_t snapshot, std::size_t block, const std::byte* current, bool& hasWaited) noexcept;
-  bool takeRoom(std::uint32_t snapshot, std::size_t block, bool& hasWaited) noexcept;
-  bool tryTakeRoom(std::uint32_t snapshot, std::size_t block) noexcept;
+  bool copyToPool(std::uint32_t snapshot, std::size_t block, const std::byte* current) noexcept;
   void waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept;
   bool isPending(std::uint32_t snapshot, std::size_t block) const noexcept;
   void free(std::size_t block, std::size_t place) noexcept;
@@ -173,7 +172,7 @@ class SnapshotStore {
   std::vector<std::size_t> blockOffsets_;  // within a place of the pool
   std::size_t placeBytes_ = 0;
   std::chrono::milliseconds patience_;
-  Mapping requestMapping_, controlMapping_, poolMapping_;
+  Mapping requestMapping_, controlMapping_;
   SnapshotRequest* request_ = nullptr;
   SnapshotControl control_;
   int poolFd_ = -1;
