@@ -74,7 +74,10 @@ class GroupSnapshots:
         Raises:
             ProtocolError: If there is none.
         """
-        return sum(self._native.block_bytes(shard, array) for shard in self._shards(tensor, array))
+        found = sum(self._native.block_bytes(shard, array) for shard in self._shards(tensor, array))
+        if found == 0:
+            raise ProtocolError(f"{self.name} has no array {array} of tensor {tensor}, only of others")
+        return found
 
     def read(self, snapshot: int, tensor: int, array: int, *, lets_go: bool) -> Iterator[memoryview[Any]]:
         """An array as it was when the snapshot began, in pieces that are valid until the next one is asked for.

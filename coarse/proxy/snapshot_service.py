@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from coarse.errors import CoarseError, OutOfDeviceMemoryError, ProtocolError
+from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.group_snapshots import GroupSnapshots
 from coarse.proxy.memory import DeviceMemory, Segment
@@ -21,6 +21,8 @@ from coarse.proxy.protocol import Message, Received, int_field
 
 logger = logging.getLogger(__name__)
 
+_MOST_SNAPSHOT_NUMBER = (1 << 32) - 1
+_LONGEST_TIDYING_S = 1.0
 _STATISTICS = ("limit_bytes", "taken_bytes", "peak_bytes", "kept_bytes", "num_waits", "waited_s", "num_lost")
 
 Post = Callable[[Callable[[], None]], None]
@@ -46,6 +48,7 @@ class SnapshotService:
         self._groups: dict[int, GroupSnapshots] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._writers: list[threading.Thread] = []
         self._is_closing = threading.Event()
 
     def add(self, group: int, snapshots: GroupSnapshots) -> None:
@@ -59,14 +62,14 @@ class SnapshotService:
     def release(self, message: Message) -> None:
         """A worker needs a snapshot no more."""
         group = self._groups.get(int_field(message, "group"))
-        snapshot = int_field(message, "snapshot")
+        snapshot = _snapshot_field(message)
         if group is not None:
             self._run(lambda: group.release(snapshot))
 
     def read(self, client: int, message: Message) -> None:
         """Gives a worker a copy of one array as a snapshot has it."""
         group = self._group(message)
-        snapshot, tensor = int_field(message, "snapshot"), int_field(message, "tensor")
+        snapshot, tensor = _snapshot_field(message), int_field(message, "tensor")
         array = int_field(message, "array")
         group.num_bytes(tensor, array)  # raises if there is no such array
         self._run(lambda: self._answer(client, lambda: self._copy(group, snapshot, tensor, array)))
@@ -101,20 +104,24 @@ class SnapshotService:
             raise ProtocolError("a request to write a snapshot brings a connection, and at most one memory")
         contents = SnapshotContents.from_message(request.message)
         group = self._group(request.message)
-        connection = socket.socket(fileno=os.dup(request.fds[0]))
+        source = SnapshotSource(group, _snapshot_field(request.message), contents, _map(request.fds[1:]))
+        connection = _connection(request.fds[0])
         try:
-            number = int_field(request.message, "snapshot")
-            source = SnapshotSource(group, number, contents, _map(request.fds[1:]))
             writer = SnapshotWriter(source, request.message, connection, self._is_closing)
         except BaseException:
             connection.close()
             raise
-        threading.Thread(target=writer.run, name="coarse-snapshot-writer", daemon=True).start()
+        thread = threading.Thread(target=writer.run, name="coarse-snapshot-writer", daemon=True)
+        thread.start()
+        self._writers = [each for each in self._writers if each.is_alive()] + [thread]
 
     def close(self) -> None:
-        """Stops what is under way; nothing of a checkpoint that is not complete remains. Idempotent."""
+        """Stops what is under way, and gives writers a moment to tidy up. Idempotent."""
         self._is_closing.set()
         self._groups.clear()
+        deadline_s = time.monotonic() + _LONGEST_TIDYING_S
+        for thread in self._writers:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _group(self, message: Message) -> GroupSnapshots:
         group = self._groups.get(int_field(message, "group"))
@@ -140,7 +147,7 @@ class SnapshotService:
         copy: Segment | None = None
         try:
             message, copy = work()
-        except (CoarseError, OutOfDeviceMemoryError) as error:
+        except (CoarseError, OSError) as error:
             message = {"type": "refused", "error": type(error).__name__, "text": str(error)}
 
         def send() -> None:
@@ -159,8 +166,23 @@ class SnapshotService:
     def _run_tasks(self) -> None:
         while True:
             task = self._tasks.get()
-            with contextlib.suppress(Exception) if self._is_closing.is_set() else contextlib.nullcontext():
+            try:
                 task()
+            except Exception:
+                logger.exception("a snapshot could not be served")  # the next one may well be
+
+
+def _snapshot_field(message: Message) -> int:
+    return int_field(message, "snapshot", high=_MOST_SNAPSHOT_NUMBER)
+
+
+def _connection(fd: int) -> socket.socket:
+    duplicate = os.dup(fd)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError as error:
+        os.close(duplicate)
+        raise ProtocolError(f"a request to write a snapshot brings no connection: {error}") from None
 
 
 def _map(fds: list[int]) -> memoryview[Any]:

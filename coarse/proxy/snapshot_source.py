@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coarse.checkpoint.source import DTYPE_BYTES, SavedTensor
-from coarse.errors import CheckpointError, ProtocolError
+from coarse.errors import ProtocolError
 from coarse.proxy.group_snapshots import GroupSnapshots
 from coarse.proxy.protocol import Message
 
@@ -194,5 +194,5 @@ def _fields(tensor: SavedTensor) -> list[Any]:
 
 def _saved(name: object, dtype: object, shape: list[int]) -> SavedTensor:
     if len(shape) > _MOST_DIMENSIONS:
-        raise CheckpointError(f"{name} has {len(shape)} dimensions")
+        raise ValueError(f"{name} has {len(shape)} dimensions")
     return SavedTensor(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))

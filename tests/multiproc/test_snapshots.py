@@ -13,7 +13,7 @@ from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE
-from coarse.errors import SnapshotLostError, SnapshotsBusyError, WorkerLostError
+from coarse.errors import MemoryDeviceLostError, SnapshotLostError, SnapshotsBusyError, WorkerLostError
 from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
 from coarse.proxy.snapshot_writer import write_request
 
@@ -271,3 +271,27 @@ def test_an_array_that_does_not_exist_is_no_request(job):
     told, lost = job.outcomes(2, worker)
     assert not told.error
     assert lost.error == "WorkerLostError"
+
+
+def test_a_write_ends_with_its_memory_device(job, tmp_path):
+    def worker(me):
+        session = me.join(**settings_of())
+        group = open_group(session)
+        take_step(group, me.rank, 1)
+        if me.rank == 0:
+            me.tell(session.device_pids[0])
+            me.hear()  # the device stands still, and takes no request
+            writing = write(group.snapshot(), tmp_path, 1)
+            me.tell()
+            with pytest.raises(MemoryDeviceLostError, match="nothing of the checkpoint remains"):
+                writing.wait()
+
+    first, second = job.start(2, worker)
+    home = first.hear()
+    job.stop_device(home)
+    first.tell()
+    first.hear()
+    job.kill_device(home)
+    assert not first.finish().error, first.finish().details
+    second.finish()
+    assert list(tmp_path.iterdir()) == []
