@@ -119,6 +119,7 @@ class SnapshotService:
         """Stops what is under way, and gives writers a moment to tidy up. Idempotent."""
         self._is_closing.set()
         self._groups.clear()
+        self._tasks.put(lambda: None)  # so that the thread looks whether it is to end
         deadline_s = time.monotonic() + _LONGEST_TIDYING_S
         for thread in self._writers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -164,7 +165,7 @@ class SnapshotService:
         self._tasks.put(task)
 
     def _run_tasks(self) -> None:
-        while True:
+        while not self._is_closing.is_set():
             task = self._tasks.get()
             try:
                 task()

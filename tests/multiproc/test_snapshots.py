@@ -116,6 +116,26 @@ def test_a_snapshot_holds_its_step_while_training_goes_on(job, memory_devices):
     job.run(2, worker)
 
 
+def test_the_slowest_reader_sees_no_update(job):
+    # One array between each two steps: whatever is read was copied before one of many updates, or never changed.
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            places = [(tensor, array) for tensor in range(len(LENGTHS)) for array in range(ARRAYS)]
+            take_step(group, me.rank, 1)
+            expected = contents_now(group)
+            snapshot = group.snapshot() if me.rank == 0 else None
+            for step, (tensor, array) in enumerate(places, 2):
+                if snapshot is not None:
+                    assert bytes(snapshot.read(tensor, array)) == expected[tensor][array]
+                take_step(group, me.rank, step)
+            if snapshot is not None:
+                assert contents_of(snapshot) == expected
+            session.barrier()
+
+    job.run(2, worker)
+
+
 def test_training_with_snapshots_has_the_same_bits_as_training_without(job):
     def worker(me):
         ends = []
