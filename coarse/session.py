@@ -272,7 +272,7 @@ class Session:
         Raises:
             ValueError: If the session is not emulated, or there is no such bucket.
         """
-        self._linked().set_bandwidth(bucket, gbytes_per_s)
+        self._linked().links.set_bandwidth(bucket, gbytes_per_s)
 
     def pacing(self) -> PacingReport:
         """How exact the links of an emulated session were so far.
@@ -280,7 +280,7 @@ class Session:
         Raises:
             ValueError: If the session is not emulated.
         """
-        return self._linked().pacing()
+        return self._linked().links.pacing()
 
     def transfers(self) -> list[LoggedTransfer]:
         """The first transfers over the links of an emulated session, as many as COARSE_TRANSFER_LOG says.
@@ -288,7 +288,7 @@ class Session:
         Raises:
             ValueError: If the session is not emulated.
         """
-        return self._linked().transfers()
+        return self._linked().links.transfers()
 
     def served_transfers(self, since_us: float = 0.0) -> tuple[float, list[ServedTransfer]]:
         """The newest transfers over the links of an emulated session that were through later than `since_us`.
@@ -299,7 +299,7 @@ class Session:
         Raises:
             ValueError: If the session is not emulated.
         """
-        return self._linked().served_transfers(since_us)
+        return self._linked().links.served_transfers(since_us)
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import selectors
-import time
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from coarse.client.connection import (
-    DeviceConnection,
-    OtherNodeLostError,
-    SilentDeviceError,
-    check_peers,
-    collect_replies,
-)
+from coarse.client.connection import DeviceConnection, SilentDeviceError, check_peers, collect_replies
+from coarse.client.emulated_links import EmulatedLinks
 from coarse.client.link_probes import LinkProbes, probe_schema
+from coarse.client.losses import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import Meeting
-from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
+from coarse.client.parameter_storage import ParameterStorage
+from coarse.client.questions import Questions
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -37,24 +30,17 @@ from coarse.errors import (
 )
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
-from coarse.machine.links import Bucket
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
-from coarse.proxy.loss import AFTER_A_LOSS, silence
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, SLOTS, GroupSchema, slots_of
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
-_ABORT_MESSAGE_TIMEOUT_S = 2.0
-_PATIENCE = 1.5
-
-FateOfDevice = Callable[[int], str]
-_Read = TypeVar("_Read")
 
 
 class Client:
@@ -91,7 +77,7 @@ class Client:
         pace: Pace,
         agreement: NodeAgreement,
         fate_of_device: FateOfDevice,
-        kill_silent: Callable[[int], None],
+        kill_silent: KillSilent,
     ) -> None:
         self.ranks = ranks
         self.rank = ranks[number]
@@ -99,8 +85,6 @@ class Client:
         self._agreement = agreement
         self._connections = connections
         self._settings = settings
-        self._fate_of_device = fate_of_device
-        self._kill_silent = kill_silent
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)
@@ -112,11 +96,8 @@ class Client:
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
         self._staging: TensorGroup | None = None
-        self._lost: CoarseError | None = None
         self._is_closed = False
         self._pid = os.getpid()
-        # Later than the memory devices themselves, so that all workers are told the same.
-        heartbeat_ms = round(_PATIENCE * settings.heartbeat_s * 1000)
         self._native = _native.Client(
             num_devices=len(connections),
             segment_fd=segment_fd,
@@ -125,13 +106,19 @@ class Client:
             spin_us=pace.spin_us,
             bytes_per_ring=pace.bytes_per_ring,
             is_emulated=emulation is not None,
-            heartbeat_ms=heartbeat_ms,
+            heartbeat_ms=heartbeat_limit_ms(settings.heartbeat_s),
         )
-        self._heartbeats = _native.HeartbeatWatch(
+        self._losses = Losses(
+            rank=self.rank,
+            connections=connections,
             doorbells_fd=doorbells_fd,
-            num_devices=len(connections),
-            limit_ms=heartbeat_ms,
+            heartbeat_s=settings.heartbeat_s,
+            fate_of_device=fate_of_device,
+            kill_silent=kill_silent,
         )
+        self._questions = Questions(self.rank, settings.timeout_s, self._losses)
+        self._storage = ParameterStorage(connections, self._questions)
+        self._links = EmulatedLinks(emulation, connections[0], self._questions)
 
     @property
     def timeout_s(self) -> float:
@@ -236,32 +223,14 @@ class Client:
         self.check(status, lambda: f"an all-reduce of {num_elements} x {dtype}")
 
     def store(self, key: str, value: memoryview[Any]) -> int:
-        """Keeps a value in the parameter storage of the memory device that `key` belongs to; returns its version.
-
-        Who has loaded the key before keeps what he has; who loads it from now on gets this value, whole.
-        """
+        """ParameterStorage.store()."""
         self._check_usable()
-        connection = self._keeper(key)
-        connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
-        reserved = self._ask(connection, "reserved", f"storage of {key!r}")
-        with mmap.mmap(reserved.fds[0], value.nbytes) as target:
-            target[:] = value
-        reserved.close()
-        connection.send({"type": "commit"})
-        return int(self._ask(connection, "committed", f"storage of {key!r}").message["version"])
+        return self._storage.store(key, value)
 
     def load(self, key: str) -> StoredValue:
-        """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
+        """ParameterStorage.load()."""
         self._check_usable()
-        connection = self._keeper(key)
-        connection.send({"type": "lookup", "key": key})
-        found = self._ask(connection, "found", f"storage of {key!r}")
-        version = int(found.message["version"])
-        if not found.fds:
-            return StoredValue(version=version, value=memoryview(b""))
-        mapping = mmap.mmap(found.fds[0], _native.sealed_bytes(found.fds[0]), prot=mmap.PROT_READ)
-        found.close()
-        return StoredValue(version=version, value=memoryview(mapping))
+        return self._storage.load(key)
 
     def tell_home(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends a message to the home device; descriptors stay the caller's."""
@@ -277,7 +246,7 @@ class Client:
             about: What it is about, for errors.
         """
         self.tell_home(message)
-        return self._ask(self._connections[HOME_DEVICE], kind, about)
+        return self._questions.wait_for(self._connections[HOME_DEVICE], kind, about)
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Takes memory for probes of up to `largest_bytes`; every worker must do so alike.
@@ -287,24 +256,6 @@ class Client:
         """
         group = self._register(probe_schema(largest_bytes))
         return LinkProbes(self, self._native, group, len(self._connections))
-
-    def _keeper(self, key: str) -> DeviceConnection:
-        return self._connections[zlib.crc32(key.encode()) % len(self._connections)]
-
-    def _ask(self, connection: DeviceConnection, kind: str, about: str) -> Received:
-        try:
-            replies = collect_replies(
-                [connection],
-                kind=kind,
-                group=None,
-                timeout_s=self.timeout_s,
-                what=f"worker {self.rank}: {about}",
-                on_silence=self._check_heartbeats,
-            )
-        except SilentDeviceError as error:
-            self._lost = self._silent_device_loss(self._connections[error.device])
-            raise self._lost from error
-        return replies[connection.device]
 
     @property
     def routing(self) -> RoutingTable:
@@ -329,67 +280,11 @@ class Client:
         """How many times longer transfers take than on the emulated machine; 1 where none is."""
         return 1.0 if self.emulation is None else self.emulation.time_dilation
 
-    def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
-        """Changes an emulated capacity for all transfers that begin from now on.
-
-        Raises:
-            ValueError: If there is no such bucket, or the bandwidth is not positive.
-        """
+    @property
+    def links(self) -> EmulatedLinks:
+        """What is emulated, to be changed and looked at while the session is usable."""
         self._check_usable()
-        if self.emulation is None:
-            raise ValueError("only the links of an emulated session can be changed; set COARSE_MACHINE")
-        number = self.emulation.bucket_number(bucket)
-        Bucket(name=bucket, gbytes_per_s=gbytes_per_s)  # raises if it cannot be
-        message = {"type": "set_bandwidth", "bucket": number, "gbytes_per_s": gbytes_per_s}
-        self._connections[0].send(message)
-        self._ask(self._connections[0], "bandwidth_set", f"a change of {bucket}")
-
-    def pacing(self) -> PacingReport:
-        """How exact emulated links were so far.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        self._check_usable()
-        if self.emulation is None:
-            raise ValueError("only an emulated session paces its links; set COARSE_MACHINE")
-        self._connections[0].send({"type": "pacing"})
-        message = self._ask(self._connections[0], "pacing", "pacing of the links").message
-        num_arrivals = int(message["num_arrivals"])
-        return PacingReport(
-            num_arrivals=num_arrivals, mean_lateness_us=message["lateness_ns"] / 1e3 / max(1, num_arrivals)
-        )
-
-    def transfers(self) -> list[LoggedTransfer]:
-        """The first transfers over emulated links, as many as are written down.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        return [LoggedTransfer(*row) for row in self._read_links(_native.read_transfers)]
-
-    def served_transfers(self, since_us: float) -> tuple[float, list[ServedTransfer]]:
-        """The newest transfers over emulated links that were through later than `since_us`.
-
-        Returns:
-            The time on the emulated machine, and a few transfers of each path and class of sizes.
-
-        Raises:
-            ValueError: If the session is not emulated.
-        """
-        now_us, rows = self._read_links(lambda fd: _native.read_served_transfers(fd, since_us))
-        return now_us, [ServedTransfer(*row) for row in rows]
-
-    def _read_links(self, read: Callable[[int], _Read]) -> _Read:
-        self._check_usable()
-        if self.emulation is None:
-            raise ValueError("only an emulated session writes its transfers down; set COARSE_MACHINE")
-        self._connections[0].send({"type": "transfers"})
-        reply = self._ask(self._connections[0], "transfers", "the log of transfers")
-        try:
-            return read(reply.fds[0])
-        finally:
-            reply.close()
+        return self._links
 
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""
@@ -413,11 +308,8 @@ class Client:
             )
         if status == _native.WaitStatus.TIMED_OUT:
             raise SyncTimeoutError(f"worker {self.rank}: waited {self.timeout_s:.1f} s for {describe()}")
-        if self._lost is None and status == _native.WaitStatus.DEVICE_SILENT:
-            self._lost = self._explain_loss(SilentDeviceError(self._native.lost_device))
-        elif self._lost is None:
-            self._lost = self._explain_loss()
-        raise self._lost
+        is_silent = status == _native.WaitStatus.DEVICE_SILENT
+        raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
 
     def close(self) -> None:
         """Says goodbye to the memory devices. Idempotent."""
@@ -457,8 +349,7 @@ class Client:
                 connection.send(schema.to_message(group))
             fds = self._collect_memory(group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
-            self._lost = self._explain_loss(error)
-            raise self._lost from error
+            raise self._losses.explain(error) from error
         except CoarseError:
             self._send_to_all({"type": "unregister", "group": group})
             raise
@@ -488,7 +379,7 @@ class Client:
                 group=group,
                 timeout_s=self.timeout_s,
                 what=f"worker {self.rank}: registering {schema.name}",
-                on_silence=self._check_heartbeats,
+                on_silence=self._losses.check_heartbeats,
             )
         except CoarseError as error:
             self._agreement.refuse(group, error)
@@ -508,7 +399,9 @@ class Client:
         """Workers of other nodes that have closed the session, if the memory devices still live."""
         check_peers(self._connections)
         self._connections[0].send({"type": "departures"})
-        return set(self._ask(self._connections[0], "departures", "departures").message["ranks"])
+        return set(
+            self._questions.wait_for(self._connections[0], "departures", "departures").message["ranks"]
+        )
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:
@@ -529,8 +422,8 @@ class Client:
         return self._staging
 
     def _check_usable(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self._losses.known is not None:
+            raise self._losses.known
         if self._is_closed:
             raise SessionClosedError(f"worker {self.rank}: the session is closed")
         if os.getpid() != self._pid:
@@ -542,62 +435,6 @@ class Client:
             with contextlib.suppress(MemoryDeviceLostError):
                 connection.send(message)
 
-    def _explain_loss(self, told: CoarseError | None = None) -> CoarseError:
-        """The reason of a loss, from what memory devices say of it and from which of them are gone."""
-        deadline = time.monotonic() + _ABORT_MESSAGE_TIMEOUT_S
-        with selectors.DefaultSelector() as selector:
-            for connection in self._connections:
-                selector.register(connection, selectors.EVENT_READ, connection)
-            while told is None or type(told) is MemoryDeviceLostError:
-                gone = [connection for connection in self._connections if connection.is_gone]
-                if gone:
-                    return self._device_loss(gone[0])
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    break
-                for key, _ in ready:
-                    complaint = _complaint(key.data)
-                    if isinstance(complaint, SilentDeviceError):
-                        # Its end comes next: the worker that started it kills it.
-                        return self._silent_device_loss(self._connections[complaint.device])
-                    told = complaint or told
-        if isinstance(told, SilentDeviceError):
-            return self._silent_device_loss(self._connections[told.device])
-        if isinstance(told, WorkerLostError):
-            return WorkerLostError(f"worker {self.rank}: {told}")
-        if isinstance(told, OtherNodeLostError):
-            return MemoryDeviceLostError(f"worker {self.rank}: {told}")
-        return told or MemoryDeviceLostError(f"worker {self.rank}: the memory devices gave the session up")
-
-    def _device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
-        return MemoryDeviceLostError(
-            f"worker {self.rank}: memory device md{connection.device} (pid {connection.pid}) "
-            f"{self._fate_of_device(connection.device)}. {AFTER_A_LOSS}"
-        )
-
-    def _silent_device_loss(self, connection: DeviceConnection) -> MemoryDeviceLostError:
-        self._kill_silent(connection.device)
-        return MemoryDeviceLostError(
-            f"worker {self.rank}: memory device md{connection.device} (pid {connection.pid}) "
-            f"{silence(self._settings.heartbeat_s)}. {AFTER_A_LOSS}"
-        )
-
-    def _check_heartbeats(self) -> None:
-        silent = self._heartbeats.look()
-        if silent is not None:
-            raise SilentDeviceError(silent)
-
 
 def _names(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _complaint(connection: DeviceConnection) -> CoarseError | None:
-    """What the memory device's next message says has gone wrong, if it does."""
-    try:
-        received = connection.receive()
-    except CoarseError as error:
-        return error
-    if received is not None:
-        received.close()
-    return None
