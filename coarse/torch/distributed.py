@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SessionClosedError
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
+from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.join import UnevenInputsHook
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.options import check_module, check_unsupported, find_devices, trainable_parameters
 from coarse.torch.process_group import choose_process_group
+from coarse.torch.refusals import Refusals
 from coarse.torch.session import session_of_group
 from coarse.torch.state_dict import with_wrapper_prefix
 from coarse.torch.update_rules import UpdateRule
@@ -31,12 +34,14 @@ _MIB = 1 << 20
 _DEFAULT_BUCKET_MIB = 25
 
 
-class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+class DistributedDataParallel(Refusals):
     """Trains replicas of `module` on all workers of a process group, averaging their gradients.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel and keeps its semantics; `isinstance`
     with it holds. Where torch's class fills buckets and all-reduces them, each gradient here is pushed to the
     memory devices by itself as soon as it is ready, and pulled back at the end of backward.
+
+    The gradient of a large torch.nn.Embedding never exists anywhere else: backward adds its rows to the slot.
 
     All workers must wrap the same models in the same order. Construction is collective. Without a process
     group one is made from the launcher's variables. With a single worker nothing is registered and nothing
@@ -155,6 +160,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         self._world_size = dist.get_world_size(self.process_group)
         self._trainable = trainable
         self._gradients: GradientSynchroniser | None = None
+        self._embeddings: EmbeddingGradients | None = None
         self._offloaded: OffloadedParameters | None = None
         self._buffers_broadcast: BufferBroadcast | None = None
         if self._world_size > 1:
@@ -184,7 +190,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
     def _register_gradients(
         self, name: str, state_names: Sequence[str] | None = None
     ) -> GradientSynchroniser:
-        return GradientSynchroniser(
+        gradients = GradientSynchroniser(
             self._session,
             name,
             self._trainable,
@@ -193,6 +199,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
             static_graph=self.static_graph,
             state_names=state_names,
         )
+        self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
+        return gradients
 
     def _watch_end(self) -> None:
         """Arranges for what is left to do when nobody refers to this wrapper any more."""
@@ -292,7 +300,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         if self._world_size == 1 and not self.device_ids and not self._join_config.enable:
             return self.module(*inputs, **kwargs)
         inputs, kwargs = self._before_forward(inputs, kwargs)
-        with self._inside_ddp_forward():
+        with self._inside_ddp_forward(), self._gradients_in_place():
             output = self.module(*inputs, **kwargs)
         self._after_forward(output)
         return output
@@ -320,6 +328,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
+
+    def _gradients_in_place(self) -> contextlib.AbstractContextManager[None]:
+        averages = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self._embeddings is None or not averages:
+            return contextlib.nullcontext()
+        return self._embeddings.attached()
 
     @torch._disable_dynamo  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> None:
@@ -418,15 +432,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
         state_dict = with_wrapper_prefix(state_dict, own_keys=self.state_dict().keys())
         return super().load_state_dict(state_dict, strict=strict)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a coarse.torch.DistributedDataParallel holds shared memory and can neither be pickled nor "
-            "copied; save model.module.state_dict(), or copy model.module"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce_ex__(4)
-
     # What libraries call on torch's class.
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -451,43 +456,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):  # typ
     def _remove_autograd_hooks(self) -> None:
         if self._gradients is not None:
             self._gradients.remove_hooks()
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        _refuse(
-            "communication hooks",
-            "Change local gradients before they are averaged with parameter.register_hook(), averaged ones "
-            "between backward and step",
-        )
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        _refuse(
-            "communication hooks", "To halve the traffic, convert the module to bfloat16 before wrapping it"
-        )
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], *_: Any, **__: Any
-    ) -> NoReturn:
-        _refuse(
-            "buffer hooks",
-            "Pass forward_sync_buffers=False and reduce model.module.buffers() after forward with "
-            "torch.distributed",
-        )
-
-    def _register_fused_optim(self, optim: type, *_: Any, **__: Any) -> NoReturn:
-        _refuse("optimizers that run inside backward", "Call optimizer.step() after backward")
-
-    def _update_process_group(self, new_process_group: Any) -> NoReturn:
-        _refuse("changing the process group", "Wrap model.module again with the new process group")
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
-        _refuse("sparse gradients", "Build embeddings with sparse=False")
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing to set: outputs are neither cloned nor wrapped here."""
-
-
-def _refuse(what: str, alternative: str) -> NoReturn:
-    raise NotImplementedError(f"coarse.torch.DistributedDataParallel does not support {what}. {alternative}.")
 
 
 def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:

@@ -74,6 +74,8 @@ class GradientSynchroniser:
         )
         self._overlapped: OffloadedParameters | None = None
         self._slots = [slot_tensor(self.group.buffer(i), p) for i, p in enumerate(self._parameters)]
+        self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._strides = [slot.stride() for slot in self._slots]
         self._dtypes = [slot.dtype for slot in self._slots]
         self._is_view = [gradient_as_view and parameter.is_cpu for parameter in self._parameters]
@@ -109,6 +111,21 @@ class GradientSynchroniser:
                 index, present=gradient is not None, source=source, update=UpdateKind.UPDATE_BY_MEAN
             )
         return self.group.pull_all()
+
+    def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
+
+        None unless this gradient will be averaged, and nothing else has come of it yet or may hold on to it.
+        """
+        index = self._index_of.get(id(parameter), -1)
+        if index < 0 or not self._is_view[index] or parameter.grad is not None or parameter._backward_hooks:
+            return None
+        with self._lock:
+            if not self._expecting or self._is_shadowing or self._pushed[index] or self._handed_out[index]:
+                return None
+            self._handed_out[index] = 1
+        slot = self._slots[index]
+        return torch.empty(0, dtype=slot.dtype).set_(slot.untyped_storage(), 0, slot.shape, slot.stride())
 
     def use_static_graph(self) -> None:
         """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
@@ -177,6 +194,7 @@ class GradientSynchroniser:
 
     def _restart(self) -> None:
         self._pushed = bytearray(len(self._parameters))
+        self._handed_out = bytearray(len(self._parameters))
         self._absent: list[int] = []
         self._num_pushed = 0
 
@@ -230,8 +248,9 @@ class GradientSynchroniser:
             and gradient.stride() == self._strides[index]
             and not gradient.requires_grad
         ):
+            address = int(gradient.data_ptr())
             # The native code copies, and is done when push returns.
-            return int(gradient.data_ptr())
+            return 0 if address == self._addresses[index] else address
         self._copy_to_slot(index, gradient)
         return 0
 

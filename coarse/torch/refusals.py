@@ -1,0 +1,58 @@
+"""What torch's DistributedDataParallel can do and COARSE's refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+
+class Refusals(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+    """Raises for each method that would need torch's buckets; every message says what to do instead."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a coarse.torch.DistributedDataParallel holds shared memory and can neither be pickled nor "
+            "copied; save model.module.state_dict(), or copy model.module"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce_ex__(4)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        _refuse(
+            "communication hooks",
+            "Change local gradients before they are averaged with parameter.register_hook(), averaged ones "
+            "between backward and step",
+        )
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
+        _refuse(
+            "communication hooks", "To halve the traffic, convert the module to bfloat16 before wrapping it"
+        )
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], *_: Any, **__: Any
+    ) -> NoReturn:
+        _refuse(
+            "buffer hooks",
+            "Pass forward_sync_buffers=False and reduce model.module.buffers() after forward with "
+            "torch.distributed",
+        )
+
+    def _register_fused_optim(self, optim: type, *_: Any, **__: Any) -> NoReturn:
+        _refuse("optimizers that run inside backward", "Call optimizer.step() after backward")
+
+    def _update_process_group(self, new_process_group: Any) -> NoReturn:
+        _refuse("changing the process group", "Wrap model.module again with the new process group")
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
+        _refuse("sparse gradients", "Build embeddings with sparse=False")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing to set: outputs are neither cloned nor wrapped here."""
+
+
+def _refuse(what: str, alternative: str) -> NoReturn:
+    raise NotImplementedError(f"coarse.torch.DistributedDataParallel does not support {what}. {alternative}.")

@@ -1,0 +1,29 @@
+"""Gradients of large embedding tables go straight into their slots, and come out as under torch's DDP."""
+
+from __future__ import annotations
+
+import pytest
+from embedding_scenarios import EMBEDDING_SCENARIOS
+from parity_pool import WorkerPool
+from test_torch_parity import assert_same
+
+PARITY = [name for name, scenario in EMBEDDING_SCENARIOS.items() if scenario.compare]
+COARSE_ONLY = [name for name, scenario in EMBEDDING_SCENARIOS.items() if not scenario.compare]
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    ddp_pool.submit(name)
+    coarse_pool.submit(name)
+    try:
+        expected = ddp_pool.collect()
+    finally:
+        actual = coarse_pool.collect()
+    for rank, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
+        assert_same(ours, theirs, EMBEDDING_SCENARIOS[name].tolerance, f"worker {rank}")
+
+
+@pytest.mark.parametrize("name", COARSE_ONLY)
+def test_holds(name: str, coarse_pool: WorkerPool) -> None:
+    coarse_pool.submit(name)
+    coarse_pool.collect()
