@@ -4,7 +4,9 @@
 // Build: g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -pthread -Icoarse/kernels/include
 // benchmarks/reduce_kernels.cpp
 //            coarse/kernels/src/reduce*.cpp coarse/kernels/src/copy.cpp -o reduce_kernels
-// Usage: reduce_kernels [instruction set]
+// Usage: reduce_kernels [--json FILE] [instruction set]
+//
+// --json appends a record a line, with commit and machine, as `coarse bench` does. Run it in the checkout.
 //
 // Every case is verified before it is timed. Bandwidth is algorithm bandwidth: bytes of one array per second,
 // in units of 1e9, however many arrays the case reads and writes. All figures are measured.
@@ -17,7 +19,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -245,10 +250,67 @@ Times timeCase(const Case& what, Arrays& arrays, std::size_t numBytes, int numTh
   return {seconds.front(), seconds[seconds.size() / 2], seconds[seconds.size() * 99 / 100]};
 }
 
-void printCase(const Case& what, Arrays& arrays, int numThreads) {
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    if (static_cast<unsigned char>(c) >= ' ') result += c;
+  }
+  return result + '"';
+}
+
+std::string commit() {
+  std::string described;
+  const std::unique_ptr<FILE, int (*)(FILE*)> git(
+      ::popen("git describe --always --dirty --tags 2>/dev/null", "r"), ::pclose);
+  for (int c; git && (c = std::fgetc(git.get())) != EOF;) described += static_cast<char>(c);
+  return described.empty() ? "unknown" : described;
+}
+
+std::string processorModel() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("model name", 0) == 0) return line.substr(std::min(line.find(':') + 2, line.size()));
+  }
+  return "unknown";
+}
+
+/// Appends figures to a file, each with where it comes from.
+class Records {
+ public:
+  explicit Records(const char* path) {
+    if (path == nullptr) return;
+    file_.open(path, std::ios::app);
+    if (!file_) {
+      std::perror(path);
+      std::exit(1);
+    }
+    provenance_ = std::string("\"kind\": \"measured\", \"instruction_set\": ") +
+                  quoted(coarse::instructionSet()) + ", \"commit\": " + quoted(commit()) +
+                  ", \"machine\": {\"cpu\": " + quoted(processorModel()) +
+                  ", \"cores\": " + std::to_string(std::thread::hardware_concurrency()) + "}}";
+  }
+
+  void add(const Case& what, std::size_t numBytes, int numThreads, const Times& times) {
+    if (!file_.is_open()) return;
+    file_ << "{\"bench\": \"reduce-kernels\", \"system\": " << quoted(what.name)
+          << ", \"num_threads\": " << numThreads << ", \"bytes\": " << numBytes
+          << ", \"min_us\": " << times.min_s * 1e6 << ", \"p50_us\": " << times.p50_s * 1e6
+          << ", \"p99_us\": " << times.p99_s * 1e6
+          << ", \"algbw_gbytes_per_s\": " << static_cast<double>(numBytes) / 1e9 / times.p50_s << ", "
+          << provenance_ << std::endl;
+  }
+
+ private:
+  std::ofstream file_;
+  std::string provenance_;
+};
+
+void printCase(const Case& what, Arrays& arrays, int numThreads, Records& records) {
   std::printf("%-24s %7d", what.name, numThreads);
   for (const std::size_t numBytes : kSizes) {
     const Times times = timeCase(what, arrays, numBytes, numThreads);
+    records.add(what, numBytes, numThreads, times);
     const double gigabytes = static_cast<double>(numBytes) / 1e9;
     std::printf("  %5.1f/%5.1f/%5.1f", gigabytes / times.min_s, gigabytes / times.p50_s,
                 gigabytes / times.p99_s);
@@ -260,11 +322,14 @@ void printCase(const Case& what, Arrays& arrays, int numThreads) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc > 1 && !coarse::forceInstructionSet(argv[1])) {
-    std::fprintf(stderr, "reduce_kernels: this processor has no '%s' kernels; it would take '%s'\n", argv[1],
-                 coarse::instructionSet());
+  const bool hasRecords = argc > 2 && std::strcmp(argv[1], "--json") == 0;
+  const char* instructionSet = argv[hasRecords ? 3 : 1];  // null behind the last one
+  if (instructionSet != nullptr && !coarse::forceInstructionSet(instructionSet)) {
+    std::fprintf(stderr, "reduce_kernels: this processor has no '%s' kernels; it would take '%s'\n",
+                 instructionSet, coarse::instructionSet());
     return 2;
   }
+  Records records(hasRecords ? argv[2] : nullptr);
   std::printf("measured, %s, algorithm bandwidth in 1e9 bytes/s: best/p50/p99\n", coarse::instructionSet());
   std::printf("%-24s %7s", "case", "threads");
   for (const std::size_t numBytes : kSizes)
@@ -277,7 +342,7 @@ int main(int argc, char** argv) {
       return 1;
     }
     arrays.clear();
-    for (const int numThreads : {1, 2}) printCase(what, arrays, numThreads);
+    for (const int numThreads : {1, 2}) printCase(what, arrays, numThreads, records);
   }
   return 0;
 }
