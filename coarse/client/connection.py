@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,9 @@ class DeviceConnection:
         self.device = device
         self.pid = 0
         self.is_gone = False
+        self._sending = (
+            threading.Lock()
+        )  # a message may take several frames, and snapshots are asked for in a thread
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(path)
@@ -48,13 +52,14 @@ class DeviceConnection:
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a control message, and duplicates of descriptors.
+        """Sends a control message, and duplicates of descriptors. From any thread.
 
         Raises:
             MemoryDeviceLostError: If the device is gone.
         """
         try:
-            self._channel.send(message, fds)
+            with self._sending:
+                self._channel.send(message, fds)
         except OSError as error:
             raise MemoryDeviceLostError(f"memory device md{self.device} is gone: {error}") from error
 

@@ -11,12 +11,13 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -176,14 +177,15 @@ class Checkpointer:
             raise CheckpointError("worker 0 gave up saving after too many failures; its error says why")
         is_due = was_asked or (self._every > 0 and self._num_steps % self._every == 0)
         began = is_due and not was_busy
-        if began:
-            self._begin_save()
+        start = self._take_state() if began else None
+        if self._workers.world_size > 1:
+            self._propose(is_busy=began)
+        if start is not None:
+            start()
         elif is_due:
             self._saver.skip(self._num_steps)
         elif self._snapshots is not None and self._workers.rank == 0:
             self._snapshots.prepare()
-        if self._workers.world_size > 1:
-            self._propose()
         return began
 
     def save(self, *, wait: bool = True) -> None:
@@ -198,8 +200,9 @@ class Checkpointer:
         self._saver.wait()
         failed_before = self.counts.num_failed
         was_asked, *_ = self._workers.agreed()
-        self._begin_save()
-        self._propose(asks=was_asked)  # what was proposed before did not know of this save
+        start = self._take_state()
+        self._propose(asks=was_asked, is_busy=True)  # what was proposed before did not know of this save
+        start()
         if wait:
             self._saver.wait()
             if self.counts.num_failed > failed_before:
@@ -257,14 +260,15 @@ class Checkpointer:
     ) -> None:
         self._close(alone=error is not None)
 
-    def _propose(self, *, asks: bool = False) -> None:
+    def _propose(self, *, asks: bool = False, is_busy: bool = False) -> None:
         self._workers.propose(
             asks=self._signal.take() or asks,
-            is_busy=self._saver.is_busy,
+            is_busy=is_busy or self._saver.is_busy,
             has_failed=self._saver.has_given_up,
         )
 
-    def _begin_save(self) -> None:
+    def _take_state(self) -> Callable[[], object]:
+        """Holds the state of now still; returns what begins to write it, after which threads compete for Python."""
         if self._newest_left >= self._num_steps:
             raise CheckpointError(
                 f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
@@ -275,13 +279,12 @@ class Checkpointer:
         own_state = self._own_state()
         if self._workers.rank == 0:
             try:
-                writing = self._writing()
+                return functools.partial(self._saver.start, self._writing(), own_state)
             except SnapshotsBusyError as error:
-                self._saver.fail(error)
-            else:
-                self._saver.start(writing, own_state)
-        elif own_state is not None:
-            self._saver.start_worker_state(own_state)
+                return functools.partial(self._saver.fail, error)
+        if own_state is not None:
+            return functools.partial(self._saver.start_worker_state, own_state)
+        return lambda: None
 
     def _own_state(self) -> OwnState | None:
         if not self._state:

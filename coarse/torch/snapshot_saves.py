@@ -83,19 +83,20 @@ class SnapshotSaves:
         """
         snapshot = self._offloaded.snapshot()
         try:
-            beside = self._beside.take()
+            beside = {name: tensor.clone() for name, tensor in self._beside.take().items()}
             request = self._request(beside)
-            sent = [as_bytes(tensor.contiguous()).numpy().tobytes() for tensor in beside.values()]
-            sent += self._counts(request)
-            message = {
-                **request.message,
-                "step": step,
-                **write_request(str(self._folder), details, self._options),
-            }
-            return SnapshotWriting(step, snapshot, message, sent)
+            numbers = dict(self._offloaded.counts())
         except BaseException:
             snapshot.release()
             raise
+
+        def ask() -> SnapshotWrite:
+            sent = [as_bytes(tensor.contiguous()).numpy().tobytes() for tensor in beside.values()]
+            sent += self._counts(request, numbers)
+            fields = write_request(str(self._folder), details, self._options)
+            return snapshot.write({**request.message, "step": step, **fields}, sent)
+
+        return SnapshotWriting(step, snapshot, ask)
 
     def _request(self, beside: Mapping[str, torch.Tensor]) -> _Request:
         described_beside = [described(name, tensor) for name, tensor in beside.items()]
@@ -135,9 +136,8 @@ class SnapshotSaves:
             saved = [described(f"{MODEL_PREFIX}{name}", parameter) for name in names]
         return [KeptTensor(saved=each, tensor=tensor, array=array, order=order) for each in saved]
 
-    def _counts(self, request: _Request) -> list[bytes]:
+    def _counts(self, request: _Request, numbers: Mapping[int, int]) -> list[bytes]:
         """How often parameters were updated, for optimizers that count; most have the same number."""
-        numbers = dict(self._offloaded.counts())
         encoded = {
             number: {
                 state: as_bytes(value.float()).numpy().tobytes()
@@ -149,13 +149,22 @@ class SnapshotSaves:
 
 
 class SnapshotWriting:
-    """A checkpoint that the home device writes: a Writing of coarse.checkpoint.saver."""
+    """A checkpoint that the home device writes: a Writing of coarse.checkpoint.saver.
 
-    def __init__(self, step: int, snapshot: Snapshot, request: Message, sent: list[bytes]) -> None:
+    Args:
+        step: How many updates the state has seen.
+        snapshot: The state.
+        ask: Asks the device to write it; called in the thread that waits for it.
+    """
+
+    def __init__(self, step: int, snapshot: Snapshot, ask: Callable[[], SnapshotWrite]) -> None:
         self.step = step
-        self._write: SnapshotWrite = snapshot.write(request, sent)
+        self._snapshot = snapshot
+        self._ask = ask
+        self._write: SnapshotWrite | None = None
 
     def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
+        self._write = self._ask()
         try:
             step, attempt = self._write.wait(progress, should_stop)
         except CoarseError as error:
@@ -165,7 +174,10 @@ class SnapshotWriting:
         return CheckpointName(step, attempt)
 
     def close(self) -> None:
-        self._write.close()
+        if self._write is not None:
+            self._write.close()
+        else:
+            self._snapshot.release()
 
 
 class _TensorsBeside:
