@@ -279,12 +279,18 @@ class Checkpointer:
         own_state = self._own_state()
         if self._workers.rank == 0:
             try:
-                return functools.partial(self._saver.start, self._writing(), own_state)
+                writing = self._writing()
             except SnapshotsBusyError as error:
                 return functools.partial(self._saver.fail, error)
+            return functools.partial(self._start, writing, own_state)
         if own_state is not None:
             return functools.partial(self._saver.start_worker_state, own_state)
         return lambda: None
+
+    def _start(self, writing: Writing, own_state: OwnState | None) -> None:
+        if self._snapshots is None:
+            self._copies.begin()
+        self._saver.start(writing, own_state)
 
     def _own_state(self) -> OwnState | None:
         if not self._state:

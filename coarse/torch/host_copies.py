@@ -29,11 +29,12 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint-copy") if waits_for_step else None
         self._state: CopiedState | None = None
+        self._has_begun = False
 
     def take(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, only_optimizer_changes: Collection[str]
     ) -> CopiedState:
-        """Begins to copy a state; the one before must have been written.
+        """Takes hold of a state, for begin() to copy; the one before must have been written.
 
         Args:
             step: How many updates it has seen.
@@ -43,15 +44,21 @@ class HostCopies:
         self.finish()
         later = () if self._executor is None else only_optimizer_changes
         self._state = CopiedState(step, tensors, later, self._block)
-        if later and self._executor is not None:
+        self._has_begun = False
+        return self._state
+
+    def begin(self) -> None:
+        """Begins to copy; to be called before training goes on."""
+        assert self._state is not None
+        self._has_begun = True
+        if self._state.is_copied_beside and self._executor is not None:
             self._executor.submit(self._state.copy)
         else:
             self._state.copy()
-        return self._state
 
     def finish(self) -> None:
         """Returns when what is being copied has been copied."""
-        if self._state is not None:
+        if self._state is not None and self._has_begun:
             self._state.wait()
 
     def close(self) -> None:
@@ -77,6 +84,7 @@ class CopiedState:
         block: Callable[[int], torch.Tensor],
     ) -> None:
         self.step = step
+        self.is_copied_beside = bool(later)
         self._block = block
         self._originals = {name: tensor.detach() for name, tensor in tensors.items()}
         self._versions = {name: self._originals[name]._version for name in later}
