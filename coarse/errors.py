@@ -50,6 +50,10 @@ class ProfileError(CoarseError):
     """A link profile is missing, damaged, contradicts itself, or is of another machine or version."""
 
 
+class NonFiniteGradientError(CoarseError, ArithmeticError):
+    """Gradients have NaN or Inf, and the optimizer was told to raise; nothing was updated on any worker."""
+
+
 class CheckpointError(CoarseError):
     """A checkpoint could not be written, is torn or damaged, or does not fit what it is loaded into."""
 

@@ -20,6 +20,7 @@ NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
         "bert-large": 334_094_338,
         "bert-base": 108_893_186,
         "bert-small": 28_502_018,
+        "bert-tiny": 35_714,
         "resnet50": 25_557_032,
         "digits": 151_306,
     }
@@ -98,6 +99,11 @@ def _bert_small(torch: Any, batch: int, sequence: int) -> Workload:
     return _bert(torch, batch, sequence, **shape)
 
 
+def _bert_tiny(torch: Any, batch: int, sequence: int) -> Workload:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return _bert(torch, batch, sequence, vocab_size=64, **shape)
+
+
 def _resnet50(torch: Any, batch: int, sequence: int) -> Workload:
     transformers = importlib.import_module("transformers")
     config = transformers.ResNetConfig(num_labels=_NUM_CLASSES)  # its defaults are ResNet-50's
@@ -151,6 +157,7 @@ MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
         "bert-large": _bert_large,
         "bert-base": _bert_base,
         "bert-small": _bert_small,
+        "bert-tiny": _bert_tiny,
         "resnet50": _resnet50,
         "digits": _digits,
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from coarse.bench.checkpoint import SavePlan, SaveResult
 from coarse.bench.record import MEASURED, Machine, SyncRecord
 from coarse.bench.replay import SCHEMES, ReplayResult
+from coarse.bench.state_memory import REFERENCES, StateMemory
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
 from coarse.bench.train import Comparison, TrainPlan, TrainResult
 
@@ -122,6 +123,28 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
             *("system", "stop p50 ms", "p99 ms", "to disk s", "step ms", "while writing", "longer"),
             *("extra MiB", "saved MiB", "saves"),
         ),
+        rows=tuple(rows),
+    )
+
+
+def memory_table(results: Sequence[StateMemory]) -> TextTable:
+    """What each system takes, in copies of the parameters, and against both kinds of DDP."""
+    bytes_of = {result.system: result.peak_bytes for result in results}
+    rows = [
+        (
+            result.system,
+            _mebibytes(result.peak_bytes),
+            _number(result.copies, 2),
+            *(
+                _percent(100 * result.peak_bytes / bytes_of[each] if bytes_of.get(each) else None)
+                for each in REFERENCES
+            ),
+        )
+        for result in results
+    ]
+    return TextTable(
+        title=f"{describe_train(results[0].plan)}: parameters, gradients and optimizer state of the whole node",
+        columns=("system", "peak PSS MiB", "x parameters", *(f"of {each}'s" for each in REFERENCES)),
         rows=tuple(rows),
     )
 

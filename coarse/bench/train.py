@@ -170,7 +170,7 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
     Raises:
         CoarseError: If memory does not suffice, a worker dies or answers too late, or parameters disagree.
     """
-    _check_memory(plan)
+    check_memory(plan)
     first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
     _verify(plan, first_steps)
     needed = _MEMORY_MARGIN * sum(first.peak_pss_bytes for first in first_steps.values())
@@ -188,7 +188,7 @@ def num_progress_steps(plan: TrainPlan) -> int:
     return len(plan.systems) * (1 + plan.rounds)
 
 
-def _check_memory(plan: TrainPlan) -> None:
+def check_memory(plan: TrainPlan) -> None:
     """Refuses what cannot fit; what activations need on top depends on the batch and is not foreseen."""
     each = NUM_PARAMETERS[plan.model] * _BYTES_PER_PARAMETER + _PROCESS_BYTES
     needed, available = each * plan.num_workers, available_bytes()

@@ -159,6 +159,21 @@ def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
     return wrap
 
 
+def _wrap_fsdp(job: WorkerJob) -> Callable[[Any], Any]:
+    """FSDP2 as its documentation has it: the layers of a transformer one by one, then the rest."""
+    torch = join_gloo(job)
+    fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (job.num_workers,))
+
+    def wrap(module: Any) -> Any:
+        for layers in [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]:
+            for layer in layers:
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    return wrap
+
+
 def _wrap_none(job: WorkerJob) -> Callable[[Any], Any]:
     return lambda module: module
 
@@ -186,6 +201,7 @@ TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "train-coarse-overlap": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=True)),
     "train-ddp": _under(wrap_ddp),
     "train-ddp-default": _under(_wrap_ddp_default),
+    "train-fsdp": _under(_wrap_fsdp),
     "train-none": _under(_wrap_none),
 }
 """Adapter of each system; the prefix sets them apart from the systems of `coarse bench sync`."""

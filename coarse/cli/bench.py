@@ -18,9 +18,10 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-default", "none")
 _SAVE_PEERS = ("coarse-workers", "torch", "dcp")
+_MEMORY_PEERS = ("ddp", "ddp-default", "fsdp", "coarse-overlap")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
 _TRACES = ("bert-large", "bert-base", "resnet50")
-_MODELS = ("bert-large", "bert-base", "bert-small", "resnet50", "digits")
+_MODELS = ("bert-large", "bert-base", "bert-small", "bert-tiny", "resnet50", "digits")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
 _TABLE_WIDTH = 160
@@ -36,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
     _add_train_step_parser(benches)
     _add_replay_parser(benches)
     _add_checkpoint_parser(benches)
+    _add_memory_parser(benches)
 
 
 def _add_sync_parser(benches: Any) -> None:
@@ -150,9 +152,26 @@ def _add_checkpoint_parser(benches: Any) -> None:
     _add_common_arguments(parser, peers=_SAVE_PEERS, default="coarse-workers,torch,dcp", rounds=1)
 
 
+def _add_memory_parser(benches: Any) -> None:
+    parser = benches.add_parser(
+        "memory",
+        help="what parameters, gradients and optimizer state take",
+        description="Peak proportional set size of all processes of a training job, less that of the job without "
+        "a model: under COARSE with the optimizer on the workers (coarse), in its memory devices (coarse-offload, "
+        "coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes (ddp-default), and FSDP2.",
+    )
+    parser.set_defaults(handler=run_memory_command)
+    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
+    parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    _add_common_arguments(parser, peers=_MEMORY_PEERS, default=",".join(_MEMORY_PEERS), rounds=None)
+
+
 def _add_common_arguments(
-    parser: argparse.ArgumentParser, *, peers: tuple[str, ...], default: str, rounds: int
+    parser: argparse.ArgumentParser, *, peers: tuple[str, ...], default: str, rounds: int | None
 ) -> None:
+    """Adds what most benchmarks take; `rounds` is the default of --rounds, None where systems take no turns."""
     parser.add_argument(
         "--against",
         type=_names_among(peers),
@@ -161,9 +180,10 @@ def _add_common_arguments(
         help=f'of {", ".join(peers)}, separated by commas, or ""; default: %(default)s',
     )
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help="turns of each system; default: %(default)s"
-    )
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help="turns of each system; default: %(default)s"
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
 
 
@@ -317,6 +337,40 @@ def run_checkpoint_command(arguments: argparse.Namespace) -> int:
     _publish(
         f"{plan.rounds} rounds of {plan.saves} saves, every system alone, what was saved compared",
         [report.checkpoint_table(results)],
+        (result.as_json() for result in results),
+        arguments.json,
+    )
+    return 0
+
+
+def run_memory_command(arguments: argparse.Namespace) -> int:
+    """Runs `coarse bench memory`; returns its exit code.
+
+    Raises:
+        CoarseError: If a system fails; nothing is left behind.
+    """
+    if complaint := _emulation():
+        return _usage_error(complaint)
+    from coarse.bench import report
+    from coarse.bench.state_memory import num_progress_steps, run_state_memory
+    from coarse.bench.train import TrainPlan
+
+    try:
+        plan = TrainPlan(
+            systems=_installed((*arguments.against, "coarse", "coarse-offload")),
+            model=arguments.model,
+            batch=arguments.batch,
+            sequence=arguments.seq,
+            num_workers=arguments.workers,
+            threads=1,
+            optimizer=arguments.optimizer,
+        )
+    except ValueError as error:
+        return _usage_error(str(error))
+    results = _with_progress(lambda progress: run_state_memory(plan, progress), num_progress_steps(plan))
+    _publish(
+        "every system alone, in the steps of one run",
+        [report.memory_table(results)],
         (result.as_json() for result in results),
         arguments.json,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.optimizer_memory import OptimizerMemory
@@ -34,6 +34,26 @@ class UpdateKind(enum.IntEnum):
     """The result updates it; slots stay as they are."""
     UPDATE_BY_MEAN = _native.UPDATE | _native.REDUCED
     """The slots, which hold the same on every worker, update it."""
+    MEASURE = _native.MEASURE
+    """Nothing, as NONE, but the result is measured: measures(). Of a group with an optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientMeasure:
+    """What the memory devices saw of the mean of one tensor while they reduced it.
+
+    Args:
+        sum_of_squares: Of its elements, in float64; 0 where nobody contributed.
+        first_nonfinite: What brought NaN or Inf into it: the rank of the first worker with some in its contribution;
+            EVERYBODY if finite contributions overflowed in the mean; None if it is finite.
+    """
+
+    sum_of_squares: float
+    first_nonfinite: int | None
+
+
+EVERYBODY: int = _native.EVERYBODY
+"""Stands for a worker in GradientMeasure."""
 
 
 class TensorGroup:
@@ -212,6 +232,20 @@ class TensorGroup:
         """
         self._on_push = on_push
         self._on_step = on_step
+
+    def measures(self) -> list[GradientMeasure]:
+        """What was measured of each tensor, alike for all workers; its last push was with MEASURE, and was pulled."""
+        return [
+            GradientMeasure(
+                sum_of_squares=squares,
+                first_nonfinite=None
+                if client == _native.NOBODY
+                else self._client.ranks[client]
+                if client >= 0
+                else EVERYBODY,
+            )
+            for squares, client in self._native.measures(self.id)
+        ]
 
     def use_own_path(self, tensors: Mapping[int, str]) -> None:
         """Has the workers reduce these tensors themselves from the next push on, and memory devices all others.

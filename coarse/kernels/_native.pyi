@@ -12,6 +12,9 @@ ALL_GATHER: int
 ALL_TO_ALL: int
 UPDATE: int
 REDUCED: int
+MEASURE: int
+NOBODY: int
+EVERYBODY: int
 UPDATE_SETTINGS_BYTES: int
 RING_LOGS_BYTES: int
 RING_SEGMENT_BYTES: int
@@ -148,6 +151,7 @@ class Client:
     def contributors(self, group: int, tensor: int) -> int: ...
     def all_contributors(self, group: int) -> list[int]: ...
     def missing_clients(self, group: int, tensor: int) -> list[int]: ...
+    def measures(self, group: int) -> list[tuple[float, int]]: ...
     def is_late(self, group: int, tensor: int) -> bool: ...
     def all_reduce(
         self,

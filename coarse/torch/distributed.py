@@ -20,6 +20,7 @@ from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
+from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.join import UnevenInputsHook
 from coarse.torch.offloaded import OffloadedParameters
@@ -188,7 +189,7 @@ class DistributedDataParallel(Refusals):
         self._watch_end()
 
     def _register_gradients(
-        self, name: str, state_names: Sequence[str] | None = None
+        self, name: str, state_names: Sequence[str] | None = None, *, measures: bool = False
     ) -> GradientSynchroniser:
         gradients = GradientSynchroniser(
             self._session,
@@ -198,6 +199,7 @@ class DistributedDataParallel(Refusals):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             state_names=state_names,
+            measures=measures,
         )
         self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
         return gradients
@@ -244,7 +246,7 @@ class DistributedDataParallel(Refusals):
         return self._session.cannot_update()
 
     def offload(
-        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, *, overlap: bool
+        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, *, overlap: bool, measures: bool = False
     ) -> OffloadedParameters:
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
@@ -252,6 +254,7 @@ class DistributedDataParallel(Refusals):
             optimizer: Has the settings, and perhaps state.
             rule: What it does.
             overlap: Whether parameters are updated during backward(), not by update_parameters().
+            measures: Whether memory devices measure averaged gradients, for measured_gradients().
 
         Raises:
             RuntimeError: If this was done before.
@@ -264,7 +267,7 @@ class DistributedDataParallel(Refusals):
         if self._gradients is None:
             raise ValueError(self.cannot_offload())
         self._gradients.check_finished()
-        gradients = self._register_gradients(f"{self._name}/parameters", rule.state_names)
+        gradients = self._register_gradients(f"{self._name}/parameters", rule.state_names, measures=measures)
         self._end.detach()
         self._gradients.remove_hooks()
         self._gradients.group.close()
@@ -286,11 +289,18 @@ class DistributedDataParallel(Refusals):
 
     def update_parameters(self) -> list[int]:
         """Has the memory devices update the parameters; returns how many workers had a gradient of each."""
+        return self._open_gradients().update()
+
+    def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
+        """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
+        return self._open_gradients().measured(num_changes=num_changes)
+
+    def _open_gradients(self) -> GradientSynchroniser:
         if self._gradients is None or self._closed:
             raise SessionClosedError(
                 "this model was closed, and its optimizer no longer runs in memory devices"
             )
-        return self._gradients.update()
+        return self._gradients
 
     # Forward.
 

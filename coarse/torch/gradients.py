@@ -13,6 +13,7 @@ locally, as in torch's DDP.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ import torch
 from torch.autograd import Variable
 
 from coarse.client.schema import TensorSpec
-from coarse.client.tensor_group import TensorGroup, UpdateKind
+from coarse.client.tensor_group import EVERYBODY, TensorGroup, UpdateKind
 from coarse.session import Session
+from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.layout import DTYPE_NAMES, slot_tensor
 from coarse.torch.offloaded import OffloadedParameters
 
@@ -47,6 +49,7 @@ class GradientSynchroniser:
             of being waited for.
         static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
         state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
+        measures: Whether memory devices measure the averages, for measured(); only with an optimizer.
 
     Raises:
         ValueError: If a parameter's dtype cannot be averaged.
@@ -62,6 +65,7 @@ class GradientSynchroniser:
         find_unused: bool,
         static_graph: bool,
         state_names: Sequence[str] | None = None,
+        measures: bool = False,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
@@ -73,6 +77,8 @@ class GradientSynchroniser:
             else session.register_parameters(name, specs, state_names=state_names)
         )
         self._overlapped: OffloadedParameters | None = None
+        self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
+        self._delivered: list[tuple[int, int] | None] = []
         self._slots = [slot_tensor(self.group.buffer(i), p) for i, p in enumerate(self._parameters)]
         self._addresses = [slot.data_ptr() for slot in self._slots]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -96,6 +102,33 @@ class GradientSynchroniser:
     def update_in_backward(self, offloaded: OffloadedParameters) -> None:
         """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains."""
         self._overlapped = offloaded
+        self._kind = UpdateKind.UPDATE
+
+    def measured(self, *, num_changes: int = 0) -> list[MeasuredGradient]:
+        """The averaged gradients of the last backward, those that there are, as memory devices measured them.
+
+        Gradients that were replaced or changed since then are measured here and now.
+
+        Args:
+            num_changes: How often each of them was changed in place to the values that it had.
+        """
+        assert isinstance(self.group, TensorGroup)
+        gradients = [parameter.grad for parameter in self._parameters]
+        if _fingerprints(gradients, num_changes) == self._delivered:
+            return [
+                MeasuredGradient(
+                    name=name,
+                    sum_of_squares=measure.sum_of_squares,
+                    first_nonfinite=measure.first_nonfinite,
+                )
+                for name, gradient, measure in zip(self._names, gradients, self.group.measures(), strict=True)
+                if gradient is not None
+            ]
+        return [
+            measure_gradient(name, gradient)
+            for name, gradient in zip(self._names, gradients, strict=True)
+            if gradient is not None
+        ]
 
     def update(self) -> list[int]:
         """Has the memory devices update each parameter by its `.grad`, which is the same on every worker.
@@ -231,11 +264,11 @@ class GradientSynchroniser:
             self._parameters[index].grad = self._slots[index]
 
     def _send(self, index: int, *, present: bool = True, source: int = 0) -> None:
-        if self._overlapped is None:
+        if self._kind is UpdateKind.NONE:
             self.group.push(index, present=present, source=source)
         else:
             assert isinstance(self.group, TensorGroup)
-            self.group.push(index, present=present, source=source, update=UpdateKind.UPDATE)
+            self.group.push(index, present=present, source=source, update=self._kind)
 
     def _bring_to_slot(self, index: int, gradient: torch.Tensor) -> int:
         """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
@@ -294,6 +327,8 @@ class GradientSynchroniser:
                 self._static.finish_iteration()
             if self._overlapped is None:
                 self._deliver(contributors)
+                if self._kind is UpdateKind.MEASURE:
+                    self._delivered = _fingerprints([p.grad for p in self._parameters])
             else:
                 self._overlapped.finish(contributors)
                 for parameter in self._parameters:
@@ -357,6 +392,23 @@ class GradientSynchroniser:
             "DistributedDataParallel; otherwise use torch.utils.checkpoint with use_reentrant=False, or "
             "make several backward passes under no_sync()."
         )
+
+
+def measure_gradient(name: str, gradient: torch.Tensor) -> MeasuredGradient:
+    """Measures an averaged gradient on this worker, in float64; nobody knows then who made it infinite."""
+    squares = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)) ** 2
+    return MeasuredGradient(
+        name=name,
+        sum_of_squares=squares,
+        first_nonfinite=None if math.isfinite(squares) else EVERYBODY,
+    )
+
+
+def _fingerprints(
+    gradients: Sequence[torch.Tensor | None], num_changes: int = 0
+) -> list[tuple[int, int] | None]:
+    """Which tensors they are, and how often each was changed in place, not counting the last `num_changes`."""
+    return [None if g is None else (g.data_ptr(), g._version - num_changes) for g in gradients]
 
 
 class _StaticGraph:

@@ -78,8 +78,12 @@ class OffloadedParameters:
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
 
-    def begin(self) -> None:
-        """Writes down how the next update is to be done, by the optimizer's settings of now."""
+    def begin(self, *, gradient_scale: float = 1.0) -> None:
+        """Writes down how the next update is to be done, by the optimizer's settings of now.
+
+        Args:
+            gradient_scale: What gradients are multiplied with, the same on every worker.
+        """
         self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
             numbers = self._num_updates[members] + 1
@@ -88,6 +92,7 @@ class OffloadedParameters:
                 record = np.zeros((), dtype=SETTINGS_DTYPE)
                 for name, value in fields.items():
                     record[name] = value
+                record["gradient_scale"] *= gradient_scale
                 self._settings[members[numbers == number]] = record
 
     def finish(self, contributors: Sequence[int]) -> None:

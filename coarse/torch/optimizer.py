@@ -10,6 +10,8 @@ import torch
 
 from coarse.client.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
+from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
+from coarse.torch.gradients import measure_gradient
 from coarse.torch.layout import DTYPE_NAMES
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, find_rule
@@ -35,6 +37,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           step() and the beginning of its next one (with overlap=True: of its next backward()). A thread of its own
           that reads during step() may see some tensors, or parts of one, from before and some from after.
         - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
+        - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
         - `state` is empty; state_dict() has a copy of the state.
         - No closures, no add_param_group(), no DistributedDataParallel.join().
 
@@ -47,6 +50,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
             one averaging backward() for each step(). Settings are those at the beginning of backward().
 
+        max_grad_norm: Averaged gradients whose 2-norm over all parameters is longer are scaled down to it, as by
+            torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the reduction, and costs no
+            pass over memory. After GradScaler it is that of the unscaled gradients.
+        on_nonfinite: What NaN or Inf in an averaged gradient leads to: "ignore" updates all the same, as torch does;
+            "raise" has step() raise NonFiniteGradientError on every worker, which names the worker and parameter;
+            "skip" leaves parameters and state as they are, on every worker.
+
     Raises:
         TypeError: If the model is not wrapped.
         ValueError: If an option of the optimizer cannot be offloaded, or it does not hold the model's parameters.
@@ -55,16 +65,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, overlap: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: DistributedDataParallel,
+        *,
+        overlap: bool = False,
+        max_grad_norm: float | None = None,
+        on_nonfinite: OnNonFinite = "ignore",
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
                 f"{type(model).__name__}"
             )
+        policy = GradientPolicy(max_norm=max_grad_norm, on_nonfinite=on_nonfinite)
+        if overlap and policy.needs_measures:
+            raise ValueError(
+                "max_grad_norm and on_nonfinite need all gradients before the first update, which overlap=True makes "
+                "during backward; pass overlap=False"
+            )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
+        self._policy = policy
+        self._gradient_norm: float | None = None
         self._overlaps = overlap
         self._offloaded: OffloadedParameters | None = None
         self._share_groups()
@@ -77,7 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             return
         _check_members(optimizer, model)
-        self._offloaded = model.offload(optimizer, rule, overlap=overlap)
+        self._offloaded = model.offload(optimizer, rule, overlap=overlap, measures=policy.needs_measures)
+        # Read by GradScaler, which then hands scale and found_inf to step().
+        self._step_supports_amp_scaling = not overlap
 
     @property
     def runs_in_memory_devices(self) -> bool:
@@ -94,15 +120,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """The optimizer that was given."""
         return self._optimizer
 
+    @property
+    def gradient_norm(self) -> float | None:
+        """2-norm of all gradients in the last step(), unscaled and before clipping; None if nobody asked for it."""
+        return self._gradient_norm
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
 
         Raises:
             ValueError: For a closure.
             RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used.
+            NonFiniteGradientError: With on_nonfinite="raise", for NaN or Inf; nothing was updated on any worker.
         """
         if self._offloaded is None:
-            return self._optimizer.step(closure)
+            return self._step_on_worker(closure)
         if closure is not None:
             raise ValueError(
                 "memory devices cannot call a closure; compute the loss before step(), or use the optimizer without "
@@ -111,8 +143,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._overlaps:
             self._check_updated()
             return None
-        self._offloaded.begin()
-        self._offloaded.finish(self._model.update_parameters())
+        scale = self._gradient_scale()
+        if scale is not None:
+            self._offloaded.begin(gradient_scale=scale)
+            self._offloaded.finish(self._model.update_parameters())
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,6 +200,35 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # The same objects, so that schedulers may be given either optimizer.
         self.param_groups = self._optimizer.param_groups
         self.state = self._optimizer.state
+
+    def _gradient_scale(self) -> float | None:
+        """What the update multiplies gradients with, the same on every worker; None if there is to be no update."""
+        # GradScaler sets both for the time of step(); found_inf is of averages, and so alike on all workers.
+        found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and float(found_inf):
+            return None
+        unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
+        if not self._policy.needs_measures:
+            return unscale
+        # Looking for Inf, GradScaler multiplies gradients by 1.
+        gradients = self._model.measured_gradients(num_changes=int(loss_scale is not None))
+        if not self._policy.admits(gradients):
+            return None
+        self._gradient_norm = total_norm(gradients) * unscale
+        return unscale * self._policy.scale(self._gradient_norm)
+
+    def _step_on_worker(self, closure: Callable[[], Any] | None) -> Any:
+        if not self._policy.needs_measures:
+            return self._optimizer.step(closure)
+        if closure is not None:
+            raise ValueError("max_grad_norm and on_nonfinite do not work with a closure; clip within it")
+        named = [(name, p.grad) for name, p in self._model.trained_parameters if p.grad is not None]
+        measured = [measure_gradient(name, gradient) for name, gradient in named]
+        if not self._policy.admits(measured):
+            return None
+        self._gradient_norm = total_norm(measured)
+        torch._foreach_mul_([gradient for _, gradient in named], self._policy.scale(self._gradient_norm))
+        return self._optimizer.step()
 
     def _check_updated(self) -> None:
         if any(p.grad is not None for options in self.param_groups for p in options["params"]):

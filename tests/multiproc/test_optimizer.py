@@ -77,6 +77,36 @@ def test_results_have_the_same_bits_however_many_memory_devices_there_are(job, n
     assert len({each for digests in found for each in digests}) == 1
 
 
+def test_norms_have_the_same_bits_however_many_memory_devices_there_are(job):
+    def worker(me):
+        found = []
+        for devices, cores in ((1, 1), (1, 2), (2, 1)):
+            settings = {
+                "memory_devices": devices,
+                "sync_cores": cores,
+                "shard_bytes": 64 << 10,
+                "profile": "off",
+            }
+            with me.join(f"store{devices}{cores}", **settings) as session:
+                group = session.register_parameters("model", means(*LENGTHS), state_names=ADAM_STATES)
+                generator = np.random.default_rng(me.rank)
+                for index, spec in enumerate(group.specs):
+                    array(group.buffer(index))[:] = generator.normal(size=spec.num_elements)
+                    group.push(index, update=UpdateKind.MEASURE)
+                group.pull_all()
+                measures = group.measures()
+                for index, measure in enumerate(measures):
+                    squares = np.square(array(group.buffer(index)), dtype=np.float64).sum()
+                    assert measure.sum_of_squares == pytest.approx(squares, rel=1e-12)
+                    assert measure.first_nonfinite is None
+                found.append(tuple(measure.sum_of_squares for measure in measures))
+                session.barrier()
+        return found
+
+    found = job.run(2, worker)
+    assert len({each for squares in found for each in squares}) == 1
+
+
 def test_workers_share_parameters_and_keep_slots_to_themselves(job):
     def worker(me):
         with me.join() as session:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -290,6 +291,41 @@ TEST_P(Update, OfANarrowParameterAddsUpWhatItsRoundingLoses) {
   arrays.numElements = parameter.size();
   for (int step = 0; step < 512; ++step) update(settings, DType::kBFloat16, arrays, 1);
   EXPECT_EQ(parameter, std::vector<std::uint16_t>(100, 0x3f00));  // all one half
+}
+
+TEST_P(Update, SumsOfSquaresHaveTheSameBitsAndAreExactEnough) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const std::size_t numElements : kLengths) {
+      std::mt19937 random(static_cast<unsigned>(numElements));
+      Values wide(numElements, 1, -3, 3, random);
+      std::vector<std::uint16_t> narrow16(numElements);
+      if (dtype != DType::kFloat32) {
+        narrow(dtype, wide.data(), narrow16.data(), numElements, 1, ReduceOp::kSum);
+        widen(dtype, narrow16.data(), wide.data(), numElements);
+      }
+      const void* const in = dtype == DType::kFloat32 ? static_cast<void*>(wide.data()) : narrow16.data();
+      double expected = 0;
+      for (std::size_t i = 0; i < numElements; ++i) expected += double{wide[i]} * wide[i];
+      ASSERT_TRUE(forceInstructionSet(GetParam()));
+      const double sum = sumOfSquares(dtype, in, numElements);
+      ASSERT_NEAR(sum, expected, 1e-12 * (1 + expected)) << numElements;
+#if defined(__aarch64__)
+      ASSERT_TRUE(forceInstructionSet("neon"));
+#else
+      ASSERT_TRUE(forceInstructionSet("baseline"));
+#endif
+      ASSERT_EQ(sum, sumOfSquares(dtype, in, numElements)) << numElements;
+    }
+  }
+}
+
+TEST_P(Update, SumsOfSquaresAreFiniteIfAllElementsAre) {
+  std::vector<float> values(3000, 3e38F);
+  EXPECT_TRUE(std::isfinite(sumOfSquares(DType::kFloat32, values.data(), values.size())));
+  values[2999] = std::numeric_limits<float>::infinity();
+  EXPECT_FALSE(std::isfinite(sumOfSquares(DType::kFloat32, values.data(), values.size())));
+  values[2999] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_FALSE(std::isfinite(sumOfSquares(DType::kFloat32, values.data(), values.size())));
 }
 
 INSTANTIATE_TEST_SUITE_P(InstructionSets, Update, testing::Values("baseline", "avx2", "avx512", "neon"),

@@ -37,13 +37,13 @@ TOLERANCE = 2e-6
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
-def offload(context: Context, optimizer: torch.optim.Optimizer, model: Any, *, overlap: bool = False) -> Any:
+def offload(context: Context, optimizer: torch.optim.Optimizer, model: Any, **options: Any) -> Any:
     """The optimizer in the memory devices, or under torch's classes the optimizer."""
     if not context.is_coarse:
         return optimizer
     from coarse.torch import DistributedOptimizer
 
-    distributed = DistributedOptimizer(optimizer, model, overlap=overlap)
+    distributed = DistributedOptimizer(optimizer, model, **options)
     assert distributed.runs_in_memory_devices
     return distributed
 
@@ -292,45 +292,78 @@ def what_is_written_to_a_narrow_parameter_stays(context: Context) -> None:
     assert bool((module[0].weight == 3.0).all())
 
 
+# ---- BERT: each optimizer and dtype ----
+
+BERT_SCENARIOS: dict[str, Scenario] = {}
+
+BERT_OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=3e-3, initial_accumulator_value=0.01),
+    "lion": lambda p: Lion(p, lr=3e-5, weight_decay=0.1),
+}
+
+# How far apart two runs of 200 steps may end, over how far they moved. Lion takes signs: a rounding that turns one
+# moves an element by twice the learning rate.
+BERT_TOLERANCE = {
+    "float32": dict.fromkeys(BERT_OPTIMIZERS, 1e-3) | {"lion": 3e-2},
+    "bfloat16": dict.fromkeys(BERT_OPTIMIZERS, 0.15),
+    "float16": dict.fromkeys(BERT_OPTIMIZERS, 0.05),
+}
+
+
 def small_bert() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
-        vocab_size=500,
-        hidden_size=64,
+        vocab_size=200,
+        hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=32,
+        intermediate_size=64,
+        max_position_embeddings=16,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
     return BertForSequenceClassification(config)
 
 
-def run_bert(context: Context, *, overlap: bool) -> dict[str, Any]:
-    module = small_bert()
+def run_bert(context: Context, make: Make, dtype: torch.dtype, *, overlap: bool) -> dict[str, torch.Tensor]:
+    """The losses, and by how much all parameters have moved in the end."""
+    module = small_bert().to(dtype)
     model = context.wrap(module)
-    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=3e-4), model, overlap=overlap)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, 1.0, 20)
+    before = torch.cat([p.detach().float().flatten() for p in module.parameters()])
+    if dtype is torch.float32:
+        optimizer = offload(context, make(model.parameters()), model, overlap=overlap)
+    else:
+        optimizer = narrow_optimizer(context, make, model, overlap=overlap)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(1000 * context.rank + step)
-        tokens = torch.randint(0, 500, (4, 16), generator=generator)
+        tokens = torch.randint(0, 200, (4, 8), generator=generator)
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens[:, 0] % 2).loss
         loss.backward()
         optimizer.step()
-        scheduler.step()
         losses.append(float(loss.detach()))
-    assert_equal_on_all_workers(context, module.parameters())
-    return {"losses": torch.tensor(losses), "parameters": [p.detach().clone() for p in module.parameters()]}
+    assert_equal_on_all_workers(context, [p.detach().float() for p in module.parameters()])
+    after = torch.cat([p.detach().float().flatten() for p in module.parameters()])
+    return {"losses": torch.tensor(losses), "moved": after - before}
 
 
-for _overlap in (False, True):
-    OPTIMIZER_SCENARIOS[f"small_bert_{'overlapped' if _overlap else 'in_step'}"] = Scenario(
-        functools.partial(run_bert, overlap=_overlap), True, 2e-3
-    )
+for _name, _make in BERT_OPTIMIZERS.items():
+    for _dtype, _overlap in (("float32", False), ("bfloat16", True), ("float16", False)):
+        BERT_SCENARIOS[f"bert_{_name}_{_dtype}"] = Scenario(
+            functools.partial(
+                run_bert,
+                make=_make,
+                dtype=NARROW.get(_dtype, torch.float32),
+                overlap=_overlap,
+            ),
+            True,
+            BERT_TOLERANCE[_dtype][_name],
+        )
 
 
 # ---- what torch's users do around an optimizer ----
@@ -353,6 +386,156 @@ def clips_and_unscales_between_backward_and_step(context: Context) -> Any:
         scaler.update()
         found.append(scaler.get_scale())
     return torch.tensor(found), everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clips_by_the_norm_of_all_gradients(context: Context) -> Any:
+    module = wide_mlp()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, max_grad_norm=0.05)
+    norms = []
+    for step in range(30):
+        optimizer.zero_grad()
+        loss_of(model, context, step).backward()
+        if not context.is_coarse:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        if context.is_coarse:
+            norms.append(optimizer.gradient_norm)
+    assert min(norms) < 0.05 < max(norms)
+    return torch.tensor(norms), everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clips_what_was_changed_after_backward(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, max_grad_norm=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        with torch.no_grad():
+            if step % 2:
+                module[0].weight.grad.mul_(3.0)
+            else:
+                module[2].bias.grad = module[2].bias.grad + 1.0
+        if not context.is_coarse:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def unscales_and_clips_within_the_update(context: Context) -> Any:
+    """GradScaler without a pass for unscaling; what one worker overflows, all skip."""
+    module = mlp()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, max_grad_norm=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    found = []
+    for step in range(12):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 2 and context.rank == 1 else 1.0
+        scaler.scale(model(context.inputs(step, 4, 8)).square().mean() * factor).backward()
+        if not context.is_coarse:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    assert len(set(found)) > 2
+    return torch.tensor(found), everything(module, optimizer)
+
+
+@offloaded_scenario(compare=False)
+def scales_the_loss_of_a_float16_model(context: Context) -> None:
+    """torch's own unscaling refuses float16 gradients; here they are unscaled in float32."""
+    results = []
+    for init_scale in (1.0, 2.0**8):
+        torch.manual_seed(7)
+        module = mlp().half()
+        model = context.wrap(module)
+        make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = offload(context, make, model, max_grad_norm=10.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        for step in range(6):
+            optimizer.zero_grad()
+            factor = 1e6 if step == 3 and context.rank == 0 else 1.0
+            output = model(context.inputs(step, 4, 8).half())
+            scaler.scale(output.float().square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == init_scale / 2  # the fourth step overflowed, on all workers
+        assert_equal_on_all_workers(context, [p.detach().float() for p in module.parameters()])
+        results.append([p.detach().float() for p in module.parameters()])
+    for plain, scaled in zip(*results, strict=True):
+        torch.testing.assert_close(plain, scaled, rtol=1e-2, atol=1e-3)
+
+
+@offloaded_scenario(compare=False)
+def nonfinite_gradients_raise_and_name_the_worker(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, on_nonfinite="raise")
+    for step in range(4):
+        before = copy.deepcopy(module.state_dict())
+        optimizer.zero_grad()
+        handle = module[2].bias.register_hook(
+            lambda g, step=step: g * float("nan") if step == 2 and context.rank == 1 else g
+        )
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        handle.remove()
+        if step == 2:
+            with raises("NonFiniteGradientError", "worker 1 contributed NaN or Inf", "'2.bias'"):
+                optimizer.step()
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, before[name])
+        else:
+            optimizer.step()
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 3
+    assert_equal_on_all_workers(context, module.parameters())
+
+
+@offloaded_scenario(compare=False)
+def nonfinite_gradients_are_skipped_by_all(context: Context) -> None:
+    module = mlp().bfloat16()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, on_nonfinite="skip")
+    for step in range(4):
+        before = copy.deepcopy(module.state_dict())
+        optimizer.zero_grad()
+        loss = narrow_loss(model, context, step)
+        (loss * float("inf") if step == 1 and context.rank == 0 else loss).backward()
+        optimizer.step()
+        for name, value in module.state_dict().items():
+            assert bool(value.isfinite().all())
+            assert torch.equal(value, before[name]) == (step == 1), (step, name)
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 3
+
+
+@offloaded_scenario(compare=False)
+def policies_hold_on_the_workers_too(context: Context) -> None:
+    from coarse.torch import DistributedOptimizer
+
+    module = mlp()
+    model = context.wrap(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = DistributedOptimizer(
+            torch.optim.RMSprop(model.parameters(), lr=1e-2), model, max_grad_norm=0.01, on_nonfinite="raise"
+        )
+    model(context.inputs(0, 4, 8)).square().mean().backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+    optimizer.step()
+    assert abs(optimizer.gradient_norm - expected) < 1e-5 * expected
+    assert float(nn.utils.get_total_norm([p.grad for p in module.parameters()])) < 0.0101
+    optimizer.zero_grad()
+    (model(context.inputs(0, 4, 8)).sum() * float("nan")).backward()
+    with raises("NonFiniteGradientError", "averaged over all workers, is not finite"):
+        optimizer.step()
 
 
 def accumulate(context: Context, *, overlap: bool) -> Any:
@@ -664,6 +847,12 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     model = context.wrap(module)
     with raises(TypeError, "as coarse.torch.DistributedDataParallel wrapped it"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+    with raises(ValueError, "overlap=False"):
+        DistributedOptimizer(torch.optim.Adam(module.parameters()), model, overlap=True, max_grad_norm=1.0)
+    with raises(ValueError, "max_grad_norm=0"):
+        DistributedOptimizer(torch.optim.Adam(module.parameters()), model, max_grad_norm=0)
+    with raises(ValueError, "'stop' is none of ignore, raise, skip"):
+        DistributedOptimizer(torch.optim.Adam(module.parameters()), model, on_nonfinite="stop")
     with raises(ValueError, "capturable=True", "without capturable"):
         DistributedOptimizer(torch.optim.Adam(module.parameters(), capturable=True), model)
     halves = [{"params": list(module.parameters())[i::2], "amsgrad": bool(i)} for i in range(2)]

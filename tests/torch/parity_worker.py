@@ -39,10 +39,16 @@ def main() -> None:
     )
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
-    from optimizer_scenarios import OPTIMIZER_SCENARIOS
+    from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS
     from parity_scenarios import SCENARIOS, Context
 
-    scenarios = {**SCENARIOS, **OPTIMIZER_SCENARIOS, **CHECKPOINT_SCENARIOS, **EMBEDDING_SCENARIOS}
+    scenarios = {
+        **SCENARIOS,
+        **OPTIMIZER_SCENARIOS,
+        **BERT_SCENARIOS,
+        **CHECKPOINT_SCENARIOS,
+        **EMBEDDING_SCENARIOS,
+    }
 
     context = Context(
         rank=int(rank), world_size=int(world_size), wrap=wrapper_of(strategy), is_coarse=strategy != "ddp"

@@ -7,9 +7,12 @@ for 200 steps where it says nothing else. Parameters and state must agree within
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from optimizer_scenarios import OPTIMIZER_SCENARIOS
+from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
 from test_torch_parity import assert_same
 
@@ -22,18 +25,32 @@ COARSE_ONLY = [
 ]
 
 
-@pytest.mark.parametrize("name", PARITY)
-def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    if name.startswith("small_bert") and importlib.util.find_spec("transformers") is None:
-        pytest.skip("needs transformers")
+def run_under_both(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> Iterator[tuple[Any, Any]]:
+    """What a scenario gives under torch's classes and COARSE's, worker by worker."""
     ddp_pool.submit(name)
     coarse_pool.submit(name)
     try:
         expected = ddp_pool.collect()
     finally:
         actual = coarse_pool.collect()
-    for rank, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
+    return zip(expected, actual, strict=True)
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    for rank, (theirs, ours) in enumerate(run_under_both(name, ddp_pool, coarse_pool)):
         assert_same(ours, theirs, OPTIMIZER_SCENARIOS[name].tolerance, f"worker {rank}")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("name", BERT_SCENARIOS)
+def test_trains_bert_as_torch_does(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    tolerance = BERT_SCENARIOS[name].tolerance
+    for theirs, ours in run_under_both(name, ddp_pool, coarse_pool):
+        (_, expected), (_, moved) = theirs["moved"], ours["moved"]
+        distance = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
+        assert distance < tolerance, f"parameters are {distance:.1e} of the way apart"
+        np.testing.assert_allclose(ours["losses"][1], theirs["losses"][1], atol=tolerance)
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

@@ -55,6 +55,9 @@ void registerClient(py::module_& module) {
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
   module.attr("UPDATE") = static_cast<int>(kUpdate);
   module.attr("REDUCED") = static_cast<int>(kReduced);
+  module.attr("MEASURE") = static_cast<int>(kMeasure);
+  module.attr("NOBODY") = kNobody;
+  module.attr("EVERYBODY") = kEverybody;
   py::class_<Client>(module, "Client")
       .def(py::init([](std::size_t numDevices, int segmentFd, int doorbellsFd, std::vector<int> watchFds,
                        std::uint32_t spinMicroseconds, std::size_t bytesPerRing, bool isEmulated,
@@ -97,6 +100,15 @@ void registerClient(py::module_& module) {
       .def("contributors", &Client::contributors, py::arg("group"), py::arg("tensor"))
       .def("missing_clients", &Client::missingClients, py::arg("group"), py::arg("tensor"))
       .def("all_contributors", &Client::allContributors, py::arg("group"))
+      .def(
+          "measures",
+          [](const Client& client, std::uint32_t group) {
+            std::vector<std::pair<double, int>> measures;
+            for (const GradientMeasure& measure : client.measures(group))
+              measures.emplace_back(measure.sumOfSquares, measure.nonFiniteOf);
+            return measures;
+          },
+          py::arg("group"))
       .def("is_late", &Client::isLate, py::arg("group"), py::arg("tensor"))
       .def(
           "all_reduce",

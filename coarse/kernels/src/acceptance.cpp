@@ -72,7 +72,7 @@ std::string bufferDisagreement(const TensorGroup& group, std::uint32_t shard, co
 }
 
 std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks) {
-  constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced;
+  constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced | kMeasure;
   const std::uint8_t expectedKind = group.control().contribution(shard, 0).flags & kKindOfUpdate;
   const UpdateSettings expected = group.settings(shard, 0);
   const auto tensor = [&] { return "tensor " + std::to_string(group.plan().shards[shard].tensor) + ": "; };
@@ -86,11 +86,11 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
              "parameter. Call backward() and optimizer.step() equally often on every worker";
     }
     const UpdateSettings other = group.settings(shard, client);
-    if (expectedKind == 0 || std::memcmp(&expected, &other, sizeof(expected)) == 0) continue;
+    if ((expectedKind & kUpdate) == 0 || std::memcmp(&expected, &other, sizeof(expected)) == 0) continue;
     return whom() + "disagree on the optimizer's settings: " + firstDifference(expected, other) +
            ". Every worker must run the same scheduler and load the same state";
   }
-  if (expectedKind != 0 && !isRunnable(expected, group.plan().numStates))
+  if ((expectedKind & kUpdate) != 0 && !isRunnable(expected, group.plan().numStates))
     return tensor() + "no update rule, or one that keeps more state than was registered";
   return {};
 }
@@ -141,8 +141,8 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
   const Shard& shard = group->plan().shards[descriptor.shard];
   if ((descriptor.flags & kOwnPath) != 0 && !hasOwnPath(*group, shard))
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
-  if ((descriptor.flags & kUpdate) != 0 && !group->plan().hasOptimizer)
-    return "an update in a group without an optimizer";
+  if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
+    return "an update, or a mean to be measured, in a group without an optimizer";
   if (shard.algorithm == Algorithm::kProbe) return prober.rejection(*group, descriptor);
   if (!shard.isDynamic) return {};
   if (descriptor.dtype >= kNumDTypes || descriptor.op >= kNumReduceOps) return "unknown dtype or op";

@@ -211,6 +211,22 @@ std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const 
   return contributors;
 }
 
+std::vector<GradientMeasure> Client::measures(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::vector<GradientMeasure> measures;
+  measures.reserve(group.tensors.size());
+  for (const ClientTensor& tensor : group.tensors) {
+    GradientMeasure sum{0, kNobody, 0};
+    for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
+      const GradientMeasure& shard = group.control.measure(i);
+      sum.sumOfSquares += shard.sumOfSquares;
+      if (sum.nonFiniteOf == kNobody) sum.nonFiniteOf = shard.nonFiniteOf;
+    }
+    measures.push_back(sum);
+  }
+  return measures;
+}
+
 bool Client::isLate(std::uint32_t groupId, std::uint32_t tensorIndex) const {
   const Group& group = find(groupId);
   const ClientTensor& tensor = group.tensors.at(tensorIndex);

@@ -45,6 +45,7 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
   contributors_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   devicesLeft_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   contributions_ = cursor.take<Contribution>(numShards * numClients);
+  measures_ = cursor.take<GradientMeasure>(numShards);
   ready_ = cursor.take<ReadyCell>(capacity());
   done_ = cursor.take<std::atomic<std::uint32_t>>(doneStride_ * numClients);
 }
@@ -56,6 +57,7 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<Contribution>(numShards * numClients);
+  cursor.take<GradientMeasure>(numShards);
   cursor.take<ReadyCell>(queueCapacity(numShards));
   cursor.take<std::atomic<std::uint32_t>>(roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t)) *
                                           numClients);

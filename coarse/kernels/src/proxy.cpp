@@ -383,6 +383,8 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   }
   if (group.plan().hasOptimizer && group.isUpdate(entry.shard)) {
     updateShard(group, entry.shard);
+  } else if (group.isMeasured(entry.shard)) {
+    reduceAndMeasureShard(group, entry.shard);
   } else {
     reduceShard(group, entry.shard);
   }

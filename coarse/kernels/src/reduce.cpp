@@ -93,6 +93,11 @@ void narrow(DType dtype, const float* in, void* out, std::size_t numElements, st
   if (kernel != nullptr) kernel(in, out, numElements, divisor);
 }
 
+double sumOfSquares(DType dtype, const void* in, std::size_t numElements) noexcept {
+  const auto kernel = kernels().sumOfSquares[index(dtype)];
+  return kernel == nullptr ? 0 : kernel(in, numElements);
+}
+
 void update(const UpdateSettings& settings, DType dtype, const UpdateArrays& arrays,
             std::uint32_t divisor) noexcept {
   const auto kernel = kernels().update[index(dtype)];

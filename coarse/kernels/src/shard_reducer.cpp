@@ -1,25 +1,84 @@
 #include "coarse/shard_reducer.hpp"
 
+#include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstring>
 
 #include "coarse/reduce.hpp"
 
 namespace coarse {
+namespace {
+
+// A tile stays in the first-level cache beside what passes through it.
+constexpr std::size_t kTileBytes = 8192;
+
+/// The present contributions to a shard, in the order of the clients, and the slots of all.
+struct Contributions {
+  Contributions(const TensorGroup& group, std::uint32_t shardIndex) noexcept {
+    const Shard& shard = group.plan().shards[shardIndex];
+    numSlots = group.plan().numClients;
+    for (std::size_t client = 0; client < numSlots; ++client) {
+      slots[client] = group.slot(client, shard);
+      if (!group.isPresent(shardIndex, client)) continue;
+      clients[numInputs] = client;
+      inputs[numInputs++] = slots[client];
+    }
+  }
+
+  std::array<void*, kMostClients> slots;
+  std::array<const void*, kMostClients> inputs;
+  std::array<std::size_t, kMostClients> clients;  // whose inputs they are
+  std::size_t numSlots = 0;
+  std::size_t numInputs = 0;
+};
+
+const void* at(const void* array, std::size_t offset) noexcept {
+  return static_cast<const std::byte*>(array) + offset;
+}
+
+std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t offset,
+                            std::size_t numElements) noexcept {
+  for (std::size_t k = 0; k < all.numInputs; ++k) {
+    if (!std::isfinite(sumOfSquares(dtype, at(all.inputs[k], offset), numElements)))
+      return static_cast<std::int32_t>(all.clients[k]);
+  }
+  return kEverybody;
+}
+
+}  // namespace
 
 void reduceShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
-  const Shard& shard = group.plan().shards[shardIndex];
-  const std::size_t numClients = group.plan().numClients;
-  std::array<const void*, kMostClients> inputs;
-  std::array<void*, kMostClients> outputs;
-  std::size_t numInputs = 0;
-  for (std::size_t client = 0; client < numClients; ++client) {
-    outputs[client] = group.slot(client, shard);
-    if (group.isPresent(shardIndex, client)) inputs[numInputs++] = outputs[client];
-  }
-  if (numInputs == 0) return;
+  const Contributions all(group, shardIndex);
+  if (all.numInputs == 0) return;
   const ShardShape shape = group.shape(shardIndex);
-  reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), numClients, shape.numElements,
-         group.divisor(shardIndex));
+  reduce(shape.dtype, shape.op, all.inputs.data(), all.numInputs, all.slots.data(), all.numSlots,
+         shape.numElements, group.divisor(shardIndex));
+}
+
+void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
+  const Shard& shard = group.plan().shards[shardIndex];
+  const Contributions all(group, shardIndex);
+  const std::size_t itemSize = itemBytes(shard.dtype);
+  GradientMeasure measure{0, kNobody, 0};
+  alignas(kCacheLineBytes) std::array<std::byte, kTileBytes> tile;
+  void* const mean[] = {tile.data()};
+  std::array<const void*, kMostClients> inputs;
+  const std::size_t numBytes = all.numInputs == 0 ? 0 : shard.numElements * itemSize;
+  for (std::size_t offset = 0; offset < numBytes; offset += kTileBytes) {
+    const std::size_t length = std::min(kTileBytes, numBytes - offset);
+    const std::size_t count = length / itemSize;
+    for (std::size_t k = 0; k < all.numInputs; ++k) inputs[k] = at(all.inputs[k], offset);
+    reduce(shard.dtype, shard.op, inputs.data(), all.numInputs, mean, 1, count, group.divisor(shardIndex));
+    const double squares = sumOfSquares(shard.dtype, tile.data(), count);
+    measure.sumOfSquares += squares;
+    // Before the slots are overwritten.
+    if (!std::isfinite(squares) && measure.nonFiniteOf == kNobody)
+      measure.nonFiniteOf = firstNonFinite(all, shard.dtype, offset, count);
+    for (std::size_t k = 0; k < all.numSlots; ++k)
+      std::memcpy(static_cast<std::byte*>(all.slots[k]) + offset, tile.data(), length);
+  }
+  group.control().measure(shardIndex) = measure;
 }
 
 void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {

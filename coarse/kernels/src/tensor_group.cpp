@@ -142,6 +142,10 @@ bool TensorGroup::isUpdate(std::uint32_t shard) const noexcept {
   return (control_.contribution(shard, 0).flags & kUpdate) != 0;
 }
 
+bool TensorGroup::isMeasured(std::uint32_t shard) const noexcept {
+  return (control_.contribution(shard, 0).flags & kMeasure) != 0;
+}
+
 bool TensorGroup::isReduced(std::uint32_t shard) const noexcept {
   return (control_.contribution(shard, 0).flags & kReduced) != 0;
 }

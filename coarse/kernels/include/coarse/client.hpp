@@ -91,6 +91,9 @@ class Client {
   /// First shard of `tensor` that is not complete and the clients that have not contributed to it.
   std::vector<std::size_t> missingClients(std::uint32_t group, std::uint32_t tensor) const;
   std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
+  /// Of each tensor, whose last result was measured and pulled: the sum of its shards' squares in their
+  /// order, and the first shard's client that had NaN or Inf.
+  std::vector<GradientMeasure> measures(std::uint32_t group) const;
   /// Whether the tensor was pushed and its result is not there.
   bool isLate(std::uint32_t group, std::uint32_t tensor) const;
 

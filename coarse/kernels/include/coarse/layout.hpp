@@ -73,6 +73,7 @@ enum : std::uint8_t {
   kAllToAll = 16,  // or by all-to-all; without either in a ring
   kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay as they are
   kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step, and the first stands for all
+  kMeasure = 128,  // the mean is measured (GradientMeasure); of a group that has an optimizer
 };
 
 /// What all contributions to a shard must agree on.
@@ -137,6 +138,18 @@ struct Contribution {
 };
 static_assert(sizeof(Contribution) == 16);
 
+/// Who brought NaN or Inf into a mean, where it is no client's number.
+inline constexpr std::int32_t kNobody = -1;     // the mean is finite
+inline constexpr std::int32_t kEverybody = -2;  // only the mean is not: finite gradients overflowed in it
+
+/// What a memory device saw of the last mean of a shard that was measured.
+struct GradientMeasure {
+  double sumOfSquares;       // of its elements, in their order: the same bits whoever reduces the shard
+  std::int32_t nonFiniteOf;  // the first client with NaN or Inf in its contribution
+  std::uint32_t padding;
+};
+static_assert(sizeof(GradientMeasure) == 16);
+
 /// A cell of a group's ready queue.
 struct ReadyCell {
   std::atomic<std::uint64_t> sequence;
@@ -165,6 +178,8 @@ class GroupControl {
   /// Gives a client's contribution to `step` to one memory device alone, whichever it was told to.
   /// @returns false if another one has it, or the step before was never taken.
   bool claim(std::size_t shard, std::size_t client, std::uint32_t step) const noexcept;
+  /// Of a shard whose last mean was measured.
+  GradientMeasure& measure(std::size_t shard) const noexcept { return measures_[shard]; }
   /// Of a shard that is exchanged: memory devices whose pieces are not done.
   std::atomic<std::uint32_t>& devicesLeft(std::size_t shard) const noexcept { return devicesLeft_[shard]; }
   /// Last step whose result is in the client's slot.
@@ -186,6 +201,7 @@ class GroupControl {
   std::atomic<std::uint32_t>* contributors_ = nullptr;
   std::atomic<std::uint32_t>* devicesLeft_ = nullptr;
   Contribution* contributions_ = nullptr;
+  GradientMeasure* measures_ = nullptr;
   ReadyCell* ready_ = nullptr;
   std::atomic<std::uint32_t>* done_ = nullptr;
   std::size_t numClients_ = 0;

@@ -52,6 +52,10 @@ void widen(DType dtype, const void* in, float* out, std::size_t numElements) noe
 void narrow(DType dtype, const float* in, void* out, std::size_t numElements, std::uint32_t divisor,
             ReduceOp op) noexcept;
 
+/// The sum of in[i]^2 in float64, in an order that depends on `numElements` alone. Exact squares: it is
+/// finite if all elements are. `dtype` is as for widen(); for any other the result is 0.
+double sumOfSquares(DType dtype, const void* in, std::size_t numElements) noexcept;
+
 /// What run-time dispatch took: "avx512", "avx2" or "baseline" on x86-64, "neon" on aarch64, else "baseline".
 const char* instructionSet() noexcept;
 

@@ -18,6 +18,9 @@ inline constexpr std::size_t kMostClients = 256;
 /// @pre all contributions have arrived and agree.
 void reduceShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
+/// The same for means, of which it notes the GradientMeasure. @pre as for reduceShard().
+void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
+
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and
 /// they are an update.
 void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;

@@ -130,6 +130,8 @@ class TensorGroup {
   std::uint32_t numPresent(std::uint32_t shard) const noexcept;
   /// Whether the shard's contributions update its parameter. @pre all have arrived and agree.
   bool isUpdate(std::uint32_t shard) const noexcept;
+  /// Whether the shard's mean is to be measured. @pre as for isUpdate().
+  bool isMeasured(std::uint32_t shard) const noexcept;
   /// Whether the slots of an update hold the mean already. @pre as for isUpdate().
   bool isReduced(std::uint32_t shard) const noexcept;
   /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
