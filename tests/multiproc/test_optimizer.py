@@ -104,7 +104,7 @@ def test_norms_have_the_same_bits_however_many_memory_devices_there_are(job):
         return found
 
     found = job.run(2, worker)
-    assert len({each for squares in found for each in squares}) == 1
+    assert len({tuple(each) for squares in found for each in squares}) == 1
 
 
 def test_workers_share_parameters_and_keep_slots_to_themselves(job):

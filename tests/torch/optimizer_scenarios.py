@@ -297,7 +297,7 @@ def what_is_written_to_a_narrow_parameter_stays(context: Context) -> None:
 BERT_SCENARIOS: dict[str, Scenario] = {}
 
 BERT_OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.005, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=3e-4),
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-4, weight_decay=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=3e-3, initial_accumulator_value=0.01),
@@ -308,8 +308,8 @@ BERT_OPTIMIZERS: dict[str, Make] = {
 # moves an element by twice the learning rate.
 BERT_TOLERANCE = {
     "float32": dict.fromkeys(BERT_OPTIMIZERS, 1e-3) | {"lion": 3e-2},
-    "bfloat16": dict.fromkeys(BERT_OPTIMIZERS, 0.15),
-    "float16": dict.fromkeys(BERT_OPTIMIZERS, 0.05),
+    "bfloat16": dict.fromkeys(BERT_OPTIMIZERS, 0.3),
+    "float16": dict.fromkeys(BERT_OPTIMIZERS, 0.2),
 }
 
 
@@ -397,7 +397,7 @@ def clips_by_the_norm_of_all_gradients(context: Context) -> Any:
     norms = []
     for step in range(30):
         optimizer.zero_grad()
-        loss_of(model, context, step).backward()
+        (loss_of(model, context, step) * (1.0, 1e-3)[step % 2]).backward()
         if not context.is_coarse:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
         optimizer.step()
@@ -463,7 +463,7 @@ def scales_the_loss_of_a_float16_model(context: Context) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
         for step in range(6):
             optimizer.zero_grad()
-            factor = 1e6 if step == 3 and context.rank == 0 else 1.0
+            factor = 1e9 if step == 3 and context.rank == 0 else 1.0
             output = model(context.inputs(step, 4, 8).half())
             scaler.scale(output.float().square().mean() * factor).backward()
             scaler.step(optimizer)
