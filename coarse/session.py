@@ -140,7 +140,12 @@ class Session:
         return ""
 
     def register_parameters(
-        self, name: str, specs: Sequence[TensorSpec], *, state_names: Sequence[str]
+        self,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        state_names: Sequence[str],
+        window_bytes: int = 0,
     ) -> TensorGroup:
         """As register(), for gradients whose parameters and optimizer states lie in the memory devices too.
 
@@ -148,6 +153,8 @@ class Session:
             name: As for register().
             specs: Of the gradients, means of UPDATABLE_DTYPES.
             state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
+            window_bytes: Tensors take turns in slots of so many bytes, from the last to the first: a tensor goes to
+                its slot when those before it that overlap with it have been pulled. 0 gives each one its own.
 
         Raises:
             ValueError: Also if cannot_update() has a reason.
@@ -161,7 +168,7 @@ class Session:
                     f"tensor {spec.name!r}: only means of {', '.join(UPDATABLE_DTYPES)} can update a parameter, not "
                     f"the {spec.op} of {spec.dtype}"
                 )
-        return self._linked().register(name, specs, state_names=state_names)
+        return self._linked().register(name, specs, state_names=state_names, window_bytes=window_bytes)
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array that is not registered over all workers, in place; every worker calls it alike.

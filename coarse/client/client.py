@@ -160,6 +160,7 @@ class Client:
         *,
         state_names: Sequence[str] | None = None,
         is_open: bool = False,
+        window_bytes: int = 0,
     ) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
@@ -167,6 +168,7 @@ class Client:
             name, specs: What for.
             state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
             is_open: Workers see each other's slots, so that TensorGroup.use_own_path() can be called.
+            window_bytes: With an optimizer, of the slots in which tensors take turns; 0 for a slot each.
 
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
@@ -182,6 +184,7 @@ class Client:
                 algorithm=self._settings.sync_algorithm,
                 state_names=None if state_names is None else tuple(state_names),
                 is_open=is_open,
+                window_bytes=window_bytes,
             )
         )
 

@@ -21,11 +21,17 @@ class OptimizerMemory:
 
     def __init__(self, plan: _native.GroupPlan, fds: Mapping[str, int]) -> None:
         self.settings_offset = plan.settings_offset
-        self.parameters = memoryview(mmap.mmap(fds[PARAMETERS], plan.slot_bytes))
+        self._parameters = memoryview(mmap.mmap(fds[PARAMETERS], plan.parameter_bytes))
+        self._parameter_offsets = plan.parameter_offsets()
         self._kept_bytes = plan.kept_bytes
         self._kept_arrays = plan.kept_arrays()
         self.snapshots = _native.SnapshotTrigger(fds[SNAPSHOT_REQUEST], fds[SNAPSHOT_CONTROL])
         self._states_fd = os.dup(fds[STATES]) if STATES in fds else -1
+
+    def parameter(self, tensor: int, num_bytes: int) -> memoryview[Any]:
+        """The parameter of a tensor."""
+        start = self._parameter_offsets[tensor]
+        return self._parameters[start : start + num_bytes]
 
     def kept_array(self, tensor: int, number: int) -> memoryview[Any]:
         """The `number`-th float32 array kept for a tensor, mapped anew: its states, then its master weights.

@@ -101,8 +101,15 @@ class TensorGroup:
 
         Memory devices write to it between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull, never else.
         """
-        start = self._offsets[index]
-        return self._memory_kept().parameters[start : start + self.specs[index].nbytes]
+        return self._memory_kept().parameter(index, self.specs[index].nbytes)
+
+    def slot(self, index: int) -> tuple[int, int]:
+        """The first byte of a tensor's slot, counted from this worker's first, and the first one behind it."""
+        return self._offsets[index], self._offsets[index] + self.specs[index].nbytes
+
+    def is_late(self, index: int) -> bool:
+        """Whether a tensor was pushed, its result has not been pulled, and is not there yet."""
+        return self._native.is_late(self.id, index)
 
     def state(self, index: int, number: int) -> memoryview[Any]:
         """The writable bytes of a parameter's `number`-th state, float32; as parameter(). Mapped only while in use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 
@@ -43,7 +43,12 @@ class PartitionPlan:
 
 
 def plan_partition(
-    specs: Sequence[TensorSpec], *, shard_bytes: int, gather_bytes: int, algorithm: str = "auto"
+    specs: Sequence[TensorSpec],
+    *,
+    shard_bytes: int,
+    gather_bytes: int,
+    algorithm: str = "auto",
+    window_bytes: int = 0,
 ) -> PartitionPlan:
     """Lays tensors out and cuts them into shards.
 
@@ -56,6 +61,8 @@ def plan_partition(
         shard_bytes: Partition threshold, at least 1.
         gather_bytes: Under "auto", tensors of up to so many bytes are gathered by one sync core.
         algorithm: "auto", or one of ALGORITHMS for every tensor.
+        window_bytes: Tensors, from the last to the first, take turns in slots of so many bytes, or of those of the
+            largest tensor if that is more; 0 gives each one a slot of its own.
 
     Raises:
         ValueError: If a number is out of range or the algorithm is unknown.
@@ -64,11 +71,9 @@ def plan_partition(
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if algorithm not in ("auto", *ALGORITHMS):
         raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
-    offsets: list[int] = []
-    shards: list[ShardRange] = []
     cuts: dict[tuple[int, str], _Cut] = {}  # of each shape: models repeat theirs layer by layer
-    end = 0
-    for index, spec in enumerate(specs):
+    cut_of: list[_Cut] = []
+    for spec in specs:
         shape = (spec.num_elements, spec.dtype)
         cut = cuts.get(shape)
         if cut is None:
@@ -76,13 +81,34 @@ def plan_partition(
             cut = cuts[shape] = _cut(
                 spec, 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes), chosen
             )
-        offsets.append(end)
-        shards += [
-            ShardRange(tensor=index, offset=end + offset, num_elements=num_elements, algorithm=cut.algorithm)
-            for offset, num_elements in cut.pieces
-        ]
-        end += cut.slot_bytes
-    return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=end, shards=tuple(shards))
+        cut_of.append(cut)
+    lengths = [cut.slot_bytes for cut in cut_of]
+    offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths)
+    shards = [
+        ShardRange(tensor=index, offset=start + offset, num_elements=num_elements, algorithm=cut.algorithm)
+        for index, (start, cut) in enumerate(zip(offsets, cut_of, strict=True))
+        for offset, num_elements in cut.pieces
+    ]
+    return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=slot_bytes, shards=tuple(shards))
+
+
+def _in_a_row(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets of slots of these lengths one after the other, and their end."""
+    ends = list(accumulate(lengths))
+    return [end - length for end, length in zip(ends, lengths, strict=True)], ends[-1] if ends else 0
+
+
+def _take_turns(lengths: Sequence[int], window_bytes: int) -> tuple[list[int], int]:
+    """The same for slots that are given out from the last to the first, round and round within a window."""
+    window_bytes = _round_up(max(window_bytes, *lengths))
+    offsets = [0] * len(lengths)
+    end = 0
+    for index in reversed(range(len(lengths))):
+        if end + lengths[index] > window_bytes:
+            end = 0
+        offsets[index] = end
+        end += lengths[index]
+    return offsets, min(window_bytes, sum(lengths))
 
 
 def choose_algorithm(nbytes: int, gather_bytes: int) -> str:

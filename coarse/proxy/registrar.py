@@ -168,7 +168,7 @@ class Registrar:
         if self._job.num_nodes > 1:
             num_bytes[NODE] = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
         if schema.state_names is not None:
-            num_bytes[PARAMETERS] = plan.slot_bytes
+            num_bytes[PARAMETERS] = plan.parameter_bytes
         if plan.kept_bytes:
             num_bytes[STATES] = plan.kept_bytes
         allocated = {
@@ -184,7 +184,11 @@ class Registrar:
         # optimizer keeps.
         tensor_bytes = sum(spec.nbytes for spec in schema.specs)
         num_nodes = self._job.num_nodes
-        needed = tensor_bytes * self._job.num_clients + schema.kept_bytes
+        largest = max(spec.nbytes for spec in schema.specs)
+        slot_bytes = (
+            min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
+        )
+        needed = slot_bytes * self._job.num_clients + schema.kept_bytes
         needed += tensor_bytes * (num_nodes - 1) // num_nodes
         available = self._memory.available_bytes()
         if needed > available:

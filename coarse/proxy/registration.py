@@ -43,6 +43,8 @@ class GroupSchema:
         is_open: Workers see each other's slots, so that they can reduce tensors themselves.
         state_names: Of the float32 tensors that an optimizer in the memory devices keeps beside each parameter, in
             the order of the update rule; None if the group has no optimizer.
+        window_bytes: Tensors take turns in slots of so many bytes (plan_partition); 0 gives each one its own. Needs
+            an optimizer: parameters do not share.
     """
 
     name: str
@@ -53,6 +55,7 @@ class GroupSchema:
     is_staging: bool = False
     is_open: bool = False
     state_names: tuple[str, ...] | None = None
+    window_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -72,6 +75,7 @@ class GroupSchema:
             shard_bytes=self.shard_bytes,
             gather_bytes=self.gather_bytes,
             algorithm=self.algorithm,
+            window_bytes=self.window_bytes,
         )
 
     def native_plan(self, group: int, num_clients: int) -> _native.GroupPlan:
@@ -110,6 +114,7 @@ class GroupSchema:
             "is_staging": self.is_staging,
             "is_open": self.is_open,
             "state_names": None if self.state_names is None else list(self.state_names),
+            "window_bytes": self.window_bytes,
         }
 
     @classmethod
@@ -137,6 +142,7 @@ class GroupSchema:
                 is_staging=message.get("is_staging") is True,
                 is_open=message.get("is_open") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
+                window_bytes=int_field(message, "window_bytes"),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a registration cannot be read: {error}") from None
@@ -181,7 +187,8 @@ def _settings(schema: GroupSchema) -> str:
     optimizer = "" if schema.state_names is None else f", optimizer state ({', '.join(schema.state_names)})"
     return (
         f"{schema.name!r} with shard_bytes={schema.shard_bytes}, gather_bytes={schema.gather_bytes}, "
-        f"algorithm={schema.algorithm}{', dual synchronisation' if schema.is_open else ''}{optimizer}"
+        f"algorithm={schema.algorithm}{', dual synchronisation' if schema.is_open else ''}"
+        f"{f', slots of {schema.window_bytes} bytes' if schema.window_bytes else ''}{optimizer}"
     )
 
 

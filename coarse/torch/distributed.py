@@ -189,7 +189,12 @@ class DistributedDataParallel(Refusals):
         self._watch_end()
 
     def _register_gradients(
-        self, name: str, state_names: Sequence[str] | None = None, *, measures: bool = False
+        self,
+        name: str,
+        state_names: Sequence[str] | None = None,
+        *,
+        measures: bool = False,
+        shares_slots: bool = False,
     ) -> GradientSynchroniser:
         gradients = GradientSynchroniser(
             self._session,
@@ -200,6 +205,7 @@ class DistributedDataParallel(Refusals):
             static_graph=self.static_graph,
             state_names=state_names,
             measures=measures,
+            shares_slots=shares_slots,
         )
         self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
         return gradients
@@ -267,7 +273,9 @@ class DistributedDataParallel(Refusals):
         if self._gradients is None:
             raise ValueError(self.cannot_offload())
         self._gradients.check_finished()
-        gradients = self._register_gradients(f"{self._name}/parameters", rule.state_names, measures=measures)
+        gradients = self._register_gradients(
+            f"{self._name}/parameters", rule.state_names, measures=measures, shares_slots=overlap
+        )
         self._end.detach()
         self._gradients.remove_hooks()
         self._gradients.group.close()

@@ -12,8 +12,10 @@ locally, as in torch's DDP.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ import torch
 from torch.autograd import Variable
 
 from coarse.client.schema import TensorSpec
+from coarse.client.slot_order import find_predecessors
 from coarse.client.tensor_group import EVERYBODY, TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch.gradient_policy import MeasuredGradient
@@ -29,6 +32,8 @@ from coarse.torch.layout import DTYPE_NAMES, slot_tensor
 from coarse.torch.offloaded import OffloadedParameters
 
 _MOST_NAMES_IN_MESSAGE = 20
+# Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
+_WINDOWS_PER_MODEL = 8
 
 
 class GradientSynchroniser:
@@ -50,6 +55,8 @@ class GradientSynchroniser:
         static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
         state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
         measures: Whether memory devices measure the averages, for measured(); only with an optimizer.
+        shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
+            update_in_backward().
 
     Raises:
         ValueError: If a parameter's dtype cannot be averaged.
@@ -66,6 +73,7 @@ class GradientSynchroniser:
         static_graph: bool,
         state_names: Sequence[str] | None = None,
         measures: bool = False,
+        shares_slots: bool = False,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
@@ -74,8 +82,18 @@ class GradientSynchroniser:
         self.group = (
             session.register(name, specs)
             if state_names is None
-            else session.register_parameters(name, specs, state_names=state_names)
+            else session.register_parameters(
+                name,
+                specs,
+                state_names=state_names,
+                window_bytes=sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL if shares_slots else 0,
+            )
         )
+        self._shares_slots = shares_slots
+        self._predecessors: list[tuple[int, ...]] = [()] * len(parameters)
+        if shares_slots:
+            assert isinstance(self.group, TensorGroup)
+            self._predecessors = find_predecessors([self.group.slot(i) for i in range(len(parameters))])
         self._overlapped: OffloadedParameters | None = None
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
@@ -84,7 +102,9 @@ class GradientSynchroniser:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._strides = [slot.stride() for slot in self._slots]
         self._dtypes = [slot.dtype for slot in self._slots]
-        self._is_view = [gradient_as_view and parameter.is_cpu for parameter in self._parameters]
+        self._is_view = [
+            gradient_as_view and not shares_slots and parameter.is_cpu for parameter in self._parameters
+        ]
         self._find_unused = find_unused
         self._static = _StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
@@ -230,6 +250,8 @@ class GradientSynchroniser:
         self._handed_out = bytearray(len(self._parameters))
         self._absent: list[int] = []
         self._num_pushed = 0
+        self._sent = bytearray(len(self._parameters))
+        self._waiting: list[int] = []  # gradients whose slots are not free, from the last to the first
 
     # What follows runs inside backward.
 
@@ -259,11 +281,40 @@ class GradientSynchroniser:
             raise RuntimeError(self._twice_message(index))
         self._pushed[index] = 1
         self._num_pushed += 1
+        if self._predecessors[index] and not self._is_slot_free(index):
+            bisect.insort(self._waiting, index, key=operator.neg)
+            self.group.flush()  # nobody is to wait for what is held back here
+            return
+        self._send_gradient(index, gradient)
+        for waiting in [each for each in self._waiting if self._is_slot_free(each)]:
+            self._send_waiting(waiting)
+
+    def _send_gradient(self, index: int, gradient: torch.Tensor) -> None:
         self._send(index, source=self._bring_to_slot(index, gradient))
-        if self._is_view[index] and gradient is not self._slots[index]:
+        if self._shares_slots:
+            self._parameters[index].grad = None  # it lies in the slot now
+        elif self._is_view[index] and gradient is not self._slots[index]:
             self._parameters[index].grad = self._slots[index]
 
+    def _is_slot_free(self, index: int) -> bool:
+        assert isinstance(self.group, TensorGroup)
+        return all(self._sent[p] and not self.group.is_late(p) for p in self._predecessors[index])
+
+    def _send_waiting(self, index: int) -> None:
+        self._waiting.remove(index)
+        self._send_gradient(index, self._parameters[index].grad)
+
+    def _send_all_waiting(self) -> None:
+        """Waits for one slot after the other; all workers do in the same order, so that it ends."""
+        assert isinstance(self.group, TensorGroup)
+        for index in list(self._waiting):
+            for predecessor in self._predecessors[index]:
+                if self.group.is_late(predecessor):
+                    self.group.pull(predecessor)
+            self._send_waiting(index)
+
     def _send(self, index: int, *, present: bool = True, source: int = 0) -> None:
+        self._sent[index] = 1
         if self._kind is UpdateKind.NONE:
             self.group.push(index, present=present, source=source)
         else:
@@ -321,6 +372,8 @@ class GradientSynchroniser:
             if self._num_pushed < len(self._parameters):
                 self.group.flush()  # another backward may bring the rest; meanwhile let others have these
                 return
+            if self._waiting:
+                self._send_all_waiting()
             contributors = self.group.pull_all()
             self._expecting = False
             if self._static is not None:

@@ -107,6 +107,31 @@ def test_norms_have_the_same_bits_however_many_memory_devices_there_are(job):
     assert len({tuple(each) for squares in found for each in squares}) == 1
 
 
+def test_tensors_that_share_a_slot_by_turns_keep_parameters_of_their_own(job):
+    lengths = (1000, 500, 500, 900)
+
+    def worker(me):
+        with me.join() as session:
+            group = session.register_parameters(
+                "model", means(*lengths), state_names=ADAM_STATES, window_bytes=4 * 1000
+            )
+            assert max(group.slot(index)[1] for index in range(4)) == 4 * 1000
+            write_settings(group, 1)
+            session.barrier()
+            for index in reversed(range(4)):  # every slot is free again before the next tensor comes
+                array(group.buffer(index))[:] = (index + 1) * (-1 if index % 2 else 1)
+                group.push(index, update=UpdateKind.UPDATE)
+                group.pull(index)
+            for index in range(4):
+                # Adam's first step is the gradient's sign, times what this test's settings make of it.
+                parameter = array(group.parameter(index))
+                assert (np.sign(parameter) == (1 if index % 2 else -1)).all()
+                assert len(set(parameter.tolist())) == 1
+            session.barrier()
+
+    job.run(2, worker)
+
+
 def test_workers_share_parameters_and_keep_slots_to_themselves(job):
     def worker(me):
         with me.join() as session:

@@ -297,7 +297,7 @@ class Cluster {
     GroupMemory(const GroupPlan& plan, NodeIndex index)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
           nodeSegment(NodeSegment::numBytes(plan, index)),
-          parameters(plan.hasOptimizer ? plan.slotBytes : 1),
+          parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
           states(std::max<std::size_t>(plan.keptBytes(), 1)),
           snapshotRequest(sizeof(SnapshotRequest)),
           snapshotControl(SnapshotControl::numBytes(GroupSnapshots::blockBytes(plan).size())),

@@ -284,7 +284,7 @@ TEST(OptimizerPlans, KeepStatesAndMasterWeightsTensorByTensor) {
   EXPECT_EQ(kept[1].offset, 2 * kArrayBytes);
   EXPECT_EQ(plan.keptBytes(), 5 * kArrayBytes);
 
-  const Memory control(GroupControl::numBytes(plan.shards.size(), 2)), parameters(plan.slotBytes),
+  const Memory control(GroupControl::numBytes(plan.shards.size(), 2)), parameters(plan.parameterBytes()),
       states(plan.keptBytes()), slots(plan.clientBytes());
   const TensorGroup group(plan, control.fd, {slots.fd, slots.fd}, {parameters.fd, states.fd});
   const Shard& second = plan.shards[3];  // elements 64 to 99 of the bfloat16 tensor

@@ -589,6 +589,32 @@ def leaves_unused_parameters_alone_overlapped(context: Context) -> Any:
     return use_branches(context, overlap=True)
 
 
+class Parallel(nn.Module):
+    """Layers side by side, whose gradients come in the reverse of the order in which they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, width) for width in (300, 20, 300, 70, 150, 300))
+
+    def forward(self, inputs: torch.Tensor, order: list[int]) -> torch.Tensor:
+        return torch.stack([self.layers[i](inputs).square().mean() for i in order]).sum()
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def gradients_that_take_turns_come_in_any_order(context: Context) -> Any:
+    module = Parallel()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, overlap=True)
+    for step in range(10):
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(10 * step + context.rank))
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8), order.tolist()).backward()
+        optimizer.step()
+        assert not context.is_coarse or all(p.grad is None for p in module.parameters())
+    return everything(module, optimizer)
+
+
 @offloaded_scenario(tolerance=TOLERANCE)
 def gradients_in_memory_of_their_own(context: Context) -> Any:
     module = mlp()

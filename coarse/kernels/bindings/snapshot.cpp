@@ -21,7 +21,7 @@ class GroupReader {
  public:
   GroupReader(const GroupPlan& plan, int parametersFd, int statesFd, SnapshotFds fds,
               std::chrono::milliseconds patience)
-      : parameters_(mapSealed(parametersFd, plan.slotBytes, Mapping::Access::kReadOnly, "parameters")),
+      : parameters_(mapSealed(parametersFd, plan.parameterBytes(), Mapping::Access::kReadOnly, "parameters")),
         states_(plan.keptBytes() == 0
                     ? Mapping()
                     : mapSealed(statesFd, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),

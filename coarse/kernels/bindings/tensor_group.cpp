@@ -51,6 +51,13 @@ void registerTensorGroup(py::module_& module) {
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
       .def_property_readonly("client_bytes", &GroupPlan::clientBytes)
       .def_property_readonly("settings_offset", &GroupPlan::settingsOffset)
+      .def_property_readonly("parameter_bytes", &GroupPlan::parameterBytes)
+      .def("parameter_offsets",
+           [](const GroupPlan& plan) {
+             std::vector<std::uint64_t> offsets;
+             for (const KeptArrays& tensor : plan.keptArrays()) offsets.push_back(tensor.parameterOffset);
+             return offsets;
+           })
       .def_property_readonly("kept_bytes", &GroupPlan::keptBytes)
       .def("kept_arrays",
            [](const GroupPlan& plan) {

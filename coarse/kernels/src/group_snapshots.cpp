@@ -25,8 +25,11 @@ std::vector<Block> blocksOf(const GroupPlan& plan) {
   if (!plan.hasOptimizer) return {};
   const std::vector<KeptArrays> kept = plan.keptArrays();
   std::vector<Block> blocks;
-  for (const Shard& shard : plan.shards)
-    blocks.push_back({true, shard.offset, shard.numElements * itemBytes(shard.dtype)});
+  for (const Shard& shard : plan.shards) {
+    const KeptArrays& tensor = kept[shard.tensor];
+    const std::size_t offset = tensor.parameterOffset + (shard.offset - tensor.slotOffset);
+    blocks.push_back({true, offset, shard.numElements * itemBytes(shard.dtype)});
+  }
   for (std::size_t array = 0; array + 1 < countArrays(kept); ++array) {
     for (const Shard& shard : plan.shards) {
       const KeptArrays& tensor = kept[shard.tensor];

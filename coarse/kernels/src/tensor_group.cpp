@@ -53,13 +53,21 @@ std::vector<KeptArrays> GroupPlan::keptArrays() const {
     tensor.numArrays = numStates + (hasMaster(shard) ? 1 : 0);
     const std::size_t end = (shard.offset - tensor.slotOffset) / itemBytes(shard.dtype) + shard.numElements;
     tensor.arrayBytes = roundUp(end * sizeof(float), kCacheLineBytes);
+    tensor.parameterBytes = roundUp(end * itemBytes(shard.dtype), kCacheLineBytes);
   }
-  std::uint64_t offset = 0;
+  std::uint64_t offset = 0, parameterOffset = 0;
   for (KeptArrays& tensor : arrays) {
     tensor.offset = offset;
     offset += tensor.numArrays * tensor.arrayBytes;
+    tensor.parameterOffset = parameterOffset;
+    parameterOffset += tensor.parameterBytes;
   }
   return arrays;
+}
+
+std::size_t GroupPlan::parameterBytes() const {
+  const std::vector<KeptArrays> arrays = keptArrays();
+  return arrays.empty() ? 0 : arrays.back().parameterOffset + arrays.back().parameterBytes;
 }
 
 std::size_t GroupPlan::keptBytes() const {
@@ -90,7 +98,7 @@ TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& 
     slots_.push_back(mapSealed(fd, plan_.clientBytes(), Mapping::Access::kReadWrite, "slots"));
   if (!plan_.hasOptimizer) return;
   parameters_ =
-      mapSealed(optimizerFds.parameters, plan_.slotBytes, Mapping::Access::kReadWrite, "parameters");
+      mapSealed(optimizerFds.parameters, plan_.parameterBytes(), Mapping::Access::kReadWrite, "parameters");
   kept_ = plan_.keptArrays();
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
     states_ = mapSealed(optimizerFds.states, keptBytes, Mapping::Access::kReadWrite, "states");

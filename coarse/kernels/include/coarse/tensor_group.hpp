@@ -38,11 +38,14 @@ struct Shard {
       false;  // length, dtype and op come with each contribution: buffers that are not registered
 };
 
-/// Where the float32 arrays lie that an optimizer keeps for one tensor, in a segment that has those of all.
+/// Where the parameter of one tensor lies in the segment of all parameters, and the float32 arrays that an
+/// optimizer keeps for it in the segment that has those of all.
 struct KeptArrays {
-  std::uint64_t slotOffset = 0;  // of the tensor
-  std::uint64_t offset = 0;      // of the first array
-  std::size_t arrayBytes = 0;    // from one array to the next
+  std::uint64_t slotOffset = 0;       // of the tensor
+  std::uint64_t parameterOffset = 0;  // of the parameter
+  std::uint64_t offset = 0;           // of the first array
+  std::size_t parameterBytes = 0;     // of the parameter, in whole cache lines
+  std::size_t arrayBytes = 0;         // from one array to the next
   std::size_t numArrays = 0;
 };
 
@@ -60,7 +63,7 @@ ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t cou
 struct GroupPlan {
   std::uint32_t id = 0;
   std::size_t numClients = 0;
-  std::size_t slotBytes = 0;  // of one client
+  std::size_t slotBytes = 0;  // of one client; tensors may share them where there is an optimizer
   std::vector<Shard> shards;
   bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
   std::size_t numStates = 0;  // state tensors per parameter
@@ -78,6 +81,8 @@ struct GroupPlan {
   bool hasMaster(const Shard& shard) const noexcept { return hasOptimizer && shard.dtype != DType::kFloat32; }
   /// Where the float32 arrays of each tensor lie: its states, then its master weights if it has some.
   std::vector<KeptArrays> keptArrays() const;
+  /// Length of all parameters.
+  std::size_t parameterBytes() const;
   /// Length of the float32 arrays of all tensors.
   std::size_t keptBytes() const;
 
@@ -95,7 +100,7 @@ struct ShardShape {
 /// What the devices and workers of a node share beside the slots of a group that has an optimizer.
 /// Descriptors stay the caller's.
 struct OptimizerFds {
-  int parameters = -1;      // laid out as slots are
+  int parameters = -1;      // GroupPlan::parameterBytes()
   int states = -1;          // GroupPlan::keptBytes(); none where that is 0
   SnapshotFds snapshots{};  // of parameters and states; none without snapshots
 };
@@ -136,7 +141,10 @@ class TensorGroup {
   bool isReduced(std::uint32_t shard) const noexcept;
   /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
-  std::byte* parameter(const Shard& shard) const noexcept { return parameters_.data() + shard.offset; }
+  std::byte* parameter(const Shard& shard) const noexcept {
+    const KeptArrays& kept = kept_[shard.tensor];
+    return parameters_.data() + kept.parameterOffset + (shard.offset - kept.slotOffset);
+  }
   float* state(const Shard& shard, std::size_t number) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
