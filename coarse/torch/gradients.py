@@ -171,10 +171,14 @@ class GradientSynchroniser:
         None unless this gradient will be averaged, and nothing else has come of it yet or may hold on to it.
         """
         index = self._index_of.get(id(parameter), -1)
-        if index < 0 or not self._is_view[index] or parameter.grad is not None or parameter._backward_hooks:
+        if index < 0 or parameter.grad is not None or parameter._backward_hooks:
+            return None
+        if not self._is_view[index] and not self._shares_slots:
             return None
         with self._lock:
             if not self._expecting or self._is_shadowing or self._pushed[index] or self._handed_out[index]:
+                return None
+            if self._shares_slots and not self._is_slot_free(index):
                 return None
             self._handed_out[index] = 1
         slot = self._slots[index]
