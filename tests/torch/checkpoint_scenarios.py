@@ -184,7 +184,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 for _name, _make in OPTIMIZERS.items():
     for _where in ("on_workers", "in_memory_devices", "overlapped"):
-        CHECKPOINT_SCENARIOS[f"{_name}_{_where}"] = Scenario(
+        CHECKPOINT_SCENARIOS[f"{_name}_resumed_{_where}"] = Scenario(
             functools.partial(
                 interrupt_and_go_on,
                 make=_make,
