@@ -347,11 +347,11 @@ def test_a_memory_device_that_stands_still_is_named_after_the_time_out(job):
 HEARTBEAT_S = 2.0
 
 
-def training_beside_a_stopped_device(use, **settings):
+def training_beside_a_stopped_device(use, *, memory_devices=2, **settings):
     """A worker that synchronises once, then again at the test's word, as often as it takes."""
 
     def worker(me):
-        with me.join(memory_devices=2, **settings) as session:
+        with me.join(memory_devices=memory_devices, **settings) as session:
             group = session.register("weights", floats())
             session.barrier()
             me.tell(session.device_pids)
@@ -367,10 +367,21 @@ def training_beside_a_stopped_device(use, **settings):
     return worker
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("use", ["pull", "all_reduce", "register", "store"])
-def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(job, use, victim):
-    worker = training_beside_a_stopped_device(use, heartbeat_s=HEARTBEAT_S)
+@pytest.mark.parametrize(
+    ("use", "memory_devices", "victim"),
+    [
+        ("pull", 1, 0),
+        ("pull", 2, 0),
+        ("all_reduce", 2, 1),
+        ("register", 2, 1),
+        ("store", 2, 0),
+        ("store", 1, 0),
+    ],
+)
+def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(
+    job, use, memory_devices, victim
+):
+    worker = training_beside_a_stopped_device(use, memory_devices=memory_devices, heartbeat_s=HEARTBEAT_S)
     workers, device_pids = started(job, 2, worker)
     job.stop_device(device_pids[victim])
     asked_s = time.monotonic()
