@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coarse.errors import RendezvousError
+from coarse.failpoints import parse_failpoints
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -95,6 +96,34 @@ def _required_int(environ: Mapping[str, str], name: str, *, default: int | None 
         raise RendezvousError(f"{name}={text!r} is no whole number") from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Which start of a job this is: launchers that restart workers count.
+
+    Args:
+        job: The same for all attempts of a job, and for no other one that this user runs here at the same time.
+        number: 0 for the first attempt.
+    """
+
+    job: str
+    number: int = 0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Attempt:
+        """Reads TORCHELASTIC_RUN_ID (or else MASTER_ADDR and MASTER_PORT) and TORCHELASTIC_RESTART_COUNT.
+
+        torchrun sets them, and so does `coarse run`.
+
+        Raises:
+            RendezvousError: If the count is no number.
+        """
+        environ = os.environ if environ is None else environ
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+        if run_id in ("", "none"):  # the latter is torchrun's default, for every job
+            run_id = f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
+        return cls(job=run_id, number=_required_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0))
+
+
 _PREFIX = "COARSE_"
 _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read by setup.py and the Makefile
 
@@ -140,6 +169,9 @@ class Settings:
         own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
             fastest for each size. In the host's memory "all-to-all" is the only one.
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
+        keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
+            from their memory (docs/design/recovery.md); 0 for not at all.
+        failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
         node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
@@ -169,6 +201,8 @@ class Settings:
     dual_sync: str = "auto"
     own_path: str = "auto"
     replan_steps: int = -1
+    keep_devices: float = 0.0
+    failpoints: str = ""
     node: str = ""
     node_address: str = ""
 
@@ -206,6 +240,13 @@ class Settings:
             )
         _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
         _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
+        _check_range("COARSE_KEEP_DEVICES", self.keep_devices, 0, 10**6)
+        if self.keep_devices and self.sync_algorithm not in ("auto", "direct", "gather"):
+            raise ValueError(
+                f"COARSE_KEEP_DEVICES does not go with the algorithm {self.sync_algorithm}: memory devices keep what "
+                "their optimizer updates, and that needs coherent memory. Choose auto, direct or gather"
+            )
+        parse_failpoints(self.failpoints)
         if self.dual_sync not in ("off", "auto"):
             parse_bytes(self.dual_sync, what="COARSE_DUAL_SYNC (off, auto or a size)")
 
@@ -243,6 +284,8 @@ class Settings:
             "dual_sync": _read_text,
             "own_path": _read_text,
             "replan_steps": _read_int,
+            "keep_devices": _read_float,
+            "failpoints": _read_text,
             "node": _read_text,
             "node_address": _read_text,
         }

@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from coarse.client.client import Client
-from coarse.client.join import NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import Attempt, Settings, WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, SessionClosedError
+from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import LinkPlan, plan_links
@@ -56,9 +57,13 @@ class Session:
         settings: Settings,
         client: Client | SoloClient,
         node: NodeDevices | None,
+        attempt: Attempt,
     ) -> None:
         self.identity = identity
         self.settings = settings
+        self.failpoints = Failpoints(
+            parse_failpoints(settings.failpoints), rank=identity.rank, attempt=attempt.number
+        )
         self._client: Client | SoloClient | None = client
         self._node = node
         self._decisions: tuple[str, ...] = ()
@@ -68,27 +73,41 @@ class Session:
         self._pid = os.getpid()
 
     @classmethod
-    def join(cls, *, identity: WorkerIdentity, store: Store, settings: Settings | None = None) -> Session:
+    def join(
+        cls,
+        *,
+        identity: WorkerIdentity,
+        store: Store,
+        settings: Settings | None = None,
+        name: str = "session",
+        attempt: Attempt | None = None,
+    ) -> Session:
         """Joins the job; returns when all workers and memory devices are there.
 
         The first worker of each node starts the memory devices of that node, which end when its last worker has gone.
+        With `keep_devices` they live on for a time if workers were lost, and the workers of the next attempt join
+        them.
 
         Args:
             identity: Which worker this process is.
             store: Where the job's workers find each other; keys are this session's own.
             settings: The same on every worker; from the environment if not given.
+            name: Tells sessions of one job apart; the same in every attempt.
+            attempt: Of the job; from the environment if not given.
 
         Raises:
-            RendezvousError: If workers are missing or have the same rank, nodes cannot reach each other, or the
-                algorithm is "ring" and there are several nodes.
+            RendezvousError: If workers are missing or have the same rank, nodes cannot reach each other, the
+                algorithm is "ring" or memory devices are to be kept and there are several nodes, or there are not as
+                many workers and memory devices as in the attempt before.
             WorkerLostError: If another worker dies meanwhile.
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
             ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
         """
         settings = settings or Settings.from_environment()
+        attempt = attempt or Attempt.from_environment()
         if identity.world_size == 1:
             _check_solo(settings)
-            return cls(identity, settings, SoloClient(), None)
+            return cls(identity, settings, SoloClient(), None, attempt)
         with PeerWatch(identity, settings.node) as watch:
             addresses = gather_workers(
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
@@ -97,12 +116,13 @@ class Session:
             _check_algorithm(nodes, settings)
             if nodes.num_nodes > 1:
                 watch.follow(store)
+            keeping = Keeping(session=name, attempt=attempt) if settings.keep_devices else None
             try:
-                client, node, found = _come_together(identity, store, settings, nodes, watch)
+                client, node, found = _come_together(identity, store, settings, nodes, watch, keeping)
             except CoarseError as error:
                 watch.tell(error)
                 raise
-        session = cls(identity, settings, client, node)
+        session = cls(identity, settings, client, node, attempt)
         try:
             session._plan_links(client, node, found)
         except BaseException:
@@ -312,13 +332,19 @@ class Session:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
 
-    def close(self) -> None:
-        """Leaves the job; memory devices end when the last worker has left. Idempotent."""
+    def close(self, *, is_finished: bool = True) -> None:
+        """Leaves the job; memory devices end when the last worker has left. Idempotent.
+
+        Args:
+            is_finished: Whether this worker has done what it was there for. If not, memory devices that are to be
+                kept wait for the next attempt.
+        """
         client, self._client = self._client, None
         if client is None:
             return
-        client.close()
-        if self._processes is not None and os.getpid() == self._pid:
+        client.close(is_finished=is_finished)
+        is_kept = bool(self.settings.keep_devices) and not is_finished
+        if self._processes is not None and not is_kept and os.getpid() == self._pid:
             self._processes.reap(_DEVICE_EXIT_TIMEOUT_S)
 
     def __enter__(self) -> Session:
@@ -327,7 +353,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(is_finished=error is None)
 
     def decisions(self) -> list[str]:
         """What was decided of this node's links at the start and since, and why: a line each."""
@@ -464,6 +490,10 @@ def _check_solo(settings: Settings) -> None:
 
 
 def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
+    if settings.keep_devices and nodes.num_nodes > 1:
+        raise RendezvousError(
+            f"memory devices are kept within one node, and this job has {nodes.num_nodes}; unset COARSE_KEEP_DEVICES"
+        )
     if settings.sync_algorithm in ("ring", "exchange") and nodes.num_nodes > 1:
         what = (
             f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
@@ -473,9 +503,14 @@ def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
 
 
 def _come_together(
-    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
+    identity: WorkerIdentity,
+    store: Store,
+    settings: Settings,
+    nodes: NodeMap,
+    watch: PeerWatch,
+    keeping: Keeping | None,
 ) -> tuple[Client, NodeDevices, FoundProfile]:
-    node = provide_devices(identity, store, settings, nodes, watch)
+    node = provide_devices(identity, store, settings, nodes, watch, keeping)
     try:
         found = agree_on_profile(identity, store, settings, node, watch)
         client = connect(identity, store, settings, node, watch)
@@ -483,7 +518,7 @@ def _come_together(
         if node.processes is not None:
             node.processes.kill()
         raise
-    if node.processes is not None:
+    if node.processes is not None and keeping is None:
         node.processes.hide()
     return client, node, found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -18,9 +19,9 @@ from coarse.machine.host import read_cpu
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
-set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code. A job
-over several nodes takes one such command on each, with the same --nnodes, --master-addr and --master-port and
-a --node-rank of its own."""
+set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code, or starts
+them again as often as --max-restarts says. A job over several nodes takes one such command on each, with the
+same --nnodes, --master-addr and --master-port and a --node-rank of its own."""
 
 _REDIRECTED_STREAMS: Mapping[str, frozenset[str]] = {
     "0": frozenset(),
@@ -62,6 +63,12 @@ _SESSION_FLAGS = (
         "COARSE_REPLAN_STEPS",
         "steps between looks at the links, 0 for none, -1 for a hundredth of the time",
     ),
+    (
+        "--keep-devices",
+        "COARSE_KEEP_DEVICES",
+        "seconds for which memory devices outlive workers that crash, for --max-restarts",
+    ),
+    ("--failpoints", "COARSE_FAILPOINTS", "faults to inject, for tests"),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
     ("--spin-us", "COARSE_SPIN_US", "microseconds that an idle sync core looks for work before it sleeps"),
@@ -113,6 +120,14 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--master-port", "--master_port", type=_port, metavar="PORT", help="MASTER_PORT (default: a free one)"
     )
+    group.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        default=0,
+        type=_num_restarts,
+        metavar="N",
+        help="how often all workers are started again after one has failed (default: 0)",
+    )
     group.add_argument("--standalone", action="store_true", help="accepted; one node is always standalone")
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -152,6 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the job that the command line describes; returns the exit code of the first failure, or 0."""
     from coarse.cli.processes import run_guarded
     from coarse.cli.supervisor import JobPlan, Supervisor
+    from coarse.proxy.kept_directory import forget_job
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     try:
@@ -162,12 +178,17 @@ def run(arguments: argparse.Namespace) -> int:
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
+            max_restarts=arguments.max_restarts,
+            restart_variables=lambda attempt: restart_variables(arguments, attempt),
         )
     except UsageError as error:
         fail(str(error))
     _announce_threads(plan.environments[0], plan.num_workers)
     _announce_machine(plan.environments[0])
-    return run_guarded(lambda: Supervisor(plan).run())
+    try:
+        return run_guarded(lambda: Supervisor(plan).run())
+    finally:
+        forget_job(plan.job)  # if the supervisor was killed
 
 
 def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -203,6 +224,9 @@ def environments_of(
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
     common["MASTER_PORT"] = str(arguments.master_port or _free_port())
+    common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
+    common["TORCHELASTIC_RESTART_COUNT"] = "0"
+    common["TORCHELASTIC_MAX_RESTARTS"] = str(arguments.max_restarts)
     common["WORLD_SIZE"] = str(arguments.nnodes * num_workers)
     common["LOCAL_WORLD_SIZE"] = str(num_workers)
     first_rank = _first_rank(arguments)
@@ -210,6 +234,14 @@ def environments_of(
         {**common, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
         for local_rank in range(num_workers)
     )
+
+
+def restart_variables(arguments: argparse.Namespace, attempt: int) -> dict[str, str]:
+    """Returns the variables of every worker that are others in the `attempt`-th restart than at the start."""
+    variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    if arguments.master_port is None:
+        variables["MASTER_PORT"] = str(_free_port())  # connections of the last attempt may linger on its own
+    return variables
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
@@ -229,6 +261,11 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
         )
     if arguments.nnodes == 1:
         return
+    if arguments.max_restarts:
+        raise UsageError(
+            f"--max-restarts is for one node, not for --nnodes {arguments.nnodes}: other nodes would not be started "
+            "again; use torchrun"
+        )
     if arguments.standalone:
         raise UsageError(f"--standalone is for one node, not for --nnodes {arguments.nnodes}")
     if not arguments.master_addr or not arguments.master_port:
@@ -315,6 +352,10 @@ def _num_nodes(text: str) -> int:
 
 
 def _node_rank(text: str) -> int:
+    return _number(text, "a whole number from 0 on", 0, float("inf"))
+
+
+def _num_restarts(text: str) -> int:
     return _number(text, "a whole number from 0 on", 0, float("inf"))
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a job, passes on what they print, and ends all of them when one fails."""
+"""Starts the workers of a job, passes on what they print, ends all of them when one fails, and starts them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pathlib import Path
 from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
 from coarse.cli.output import Channel, Console, Piece, Tail, open_consoles
 from coarse.cli.processes import FORWARDED_SIGNALS, descendants, die_with_parent, signal_all, sweep
+from coarse.env import Attempt
 from coarse.errors import CoarseError
+from coarse.proxy.kept_directory import forget_job, kept_pids
 
 REPORT_GRACE_S = 1.0
 """After a failure, how long the other workers may take to report an error of their own."""
@@ -47,6 +49,8 @@ class JobPlan:
         plain_first: Whether the first worker gets the launcher's own stdout and stderr.
         log_dir: An existing directory for one file per worker; None for none.
         console_streams: Which of "stdout" and "stderr" go to the launcher's; the others go to the log only.
+        max_restarts: How often all workers are started again after one has failed.
+        restart_variables: What changes in every environment, given the number of the restart.
     """
 
     command: tuple[str, ...]
@@ -55,6 +59,8 @@ class JobPlan:
     plain_first: bool = False
     log_dir: Path | None = None
     console_streams: frozenset[str] = frozenset({"stdout", "stderr"})
+    max_restarts: int = 0
+    restart_variables: Callable[[int], Mapping[str, str]] = lambda attempt: {}
 
     def __post_init__(self) -> None:
         if not self.command or not self.environments:
@@ -66,6 +72,11 @@ class JobPlan:
     def num_workers(self) -> int:
         """Number of workers, all on this node."""
         return len(self.environments)
+
+    @property
+    def job(self) -> str:
+        """Name of the job, by which a restarted worker finds memory devices that were kept."""
+        return Attempt.from_environment(self.environments[0]).job
 
     def is_plain(self, rank: int) -> bool:
         """Whether this worker writes to the launcher's stdout and stderr itself."""
@@ -115,6 +126,7 @@ class Supervisor:
         self._interrupted_by: int | None = None
         self._is_failing = False
         self._has_children = True
+        self._num_restarts = 0
 
     def run(self) -> int:
         """Runs the job to its end and returns its exit code; no process of it is left then."""
@@ -128,6 +140,7 @@ class Supervisor:
                 return _CANNOT_START
             finally:
                 sweep()
+                forget_job(self._plan.job)  # of memory devices that were swept away
                 self._drain()
         return self._verdict()
 
@@ -136,25 +149,26 @@ class Supervisor:
             self._start_workers()
         except OSError as error:
             raise CannotStartError(
-                f"cannot start worker {self._plan.first_rank + len(self._workers)}: {error}"
+                f"cannot start worker {self._plan.first_rank + len(self._running)}: {error}"
             ) from error
 
     def _start_workers(self) -> None:
+        changed = self._plan.restart_variables(self._num_restarts) if self._num_restarts else {}
         for local_rank in range(self._plan.num_workers):
-            worker = self._spawn(local_rank)
+            worker = self._spawn(local_rank, {**self._plan.environments[local_rank], **changed})
             self._workers.append(worker)
             self._running[worker.process.pid] = worker
             for channel in worker.channels:
                 self._selector.register(channel.fd, selectors.EVENT_READ, partial(self._pump, channel))
 
-    def _spawn(self, local_rank: int) -> _Worker:
+    def _spawn(self, local_rank: int, environment: Mapping[str, str]) -> _Worker:
         plan = self._plan
         rank = plan.first_rank + local_rank
         output = None if plan.is_plain(rank) else subprocess.PIPE
         process = subprocess.Popen(
             plan.command,
             bufsize=0,
-            env=plan.environments[local_rank],
+            env=environment,
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -166,7 +180,7 @@ class Supervisor:
         return worker
 
     def _channels(self, worker: _Worker) -> Iterator[Channel]:
-        log_fd = _open_log(self._plan.log_dir, worker.rank)
+        log_fd = _open_log(self._plan.log_dir, worker.rank, is_new=self._num_restarts == 0)
         prefix = (
             b"" if worker.rank == self._plan.first_rank and self._is_unmarked else b"[w%d] " % worker.rank
         )
@@ -249,9 +263,23 @@ class Supervisor:
             self._later(REPORT_GRACE_S, self._terminate_silent_workers)
             self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
             self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
-        if not self._running:
+        if self._running:
+            return
+        if self._is_failing and self._interrupted_by is None and self._num_restarts < self._plan.max_restarts:
+            self._restart()
+        else:
             self._later(LEFTOVER_GRACE_S, self._terminate_leftovers)
             self._later(2 * LEFTOVER_GRACE_S, self._kill_all)
+
+    def _restart(self) -> None:
+        """Starts all workers again, when the last one has ended. Memory devices that are kept live on."""
+        self._num_restarts += 1
+        failure = first_failure([worker.exit() for worker in self._ended])
+        self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
+        sweep(spared=kept_pids(self._plan.job))
+        self._is_failing = False
+        self._ended, self._steps = [], []
+        self._start()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._steps.append((time.monotonic() + delay_s, action))
@@ -311,8 +339,8 @@ def _do_nothing(number: int, frame: object) -> None:
     """A handler, so that the signal reaches the wakeup descriptor."""
 
 
-def _open_log(log_dir: Path | None, rank: int) -> int | None:
+def _open_log(log_dir: Path | None, rank: int, *, is_new: bool) -> int | None:
     if log_dir is None:
         return None
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if is_new else 0)
     return os.open(log_dir / f"worker-{rank}.log", flags, 0o666)

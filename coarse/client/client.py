@@ -35,6 +35,7 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.job import HOME_DEVICE
+from coarse.proxy.kept_groups import RecoveredUpdates
 from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, SLOTS, GroupSchema, slots_of
@@ -314,13 +315,17 @@ class Client:
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
         raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
 
-    def close(self) -> None:
-        """Says goodbye to the memory devices. Idempotent."""
+    def close(self, *, is_finished: bool = True) -> None:
+        """Says goodbye to the memory devices. Idempotent.
+
+        Args:
+            is_finished: As for Session.close().
+        """
         if self._is_closed:
             return
         self._is_closed = True
         if os.getpid() == self._pid:
-            self._send_to_all({"type": "bye"})
+            self._send_to_all({"type": "bye", "is_finished": is_finished})
         for connection in self._connections:
             connection.close()
         for group in list(self._groups.values()):
@@ -350,7 +355,7 @@ class Client:
         try:
             for connection in self._connections:
                 connection.send(schema.to_message(group))
-            fds = self._collect_memory(group, schema)
+            fds, recovered = self._collect_memory(group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             raise self._losses.explain(error) from error
         except CoarseError:
@@ -368,12 +373,14 @@ class Client:
             for fd in fds.values():
                 os.close(fd)
         self._groups[group] = TensorGroup(
-            self, self._native, group, schema, partition.tensor_offsets, slots, kept
+            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered
         )
         self._partitions[group] = partition
         return self._groups[group]
 
-    def _collect_memory(self, group: int, schema: GroupSchema) -> dict[str, int]:
+    def _collect_memory(
+        self, group: int, schema: GroupSchema
+    ) -> tuple[dict[str, int], RecoveredUpdates | None]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
         try:
             replies = collect_replies(
@@ -394,9 +401,12 @@ class Client:
                 reply.close()
             raise
         fds: dict[str, int] = {}
+        recovered = None
         for reply in replies.values():
             fds.update(zip(reply.message["fds"], reply.fds, strict=True))
-        return fds
+            if "recovered" in reply.message:
+                recovered = RecoveredUpdates.from_message(reply.message["recovered"])
+        return fds, recovered
 
     def _departed(self) -> set[int]:
         """Workers of other nodes that have closed the session, if the memory devices still live."""

@@ -13,6 +13,7 @@ from coarse.errors import (
     CoarseError,
     MemoryDeviceLostError,
     ProtocolError,
+    RendezvousError,
     SyncTimeoutError,
     told_error,
 )
@@ -78,6 +79,23 @@ class DeviceConnection:
         if received is not None and received.kind == "aborted":
             raise _error_of(received.message)
         return received
+
+    def await_end(self, timeout_s: float) -> None:
+        """Waits until the device has closed the connection.
+
+        Raises:
+            RendezvousError: If it has not.
+        """
+        self._channel.socket.settimeout(timeout_s)
+        try:
+            self._channel.receive()
+        except TimeoutError:
+            raise RendezvousError(
+                f"memory device md{self.device} of an earlier run of this job still serves workers; end that run, or "
+                "give the job another name (torchrun --rdzv-id) or port"
+            ) from None
+        except (EOFError, OSError):
+            return
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""

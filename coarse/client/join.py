@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +13,42 @@ from typing import TYPE_CHECKING
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.client.node_agreement import NodeAgreement
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import Attempt, Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
+from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.node_links import link_nodes
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap, PeerWatch
 from coarse.store import Store
 
+logger = logging.getLogger(__name__)
+
+_DISMISSAL_TIMEOUT_S = 5.0
+
 if TYPE_CHECKING:  # slow to import, and needed with a profile only
     from coarse.profiler.profile import ProfileKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """By what name memory devices are found that outlive their workers.
+
+    Args:
+        session: Tells sessions of one job apart.
+        attempt: Of the job.
+    """
+
+    session: str
+    attempt: Attempt
+
+    @property
+    def directory(self) -> Path:
+        """Where they listen."""
+        return session_directory(self.attempt.job, self.session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +78,22 @@ class NodeDevices:
 
 
 def provide_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
+    identity: WorkerIdentity,
+    store: Store,
+    settings: Settings,
+    nodes: NodeMap,
+    watch: PeerWatch,
+    keeping: Keeping | None = None,
 ) -> NodeDevices:
     """Starts the memory devices of the node on its first worker, and finds them on the others.
 
+    Args:
+        identity, store, settings, nodes, watch: Of the session.
+        keeping: Where to find those that have outlived the workers of the attempt before; None if none do.
+
     Raises:
-        RendezvousError: If the first worker has started none in time, or could not connect them with other nodes.
+        RendezvousError: If the first worker has started none in time, could not connect them with other nodes, or
+            those that were kept are for other workers.
         MemoryDeviceLostError: If it could not start them.
         ValueError: If the partition table or the machine to emulate does not fit.
     """
@@ -77,19 +112,31 @@ def provide_devices(
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
         )
-        with link_nodes(
-            nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
-        ) as links:
-            processes = DeviceProcesses(
-                table=table, settings=settings, nodes=nodes, node=node, links=links, emulation=emulation
+        processes = None
+        if keeping is None or not find_kept_devices(keeping, table):
+            kept_in = (
+                None if keeping is None else make_session_directory(keeping.attempt.job, keeping.session)
             )
+            with link_nodes(
+                nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
+            ) as links:
+                processes = DeviceProcesses(
+                    table=table,
+                    settings=settings,
+                    nodes=nodes,
+                    node=node,
+                    links=links,
+                    emulation=emulation,
+                    kept_in=kept_in,
+                )
     except (OSError, ValueError, CoarseError) as error:
         store.set(key, json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
             raise
         raise MemoryDeviceLostError(f"worker {leader} could not start memory devices: {error}") from error
+    directory = str(keeping.directory) if keeping is not None else processes.directory if processes else ""
     announcement = {
-        "directory": processes.directory,
+        "directory": directory,
         "workers": [device.workers for device in table.devices],
         "emulation": None if emulation is None else emulation.to_json(),
     }
@@ -97,11 +144,64 @@ def provide_devices(
     return NodeDevices(
         nodes=nodes,
         node=node,
-        directory=processes.directory,
+        directory=directory,
         table=table,
         emulation=emulation,
         processes=processes,
     )
+
+
+def find_kept_devices(keeping: Keeping, table: PartitionTable) -> bool:
+    """Whether memory devices wait for this attempt. Ends those that wait for one of an earlier run of the job.
+
+    Raises:
+        RendezvousError: If they are for other workers than `table` has, or still have workers.
+    """
+    kept = KeptDevices.read(keeping.directory)
+    is_first = keeping.attempt.number == 0
+    if kept is not None and is_first:
+        _dismiss(keeping.directory, kept)
+        return False
+    if is_first:
+        return False
+    if kept is None or not _is_reachable(keeping.directory, kept):
+        logger.warning(
+            "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
+            keeping.attempt.number,
+        )
+        return False
+    workers = tuple(device.workers for device in table.devices)
+    if kept.workers != workers:
+        raise RendezvousError(
+            f"attempt {keeping.attempt.number}: the memory devices that were kept serve the workers {kept.workers}, "
+            f"and this attempt has {workers}. Start it with as many workers and memory devices as the one before"
+        )
+    return True
+
+
+def _is_reachable(directory: Path, kept: KeptDevices) -> bool:
+    try:
+        for device in range(len(kept.workers)):
+            DeviceConnection(device, socket_path(directory, device)).close()
+    except MemoryDeviceLostError:
+        return False
+    return True
+
+
+def _dismiss(directory: Path, kept: KeptDevices) -> None:
+    """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
+    connections = []
+    with contextlib.suppress(MemoryDeviceLostError, FileNotFoundError):
+        token = (directory / TOKEN_FILE).read_text()
+        for device in range(len(kept.workers)):
+            connections.append(DeviceConnection(device, socket_path(directory, device)))
+            connections[-1].send({"type": "dismiss", "token": token})
+    try:
+        for connection in connections:
+            connection.await_end(_DISMISSAL_TIMEOUT_S)
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 def _find_devices(

@@ -38,7 +38,7 @@ class SoloClient:
     def release_buffers(self) -> None:
         """Has none."""
 
-    def close(self) -> None:
+    def close(self, *, is_finished: bool = True) -> None:
         """Has nothing to close."""
 
 

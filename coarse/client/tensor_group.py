@@ -13,6 +13,7 @@ from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
+from coarse.proxy.kept_groups import RecoveredUpdates
 from coarse.proxy.registration import GroupSchema
 
 if TYPE_CHECKING:
@@ -72,10 +73,13 @@ class TensorGroup:
         tensor_offsets: Sequence[int],
         slots: _native.Mapping,
         kept: OptimizerMemory | None = None,
+        recovered: RecoveredUpdates | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
         self.specs = schema.specs
+        self.recovered = recovered
+        """What parameters and states hold that were kept since the last attempt; None if they are new."""
         self._client = client
         self._native = native
         self._schema = schema

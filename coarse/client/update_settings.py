@@ -22,8 +22,9 @@ SETTINGS_DTYPE = np.dtype(
             "second_scale",
             "epsilon",
             "update_number",
+            "has_gradient",
         ],
-        "formats": ["u4", *["f4"] * 11, "u4"],
+        "formats": ["u4", *["f4"] * 11, "u4", "u4"],
         "itemsize": _native.UPDATE_SETTINGS_BYTES,
     }
 )

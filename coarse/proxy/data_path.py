@@ -128,6 +128,13 @@ class DataPath:
             self.proxy.stop()
         self._close_links()
 
+    def close(self) -> None:
+        """Unmaps and gives up all memory, after stop()."""
+        self.proxy = None
+        self._links = None
+        for segment in (*self._client_segments.values(), *self._shared.values()):
+            segment.close()
+
     def _make_proxy(self) -> _native.Proxy:
         rings = self._job.ring_names()
         proxy = _native.Proxy(

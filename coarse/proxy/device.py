@@ -13,12 +13,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
-from coarse.proxy.job import DeviceJob
+from coarse.proxy.job import HOME_DEVICE, DeviceJob
+from coarse.proxy.kept_directory import leave_session_directory
+from coarse.proxy.kept_groups import DeviceContents
 from coarse.proxy.loss import (
     Loss,
     device_died,
@@ -28,9 +31,9 @@ from coarse.proxy.loss import (
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemory, Segment, open_memory
+from coarse.proxy.memory import Segment, open_memory
 from coarse.proxy.other_nodes import OtherNodes
-from coarse.proxy.peers import Peers
+from coarse.proxy.peers import STOPPED, Peers
 from coarse.proxy.protocol import Message, Received, int_field
 from coarse.proxy.registrar import Registrar
 from coarse.proxy.snapshot_service import SnapshotService
@@ -44,16 +47,17 @@ _TICK_S = 0.5
 
 
 class MemoryDevice:
-    """Runs one memory device until its job is over.
+    """Runs one memory device until its job, or an attempt at it, is over.
 
     Args:
         job: This device's place in the session; its descriptors now belong to the device.
-        memory: Where the bytes lie.
+        contents: What it has of earlier attempts, and keeps for later ones.
     """
 
-    def __init__(self, job: DeviceJob, memory: DeviceMemory | None = None) -> None:
+    def __init__(self, job: DeviceJob, contents: DeviceContents) -> None:
         self._job = job
-        memory = memory or open_memory(job.kind)
+        self._contents = contents
+        memory = open_memory(job.kind)
         self._loop = EventLoop()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._event_fd, self._take_proxy_events)
@@ -62,11 +66,15 @@ class MemoryDevice:
         self._data_path = DataPath(job, memory, self._event_fd)
         self._mailbox = Mailbox(self._loop)
         self._snapshots = SnapshotService(memory, self._workers.send, self._mailbox.post)
-        self._registrar = Registrar(job, memory, self._workers.send, self._peers.tell, self._snapshots)
-        self._storage = StorageService(memory, self._workers.send)
+        self._registrar = Registrar(
+            job, memory, self._workers.send, self._peers.tell, self._snapshots, contents.groups
+        )
+        self._storage = StorageService(memory, self._workers.send, contents.storage)
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self._is_aborted = False
-        self._deadline = time.monotonic() + job.join_timeout_s
+        self._goes_on = False
+        self._is_unfinished = False  # a worker has left before its time
+        self._deadline = time.monotonic() + (job.join_timeout_s if job.leader_pid else job.keep_s)
         self._answers: dict[str, Callable[[WorkerConnection, Message], None]] = {
             "register": self._register,
             "unregister": self._unregister,
@@ -78,7 +86,7 @@ class MemoryDevice:
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
             "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,
-            "bye": lambda worker, message: self._leave(worker),
+            "bye": self._say_goodbye,
         }
         if job.emulation:
             self._answers["set_bandwidth"] = self._set_bandwidth
@@ -87,8 +95,13 @@ class MemoryDevice:
 
     # ---- life ----
 
-    def run(self) -> None:
-        """Serves until every worker has left or died, or the session never came about."""
+    def run(self) -> bool:
+        """Serves until every worker has left or died, or the session never came about.
+
+        Returns:
+            Whether workers were lost, and the contents are in order and to be kept for the workers of another
+            attempt.
+        """
         try:
             self._watch_leader()
             own = self._data_path.share()
@@ -96,6 +109,8 @@ class MemoryDevice:
             while not self._is_over():
                 self._loop.run_once(_TICK_S)
                 self._progress()
+            self._goes_on = self._is_to_be_continued() and self._settle()
+            return self._goes_on
         finally:
             self._close()
 
@@ -123,7 +138,32 @@ class MemoryDevice:
             self._workers.send(client, welcome, fds)
         self._data_path.release_clients()
 
+    def _is_to_be_continued(self) -> bool:
+        return bool(self._job.keep_s) and (self._is_aborted or self._is_unfinished)
+
+    def _settle(self) -> bool:
+        """Brings the contents to one whole step, once nobody uses them; returns whether it could.
+
+        The home device decides. No device says or reads anything of the next attempt before all have stopped.
+        """
+        deadline_s = time.monotonic() + self._job.keep_s
+        if not self._workers.await_ends(deadline_s):
+            return False
+        self._data_path.stop()
+        self._peers.tell({"type": STOPPED})
+        if not self._peers.await_stop(deadline_s):
+            return False
+        if not self._job.is_home:
+            return self._peers.await_message(HOME_DEVICE, "kept", deadline_s)
+        if self._data_path.proxy is not None:
+            for problem in self._contents.groups.settle(self._data_path.proxy.finish_updates()):
+                logger.warning("[md%s] cannot keep %s", self._job.device, problem)
+        self._peers.tell({"type": "kept"})
+        return True
+
     def _watch_leader(self) -> None:
+        if not self._job.leader_pid:
+            return
         try:
             pidfd = os.pidfd_open(self._job.leader_pid)
         except OSError:
@@ -140,8 +180,13 @@ class MemoryDevice:
 
     def _close(self) -> None:
         self._data_path.stop()
-        if not self._data_path.is_started:
+        self._data_path.close()
+        # Before any connection is closed: who waits for that may start devices in the same place.
+        if self._job.keep_s and not self._goes_on:
+            leave_session_directory(self._workers.socket_path)
+        elif not self._data_path.is_started and not self._goes_on:
             abandon_socket(self._workers.socket_path)
+        self._registrar.close()
         self._storage.close()
         self._snapshots.close()
         self._mailbox.close()
@@ -174,6 +219,8 @@ class MemoryDevice:
 
     def worker_admitted(self, worker: WorkerConnection) -> None:
         """Makes its segment, if this is its own device."""
+        if not self._job.leader_pid:
+            self._deadline = max(self._deadline, time.monotonic() + self._job.join_timeout_s)
         if worker.client in self._job.local_clients:
             fd = self._data_path.allocate_client(worker.client)
             self._peers.tell({"type": "client", "client": worker.client}, [fd])
@@ -205,6 +252,15 @@ class MemoryDevice:
         self._abort(worker_died(self._job.rank(worker.client), worker.pid, last_step))
         self._leave(worker)
 
+    def dismissed(self) -> None:
+        """Ends, if the contents only wait for another attempt."""
+        if self._workers.is_empty:
+            self._deadline = 0.0
+
+    def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
+        self._is_unfinished |= message.get("is_finished") is not True
+        self._leave(worker)
+
     def _leave(self, worker: WorkerConnection) -> None:
         self._workers.forget(worker)
         proxy = self._data_path.proxy
@@ -224,7 +280,8 @@ class MemoryDevice:
             self._abort(self._departure())
 
     def _unregister(self, worker: WorkerConnection, message: Message) -> None:
-        self._registrar.unregister(worker.client, message, self._data_path.proxy)
+        if not self._is_to_be_continued():  # what is given up on the way out is wanted again
+            self._registrar.unregister(worker.client, message, self._data_path.proxy)
 
     def _tell_departures(self, worker: WorkerConnection, _: Message) -> None:
         worker.send({"type": "departures", "ranks": sorted(self._other_nodes.departed_ranks)})
@@ -286,4 +343,13 @@ def run_device(job_fd: int) -> None:
     Args:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
-    MemoryDevice(DeviceJob.read(job_fd)).run()
+    job = DeviceJob.read(job_fd)
+    contents = DeviceContents()
+    if not job.keep_s:
+        MemoryDevice(job, contents).run()
+        return
+    attempt = job
+    while MemoryDevice(attempt.with_own_sockets(), contents).run():
+        # From now on whoever comes first starts the attempt.
+        attempt = replace(job, leader_pid=0)
+    contents.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
@@ -44,9 +44,10 @@ class DeviceJob:
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
         link_fds: Connected stream sockets to devices of other nodes, by node.
         token: What a worker must show to be let in, hexadecimal.
-        leader_pid: The process that started this device, which ends when it does.
+        leader_pid: The process that started this device, which ends with it before all have come; 0 for none.
         join_timeout_s: How long to wait for all workers to connect.
         heartbeat_s: How long another device may do no work at all; 0 for ever.
+        keep_s: How long to wait for the workers of the next attempt, if those of one are lost; 0 for not at all.
     """
 
     device: int
@@ -70,6 +71,7 @@ class DeviceJob:
     leader_pid: int
     join_timeout_s: float
     heartbeat_s: float
+    keep_s: float
 
     @property
     def is_home(self) -> bool:
@@ -113,6 +115,14 @@ class DeviceJob:
     def ring_names(self) -> list[str]:
         """Names of the ring buffers, one of each device; empty without rings."""
         return [f"ring buffers of md{device}" for device in range(self.num_devices) if self.has_rings]
+
+    def with_own_sockets(self) -> DeviceJob:
+        """The same with duplicates of its sockets, for one attempt to close."""
+        return replace(
+            self,
+            listen_fd=os.dup(self.listen_fd),
+            peer_fds=tuple(-1 if fd < 0 else os.dup(fd) for fd in self.peer_fds),
+        )
 
     def to_json(self) -> bytes:
         """The form in which it is passed."""

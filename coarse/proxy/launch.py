@@ -19,6 +19,7 @@ from coarse.env import Settings
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.job import DeviceJob
+from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap
@@ -40,6 +41,8 @@ class DeviceProcesses:
         node: This one.
         links: Its connections with the others.
         emulation: The links of another machine; None without.
+        kept_in: The empty directory in which the workers of another attempt can find the devices, which then wait for
+            these if workers are lost; None if they end with the workers.
 
     Raises:
         OSError: If a process or socket cannot be made; what was made is undone.
@@ -54,9 +57,10 @@ class DeviceProcesses:
         node: int,
         links: NodeLinks,
         emulation: Emulation | None,
+        kept_in: Path | None = None,
     ) -> None:
         num_devices, num_clients = table.num_devices, table.num_workers
-        self.directory = tempfile.mkdtemp(prefix="coarse-")
+        self.directory = tempfile.mkdtemp(prefix="coarse-") if kept_in is None else str(kept_in)
         self._processes: list[subprocess.Popen[bytes]] = []
         token = secrets.token_hex(32)
         _write_private(Path(self.directory) / TOKEN_FILE, token)
@@ -87,8 +91,12 @@ class DeviceProcesses:
                         leader_pid=os.getpid(),
                         join_timeout_s=settings.timeout_s,
                         heartbeat_s=settings.heartbeat_s,
+                        keep_s=0.0 if kept_in is None else settings.keep_devices,
                     )
                     self._processes.append(_start(job))
+            if kept_in is not None:
+                workers = tuple(device.workers for device in table.devices)
+                KeptDevices(workers=workers, pids=self.pids).write(kept_in)
         except BaseException:
             self.kill()
             raise

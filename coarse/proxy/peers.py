@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from coarse.errors import ProtocolError
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received
+
+STOPPED = "stopped"
+"""The last message of a memory device in an attempt: its sync cores have ended."""
 
 
 class Peers:
@@ -34,6 +39,7 @@ class Peers:
         self._on_message = on_message
         self._on_lost = on_lost
         self._channels: dict[int, Channel] = {}
+        self._stopped: set[int] = set()
         for device, fd in enumerate(job.peer_fds):
             if device == job.device:
                 continue
@@ -47,6 +53,34 @@ class Peers:
         for channel in self._channels.values():
             with contextlib.suppress(OSError):
                 channel.send(message, fds)
+
+    def await_stop(self, deadline_s: float) -> bool:
+        """Waits until every other device has said STOPPED; what it says after that is not read.
+
+        Returns:
+            Whether all have; not if one has ended, or has not said it by `deadline_s` of the monotonic clock.
+        """
+        return all(
+            device in self._stopped or self.await_message(device, STOPPED, deadline_s)
+            for device in self._channels
+        )
+
+    def await_message(self, device: int, kind: str, deadline_s: float) -> bool:
+        """As await_stop(), of one device and any message. What it says before is of no interest any more."""
+        channel = self._channels[device]
+        self._loop.unwatch(channel.fileno())
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLIN)
+        while poll.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))):
+            try:
+                received = channel.receive()
+            except (EOFError, OSError, ProtocolError):
+                return False
+            if received is not None:
+                received.close()
+                if received.kind == kind:
+                    return True
+        return False
 
     def close(self) -> None:
         """Closes all connections."""
@@ -63,5 +97,10 @@ class Peers:
             self._loop.unwatch(channel.fileno())
             self._on_lost(device)
             return
-        if received is not None:
+        if received is None:
+            return
+        if received.kind == STOPPED:
+            self._loop.unwatch(channel.fileno())
+            self._stopped.add(device)
+        else:
             self._on_message(device, received)

@@ -13,6 +13,7 @@ from coarse.proxy.group_snapshots import (
     choose_pool_limit,
 )
 from coarse.proxy.job import DeviceJob
+from coarse.proxy.kept_groups import KeptGroups
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.protocol import Message, int_field
@@ -46,6 +47,7 @@ class Registrar:
         send: Answers a worker.
         send_to_peers: Tells the other devices.
         snapshots: Reads snapshots of groups, if this is the home device.
+        kept: Groups of an earlier attempt, and those to be kept for a later one.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Registrar:
         send: SendToWorker,
         send_to_peers: SendToPeers,
         snapshots: SnapshotService,
+        kept: KeptGroups,
     ) -> None:
         self._job = job
         self._memory = memory
         self._send = send
         self._send_to_peers = send_to_peers
         self._snapshots = snapshots
+        self._kept = kept
         self._registrations: dict[int, Registration] = {}
 
     def register(self, client: int, message: Message) -> None:
@@ -97,6 +101,11 @@ class Registrar:
         for registration in list(self._registrations.values()):
             self._advance(registration, proxy)
 
+    def close(self) -> None:
+        """Gives up the memory of groups that never came to life."""
+        for registration in self._registrations.values():
+            registration.close()
+
     def _registration(self, group: int) -> Registration:
         return self._registrations.setdefault(group, Registration(group))
 
@@ -108,6 +117,7 @@ class Registrar:
             self._snapshots.remove(registration.group)
             proxy.remove_group(registration.group)
         registration.close()
+        self._kept.forget(registration.group)
         del self._registrations[registration.group]
 
     def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
@@ -171,8 +181,12 @@ class Registrar:
             num_bytes[PARAMETERS] = plan.parameter_bytes
         if plan.kept_bytes:
             num_bytes[STATES] = plan.kept_bytes
+        kept = self._kept.find(schema)
+        found = {} if kept is None else kept.segments
         allocated = {
-            name: self._memory.allocate(f"{name} of {schema.name}", length)
+            name: Segment(os.dup(found[name].fd), length)
+            if name in found
+            else self._memory.allocate(f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
         }
         if schema.state_names is not None:
@@ -190,6 +204,8 @@ class Registrar:
         )
         needed = slot_bytes * self._job.num_clients + schema.kept_bytes
         needed += tensor_bytes * (num_nodes - 1) // num_nodes
+        if (kept := self._kept.find(schema)) is not None:
+            needed -= sum(segment.num_bytes for segment in kept.segments.values())
         available = self._memory.available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
@@ -199,21 +215,25 @@ class Registrar:
             )
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
-        shared = registration.shared
+        shared, schema = registration.shared, registration.schema
         clients = range(self._job.num_clients)
-        plan = registration.schema.native_plan(registration.group, self._job.num_clients)
+        plan = schema.native_plan(registration.group, self._job.num_clients)
         self._add_snapshots(registration, plan)
+        kept = self._kept.find(schema)
+        updates = None if kept is None else kept.updates
+        shared_fds = {name: segment.fd for name, segment in shared.items()}
         proxy.add_group(
             plan,
-            shared[CONTROL].fd,
+            shared_fds[CONTROL],
             [registration.slots[client].fd for client in clients],
             self._job.is_home,
-            *(
-                shared[name].fd if name in shared else -1
-                for name in (NODE, PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)
-            ),
+            *[shared_fds.get(name, -1) for name in (NODE, PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)],
+            step=0 if updates is None else updates.step,
+            update_numbers=() if updates is None else updates.num_updates,
         )
         registration.is_active = True
+        if self._job.is_home and self._job.keep_s and schema.state_names is not None:
+            self._kept.adopt(registration.group, schema, shared)
         read_only = {
             name: shared[name].read_only_fd() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
         }
@@ -224,7 +244,9 @@ class Registrar:
             fds = []
             if self._job.is_home:
                 message["fds"] += [*read_only, *writable]
-                fds += [*read_only.values(), *(shared[name].fd for name in writable)]
+                fds += [*read_only.values(), *(shared_fds[name] for name in writable)]
+                if updates is not None:
+                    message["recovered"] = updates.to_message()
             if client in self._job.local_clients:
                 message["fds"].append(SLOTS)
                 fds.append(registration.slots[client].fd)

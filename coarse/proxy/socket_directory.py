@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 TOKEN_FILE = "token"
+KEPT_FILE = "kept.json"
 
 
 def socket_path(directory: str | os.PathLike[str], device: int) -> str:
@@ -22,6 +23,8 @@ def abandon_socket(path: Path) -> None:
     path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         # Fails while other devices still have their sockets there; the last one succeeds.
-        if [other.name for other in path.parent.iterdir()] == [TOKEN_FILE]:
-            (path.parent / TOKEN_FILE).unlink()
+        left = {other.name for other in path.parent.iterdir()}
+        if left <= {TOKEN_FILE, KEPT_FILE}:
+            for name in left:
+                (path.parent / name).unlink()
         path.parent.rmdir()

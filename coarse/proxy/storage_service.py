@@ -8,7 +8,7 @@ from coarse.errors import OutOfDeviceMemoryError, ProtocolError
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.protocol import Message, int_field, text_field
-from coarse.proxy.storage import Storage, VersionedStorage
+from coarse.proxy.storage import Storage
 
 
 class StorageService:
@@ -17,12 +17,13 @@ class StorageService:
     Args:
         memory: Where values lie.
         send: Answers a worker.
+        storage: Keeps the values; stays the caller's.
     """
 
-    def __init__(self, memory: DeviceMemory, send: SendToWorker) -> None:
+    def __init__(self, memory: DeviceMemory, send: SendToWorker, storage: Storage) -> None:
         self._memory = memory
         self._send = send
-        self._storage: Storage = VersionedStorage()
+        self._storage = storage
         self._reserved: dict[int, tuple[str, Segment]] = {}  # being written, by client
 
     def reserve(self, client: int, message: Message) -> None:
@@ -72,7 +73,6 @@ class StorageService:
         self._send(client, {"type": "refused", "error": type(error).__name__, "text": str(error)}, ())
 
     def close(self) -> None:
-        """Gives all values up."""
+        """Takes back everything that was reserved and not committed."""
         for client in list(self._reserved):
             self.forget(client)
-        self._storage.close()

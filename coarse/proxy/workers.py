@@ -6,8 +6,10 @@ import contextlib
 import hmac
 import logging
 import os
+import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -62,6 +64,9 @@ class WorkerHandler(Protocol):
     def worker_died(self, worker: WorkerConnection) -> None:
         """Its process has ended, or closed the connection, without a goodbye."""
 
+    def dismissed(self) -> None:
+        """Nobody will come any more."""
+
 
 class Workers:
     """Every connection of a memory device to a worker. Used from the control thread alone.
@@ -80,6 +85,7 @@ class Workers:
         self._listener.setblocking(False)
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}
+        self._processes: list[int] = []  # pidfds of those that were let in, where another attempt may follow
         loop.watch(self._listener.fileno(), self._accept)
 
     @property
@@ -91,6 +97,11 @@ class Workers:
     def is_complete(self) -> bool:
         """Whether every worker of the node has been let in."""
         return len(self._admitted) == self._job.num_clients
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody has been let in."""
+        return not self._admitted
 
     @property
     def have_all_left(self) -> bool:
@@ -122,8 +133,23 @@ class Workers:
             if fd >= 0:
                 self._loop.unwatch(fd)
 
+    def await_ends(self, deadline_s: float) -> bool:
+        """Waits until the processes of all workers that were let in have ended, so that none can write any more.
+
+        Returns:
+            Whether they have by `deadline_s` of the monotonic clock.
+        """
+        for process in self._processes:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            if not poll.poll(max(0.0, 1e3 * (deadline_s - time.monotonic()))):
+                return False
+        return True
+
     def close(self) -> None:
         """Closes all connections."""
+        while self._processes:
+            os.close(self._processes.pop())
         for worker in self._connections:
             worker.close()
         self._listener.close()
@@ -173,13 +199,14 @@ class Workers:
             self._handler.worker_asked(worker, received)
         elif received.kind == "hello":
             self._admit(worker, received.message)
+        elif received.kind == "dismiss":
+            self._check_token(received.message)
+            self._handler.dismissed()
         else:
             raise ProtocolError(f"{received.kind!r} came before hello")
 
     def _admit(self, worker: WorkerConnection, message: Message) -> None:
-        token = message.get("token")
-        if not isinstance(token, str) or not hmac.compare_digest(_bytes(token), _bytes(self._job.token)):
-            raise ProtocolError("hello with a wrong token")
+        self._check_token(message)
         client = int_field(message, "client", high=self._job.num_clients - 1)
         if client in self._admitted:
             raise ProtocolError(f"worker {self._job.rank(client)} is here already")
@@ -189,7 +216,16 @@ class Workers:
         with contextlib.suppress(OSError):
             worker.pidfd = os.pidfd_open(worker.pid)
             self._loop.watch(worker.pidfd, lambda: self._bury(worker))
+            if self._job.keep_s:
+                self._processes.append(os.dup(worker.pidfd))
+        if self._job.keep_s and self.is_complete:
+            self._loop.unwatch(self._listener.fileno())  # whoever connects now belongs to the next attempt
         self._handler.worker_admitted(worker)
+
+    def _check_token(self, message: Message) -> None:
+        token = message.get("token")
+        if not isinstance(token, str) or not hmac.compare_digest(_bytes(token), _bytes(self._job.token)):
+            raise ProtocolError(f"{message['type']} with a wrong token")
 
     def _bury(self, worker: WorkerConnection) -> None:
         """Hears out what a process said before it ended: it may have been goodbye."""

@@ -144,3 +144,51 @@ def test_what_workers_left_behind_cannot_hold_up_the_end(script):
         stdout, _ = process.communicate(timeout=LIMIT_S)  # ends only when nobody holds the pipe
     assert process.returncode == 0
     assert sorted(stdout.splitlines()) == [b"[w0] done", b"[w1] done"]
+
+
+# ---- starting again ----
+
+
+def test_all_workers_are_started_again_and_know_it(script):
+    path = script(
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print('attempt', attempt, os.environ['TORCHELASTIC_MAX_RESTARTS'], flush=True)\n"
+        "if attempt < 2 and rank == attempt: sys.exit(7)\n"
+    )
+    done = coarse_run("-n", "2", "--max-restarts", "5", path)
+    assert done.returncode == 0, done.stderr
+    said = sorted(done.stdout.splitlines())
+    assert said == sorted(f"[w{rank}] attempt {attempt} 5" for rank in (0, 1) for attempt in (0, 1, 2))
+    assert re.findall(r"worker (\d) .*; (restart \d of 5)", done.stderr) == [
+        ("0", "restart 1 of 5"),
+        ("1", "restart 2 of 5"),
+    ]
+
+
+def test_the_last_failure_counts_when_there_is_no_restart_left(script):
+    path = script("sys.exit(3 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    done = coarse_run("-n", "2", "--max-restarts", "2", path)
+    assert done.returncode == 5
+    assert done.stderr.count("; restart ") == 2
+
+
+def test_what_a_worker_has_left_is_gone_before_the_restart(script):
+    path = script(
+        "import subprocess, pathlib\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "    pathlib.Path(__file__).with_name('child').write_text(str(child.pid))\n"
+        "    sys.exit(1)\n"
+        "child = pathlib.Path(__file__).with_name('child').read_text()\n"
+        "print(os.path.exists(f'/proc/{child}'))\n"
+    )
+    done = coarse_run("--max-restarts", "1", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n"
+
+
+def test_several_nodes_cannot_be_started_again_by_one_launcher(script):
+    nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "1")
+    done = coarse_run(*nodes, "--max-restarts", "1", script(""))
+    assert done.returncode == 2
+    assert "--max-restarts is for one node" in done.stderr

@@ -48,15 +48,34 @@ void registerProxy(py::module_& module) {
           "add_group",
           [](Proxy& proxy, GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
              int nodeSegmentFd, int parametersFd, int statesFd, int snapshotRequestFd, int snapshotControlFd,
-             int snapshotPoolFd) {
+             int snapshotPoolFd, std::uint32_t step, std::vector<std::uint32_t> updateNumbers) {
+            GroupUpdates updates;
+            updates.step = step;
+            updates.updateNumbers = std::move(updateNumbers);
             proxy.addGroup(std::move(plan), controlFd, slotFds, initialise, nodeSegmentFd,
-                           {parametersFd, statesFd, {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}});
+                           {parametersFd, statesFd, {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}},
+                           updates);
           },
           py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"), py::arg("initialise"),
           py::arg("node_segment_fd") = -1, py::arg("parameters_fd") = -1, py::arg("states_fd") = -1,
           py::arg("snapshot_request_fd") = -1, py::arg("snapshot_control_fd") = -1,
-          py::arg("snapshot_pool_fd") = -1, ReleaseGil())
+          py::arg("snapshot_pool_fd") = -1, py::kw_only(), py::arg("step") = 0,
+          py::arg("update_numbers") = std::vector<std::uint32_t>(), ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
+      .def("finish_updates",
+           [](Proxy& proxy) {
+             std::vector<GroupUpdates> finished;
+             {
+               const py::gil_scoped_release released;
+               finished = proxy.finishGroupUpdates();
+             }
+             std::vector<std::tuple<std::uint32_t, std::uint32_t, std::vector<std::uint32_t>, std::string>>
+                 all;
+             for (GroupUpdates& each : finished)
+               all.emplace_back(each.group, each.step, std::move(each.updateNumbers),
+                                std::move(each.problem));
+             return all;
+           })
       .def("abort_client", &Proxy::abortClient, py::arg("client"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))

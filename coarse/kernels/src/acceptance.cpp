@@ -1,6 +1,7 @@
 #include "coarse/acceptance.hpp"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <sstream>
 
@@ -73,6 +74,7 @@ std::string bufferDisagreement(const TensorGroup& group, std::uint32_t shard, co
 
 std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks) {
   constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced | kMeasure;
+  constexpr std::size_t kComparedBytes = offsetof(UpdateSettings, hasGradient);
   const std::uint8_t expectedKind = group.control().contribution(shard, 0).flags & kKindOfUpdate;
   const UpdateSettings expected = group.settings(shard, 0);
   const auto tensor = [&] { return "tensor " + std::to_string(group.plan().shards[shard].tensor) + ": "; };
@@ -86,7 +88,7 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
              "parameter. Call backward() and optimizer.step() equally often on every worker";
     }
     const UpdateSettings other = group.settings(shard, client);
-    if ((expectedKind & kUpdate) == 0 || std::memcmp(&expected, &other, sizeof(expected)) == 0) continue;
+    if ((expectedKind & kUpdate) == 0 || std::memcmp(&expected, &other, kComparedBytes) == 0) continue;
     return whom() + "disagree on the optimizer's settings: " + firstDifference(expected, other) +
            ". Every worker must run the same scheduler and load the same state";
   }

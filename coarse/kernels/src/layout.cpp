@@ -48,6 +48,7 @@ GroupControl::GroupControl(std::byte* base, std::size_t numShards, std::size_t n
   measures_ = cursor.take<GradientMeasure>(numShards);
   ready_ = cursor.take<ReadyCell>(capacity());
   done_ = cursor.take<std::atomic<std::uint32_t>>(doneStride_ * numClients);
+  updates_ = cursor.take<UpdateRecord>(numShards);
 }
 
 std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients) noexcept {
@@ -61,6 +62,7 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
   cursor.take<ReadyCell>(queueCapacity(numShards));
   cursor.take<std::atomic<std::uint32_t>>(roundUp(numShards, kCacheLineBytes / sizeof(std::uint32_t)) *
                                           numClients);
+  cursor.take<UpdateRecord>(numShards);
   return cursor.offset();
 }
 

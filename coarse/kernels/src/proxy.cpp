@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "coarse/recovery.hpp"
 #include "coarse/shard_queue.hpp"
 #include "coarse/shard_reducer.hpp"
 
@@ -162,7 +163,7 @@ void Proxy::stop() noexcept {
 }
 
 void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                     int nodeSegmentFd, OptimizerFds optimizerFds) {
+                     int nodeSegmentFd, OptimizerFds optimizerFds, const GroupUpdates& updates) {
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
@@ -173,6 +174,7 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slot
   if (initialise) group->control().initialise();
   if (group->snapshots() != nullptr)
     group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
+  if (initialise && updates.step > 0) noteUpdates(*group, updates.step, updates.updateNumbers);
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegmentFd);
   syncCores_->whilePaused([&] { groups_.add(std::move(group)); });
 }
@@ -197,6 +199,14 @@ void Proxy::removeGroup(std::uint32_t id) {
   };
   GroupTable::Groups unused;  // unmapped after the sync cores run again
   syncCores_->whilePaused([&] { unused = groups_.remove(id, isInUse); });
+}
+
+std::vector<GroupUpdates> Proxy::finishGroupUpdates() {
+  std::vector<GroupUpdates> updates;
+  for (TensorGroup* group : groups_.all()) {
+    if (group->plan().hasOptimizer) updates.push_back(finishUpdates(*group));
+  }
+  return updates;
 }
 
 void Proxy::abortClient(std::size_t client) noexcept { intake_.inbox(client).abort(); }
@@ -382,7 +392,7 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
     return;
   }
   if (group.plan().hasOptimizer && group.isUpdate(entry.shard)) {
-    updateShard(group, entry.shard);
+    advanceUpdate(group, entry.shard);
   } else if (group.isMeasured(entry.shard)) {
     reduceAndMeasureShard(group, entry.shard);
   } else {

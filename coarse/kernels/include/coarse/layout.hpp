@@ -162,6 +162,13 @@ struct alignas(kCacheLineBytes) Counter {
   std::atomic<std::uint64_t> value;
 };
 
+/// How far the optimizer has come with one shard of a group that has one. Written by memory devices.
+struct UpdateRecord {
+  std::atomic<std::uint32_t> step;          // optimizer steps that the shard has seen; stored last
+  std::atomic<std::uint32_t> updateNumber;  // of its last update, as its workers count
+};
+static_assert(sizeof(UpdateRecord) == 8);
+
 /// State that all memory devices share about the shards of one tensor group. Clients see it read-only.
 class GroupControl {
  public:
@@ -186,6 +193,7 @@ class GroupControl {
   std::atomic<std::uint32_t>& done(std::size_t client, std::size_t shard) const noexcept {
     return done_[client * doneStride_ + shard];
   }
+  UpdateRecord& update(std::size_t shard) const noexcept { return updates_[shard]; }
   Counter& readyTail() const noexcept { return counters_[0]; }
   Counter& readyHead() const noexcept { return counters_[1]; }
   ReadyCell& readyCell(std::uint64_t position) const noexcept { return ready_[position & mask_]; }
@@ -204,6 +212,7 @@ class GroupControl {
   GradientMeasure* measures_ = nullptr;
   ReadyCell* ready_ = nullptr;
   std::atomic<std::uint32_t>* done_ = nullptr;
+  UpdateRecord* updates_ = nullptr;
   std::size_t numClients_ = 0;
   std::size_t doneStride_ = 0;
   std::uint64_t mask_ = 0;

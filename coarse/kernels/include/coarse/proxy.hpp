@@ -16,6 +16,7 @@
 #include "coarse/node_exchange.hpp"
 #include "coarse/own_path.hpp"
 #include "coarse/probe.hpp"
+#include "coarse/recovery.hpp"
 #include "coarse/ring.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/sync_cores.hpp"
@@ -81,13 +82,17 @@ class Proxy {
 
   /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory;
   /// `nodeSegmentFd` is needed where there are several nodes, `optimizerFds` for a group that has an
-  /// optimizer.
+  /// optimizer, `updates` where parameters and states are not new.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already.
   void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                int nodeSegmentFd = -1, OptimizerFds optimizerFds = {});
+                int nodeSegmentFd = -1, OptimizerFds optimizerFds = {}, const GroupUpdates& updates = {});
   /// Unmaps a tensor group, unless a ring is still at it: then the next call unmaps it. @pre every shard that
   /// was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
+
+  /// Brings each group that has an optimizer to one step, and tells which. @pre stop() was called, on all
+  /// devices, and no worker lives any more.
+  std::vector<GroupUpdates> finishGroupUpdates();
 
   /// Wakes `client` for good: nothing will complete any more.
   void abortClient(std::size_t client) noexcept;

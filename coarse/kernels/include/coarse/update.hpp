@@ -81,7 +81,8 @@ struct alignas(64) UpdateSettings {
   float secondScale = 1;
   float epsilon = 0;
   std::uint32_t updateNumber = 0;  // of this tensor, from 1 on: workers that skipped a step disagree
-  std::uint32_t reserved[3] = {};
+  std::uint32_t hasGradient = 0;   // of this worker, by whom it need not be the same; for finishUpdates()
+  std::uint32_t reserved[2] = {};
 };
 static_assert(sizeof(UpdateSettings) == 64 && std::is_trivially_copyable_v<UpdateSettings>);
 

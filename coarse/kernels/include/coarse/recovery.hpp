@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "coarse/tensor_group.hpp"
+
+/// Optimizer steps as transactions: memory devices that have begun one can finish it without any worker
+/// (docs/design/recovery.md).
+namespace coarse {
+
+/// What the parameters and states of a group hold.
+struct GroupUpdates {
+  std::uint32_t group = 0;
+  std::uint32_t step = 0;  // optimizer steps that every shard has seen, from 1
+  std::vector<std::uint32_t>
+      updateNumbers;    // of the last update of each tensor, as its workers count; 0 for none
+  std::string problem;  // why they are of no step at all; empty if they are not
+};
+
+/// updateShard(), and notes that the shard has seen one more step. @pre as for updateShard().
+void advanceUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
+
+/// Notes in a group control that is new what parameters and states hold that are not.
+/// @throws std::invalid_argument unless there is a number for each tensor.
+void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::uint32_t>& updateNumbers);
+
+/// Brings all shards to one step: if any of them has seen a step that others have not, these see it now, by
+/// the slots and settings that every worker had written before it pushed the first update.
+/// @pre the group has an optimizer; no worker and no sync core of any device uses it any more.
+GroupUpdates finishUpdates(TensorGroup& group);
+
+}  // namespace coarse

@@ -1,0 +1,416 @@
+"""Workers that crash leave parameters and states to the next attempt: those of one step, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+from harness import LIMIT_S, open_descriptors
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import UpdateKind
+from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.env import Attempt, Settings
+from coarse.errors import RendezvousError, SchemaMismatchError
+from coarse.session import Session
+
+ADAM = 4
+STATES = ("exp_avg", "exp_avg_sq")
+LENGTHS = (70_001, 33, 40_000, 5)  # several shards of 64 KiB, and two that are gathered
+STEPS = 6
+WORKERS = 2
+
+
+def join(me, attempt=0, *, keep=60.0, **settings):
+    return Session.join(
+        identity=me.identity,
+        store=me.store(f"store{attempt}"),
+        settings=Settings(
+            **{
+                "timeout_s": LIMIT_S,
+                "keep_devices": keep,
+                "shard_bytes": 64 << 10,
+                "profile": "off",
+                **settings,
+            }
+        ),
+        attempt=Attempt(job="test", number=attempt),
+    )
+
+
+def array(memory):
+    return np.frombuffer(memory, dtype=np.float32)
+
+
+def register(session, lengths=LENGTHS, state_names=STATES):
+    specs = [
+        TensorSpec(name=str(i), dtype="float32", num_elements=n, op="mean") for i, n in enumerate(lengths)
+    ]
+    group = session.register_parameters("model", specs, state_names=state_names)
+    if group.recovered is None and session.identity.rank == 0:
+        for index, length in enumerate(lengths):
+            array(group.parameter(index))[:] = np.linspace(-1, 1, length, dtype=np.float32)
+    session.barrier()
+    return group
+
+
+def write_settings(group, step):
+    settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
+    settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
+    settings["rule"] = ADAM
+    settings["gradient_scale"] = settings["parameter_scale"] = 1
+    settings["step_size"] = 0.01 / step
+    settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
+    settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
+    # Tensor 1 has a gradient in every other step only.
+    settings["update_number"] = [step, (step + 1) // 2, step, step]
+    settings["has_gradient"] = [1, step % 2, 1, 1]
+
+
+def fill_slots(group, rank, step):
+    for index, spec in enumerate(group.specs):
+        gradient = np.random.default_rng([rank, step, index]).normal(size=spec.num_elements)
+        array(group.buffer(index))[:] = gradient.astype(np.float32)
+
+
+def take_step(group, rank, step, reach=lambda place: None):
+    """One training step, with a word about each place that it comes to."""
+    fill_slots(group, rank, step)
+    for index in range(len(LENGTHS)):
+        reach(f"backward.push {index}")
+        group.push(index)
+    group.pull_all()
+    reach("step.prepare")
+    write_settings(group, step)
+    for index in range(len(LENGTHS)):
+        reach(f"step.push {index}")
+        group.push(index, present=index != 1 or step % 2 == 1, update=UpdateKind.UPDATE_BY_MEAN)
+    reach("step.pull")
+    group.pull_all()
+    reach("step.done")
+
+
+def digest(group):
+    found = hashlib.sha256()
+    for index in range(len(group.specs)):
+        found.update(group.parameter(index))
+        for number in range(len(STATES)):
+            found.update(group.state(index, number))
+    return found.hexdigest()
+
+
+def train(me, attempt, reach=None, **settings):
+    """Trains to the end, from wherever memory is; returns where that was, and what came out."""
+    with join(me, attempt, **settings) as session:
+        group = register(session)
+        first = 0 if group.recovered is None else group.recovered.step
+        for step in range(first + 1, STEPS + 1):
+            take_step(
+                group, me.rank, step, lambda place, step=step: reach(group, step, place) if reach else None
+            )
+        session.barrier()
+        updates = None if group.recovered is None else group.recovered.num_updates
+        return first, updates, digest(group)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The digest of a run without a crash."""
+    from harness import job_of_test
+
+    with job_of_test() as job:
+        results = job.run(WORKERS, lambda me: train(me, 0))
+    assert results[0] == results[1]
+    return results[0][2]
+
+
+def crash(job, attempt, reach, *, num_workers=WORKERS, **settings):
+    """Runs an attempt that a worker does not survive; returns how each of them ended."""
+    outcomes = job.outcomes(
+        num_workers, lambda me: train(me, attempt, lambda *at: reach(me, *at), **settings)
+    )
+    assert any(outcome.exit_code == -signal.SIGKILL for outcome in outcomes), outcomes
+    assert {outcome.error for outcome in outcomes if outcome.exit_code != -signal.SIGKILL} <= {
+        "WorkerLostError"
+    }
+    return outcomes
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_at(rank, step, place):
+    def reach(me, group, now, here):
+        if (me.rank, now, here) == (rank, step, place):
+            die()
+
+    return reach
+
+
+def finish(job, attempt, **settings):
+    """Runs an attempt to its end; returns the step it went on from, the updates of each tensor, and its digest."""
+    results = job.run(WORKERS, lambda me: train(me, attempt, **settings))
+    assert results[0] == results[1]
+    return tuple(results[0])
+
+
+# ---- where workers die ----
+
+
+@pytest.mark.parametrize("memory_devices", [1, 2, 3])
+@pytest.mark.parametrize("place", ["backward.push 2", "step.prepare", "step.push 0"])
+def test_a_step_that_no_worker_of_some_has_begun_is_taken_again(job, undisturbed, place, memory_devices):
+    crash(job, 0, dies_at(1, 4, place), memory_devices=memory_devices)
+    assert finish(job, 1, memory_devices=memory_devices) == (3, [3, 2, 3, 3], undisturbed)
+
+
+@pytest.mark.parametrize("memory_devices", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_memory_devices_have_begun_is_finished_by_them(
+    job, undisturbed, rank, count, memory_devices
+):
+    """The other worker has pushed everything; of this one, tensors below `count` have been updated when it dies."""
+
+    def reach(me, group, step, place):
+        if (me.rank, step, place) == (rank, 4, f"step.push {count}"):
+            for index in range(count):
+                group.pull(index)
+            die()
+
+    crash(job, 0, reach, memory_devices=memory_devices)
+    assert finish(job, 1, memory_devices=memory_devices) == (4, [4, 2, 4, 4], undisturbed)
+
+
+@pytest.mark.parametrize("place", ["step.pull", "step.done"])
+def test_the_step_is_whole_or_not_there_after_everything_was_pushed(job, undisturbed, place):
+    crash(job, 0, dies_at(0, 4, place))
+    first, _, found = finish(job, 1)
+    assert first == 4 if place == "step.done" else first in (3, 4)
+    assert found == undisturbed
+
+
+def test_all_workers_can_die_at_once(job, undisturbed):
+    def reach(me, group, step, place):
+        if (step, place) == (4, f"step.push {2 + me.rank}"):
+            for index in range(2):
+                group.pull(index)
+            die()
+
+    crash(job, 0, reach)
+    assert finish(job, 1) == (4, [4, 2, 4, 4], undisturbed)
+
+
+def test_a_crash_in_the_first_step_starts_from_scratch(job, undisturbed):
+    crash(job, 0, dies_at(1, 1, "step.prepare"))
+    assert finish(job, 1) == (0, None, undisturbed)
+
+
+def test_crashes_one_after_the_other_change_no_bit(job, undisturbed):
+    """Also one before the new workers have registered, and one before they have taken a step."""
+    crash(job, 0, dies_at(1, 3, "backward.push 1"))
+    crash(job, 1, dies_at(0, 3, "step.push 0"))
+
+    def joins_and_dies(me):
+        with join(me, 2):
+            die()
+
+    assert {outcome.exit_code for outcome in job.outcomes(WORKERS, joins_and_dies)} == {-signal.SIGKILL}
+    crash(job, 3, dies_at(1, 5, "step.pull"))
+    first, _, found = finish(job, 4)
+    assert first in (4, 5)
+    assert found == undisturbed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_die_whenever_change_no_bit(job, undisturbed, seed):
+    """Killed from outside, at no particular place."""
+    chance = random.Random(seed)
+    reached = []
+    for attempt in range(3):
+        workers = job.start(WORKERS, lambda me, attempt=attempt: train(me, attempt, _tells_steps(me)))
+        last = min(STEPS, (reached[-1] if reached else 0) + 1 + chance.randrange(2))
+        victim = chance.choice(workers)
+        while (step := victim.hear()) < last:
+            pass
+        for _ in range(chance.randrange(20_000)):
+            pass
+        victim.kill()
+        reached.append(step)
+        for worker in workers:
+            worker.finish()
+    assert finish(job, 3)[2] == undisturbed
+
+
+def _tells_steps(me):
+    def reach(group, step, place):
+        if place == "backward.push 0":
+            me.tell(step)
+
+    return reach
+
+
+# ---- errors that are no crash of a process ----
+
+
+def test_a_worker_that_raises_leaves_its_step_to_the_next_attempt(job, undisturbed):
+    def fail(me, *at):
+        if at[1:] == (4, "step.prepare"):
+            raise ValueError("boom")
+
+    outcomes = job.outcomes(WORKERS, lambda me: train(me, 0, lambda *at: fail(me, *at)))
+    assert {outcome.error for outcome in outcomes} == {"ValueError"}
+    assert finish(job, 1) == (3, [3, 2, 3, 3], undisturbed)
+
+
+def test_values_that_workers_have_stored_are_there_again(job):
+    def store(me):
+        with join(me, 0) as session:
+            take_step(register(session), me.rank, 1)
+            session.store(f"mine {me.rank}", np.full(3, me.rank, dtype=np.uint8))
+            session.barrier()
+            die()
+
+    def load(me):
+        with join(me, 1) as session:
+            assert register(session).recovered.step == 1
+            session.barrier()
+            return [bytes(session.load(f"mine {rank}").value).hex() for rank in range(WORKERS)]
+
+    job.outcomes(WORKERS, store)
+    assert job.run(WORKERS, load) == [["000000", "010101"]] * WORKERS
+
+
+# ---- what is refused, and what ends ----
+
+
+def test_another_model_is_refused_with_the_first_difference(job):
+    def other(me, lengths, names):
+        with join(me, 1) as session, pytest.raises(SchemaMismatchError) as caught:
+            register(session, lengths, names)
+        return str(caught.value)
+
+    crash(job, 0, dies_at(1, 3, "step.prepare"))
+    for text in job.run(WORKERS, lambda me: other(me, (70_001, 34, 40_000, 5), STATES)):
+        assert "model: memory devices have kept it after step 2" in text
+        assert "tensor 1 was '1' of 33 x float32 and is now '1' of 34 x float32" in text
+
+
+def test_another_optimizer_is_refused(job):
+    def other(me):
+        with join(me, 1) as session, pytest.raises(SchemaMismatchError, match="momentum_buffer"):
+            register(session, LENGTHS, ("momentum_buffer",))
+
+    crash(job, 0, dies_at(1, 3, "step.prepare"))
+    job.run(WORKERS, other)
+
+
+def test_another_number_of_workers_is_refused(job):
+    def joins(me):
+        with pytest.raises(
+            Exception, match=r"kept serve the workers \(\(0,\), \(1,\)\).*\(\(0,\), \(1,\), \(2,\)\)"
+        ):
+            join(me, 1)
+
+    crash(job, 0, dies_at(1, 3, "step.prepare"), keep=2.0)
+    job.run(3, joins)
+
+
+def test_several_nodes_are_refused(job):
+    def joins(me):
+        with pytest.raises(RendezvousError, match="kept within one node"):
+            join(me, 0, node=str(me.rank))
+
+    job.run(WORKERS, joins)
+
+
+def device_pids(job, attempt=0, **settings):
+    """Crashes an attempt; returns the memory devices that it has left waiting."""
+    crash(job, attempt, dies_at(1, 3, "step.prepare"), **settings)
+    return job.device_pids()
+
+
+def test_memory_devices_end_when_their_time_is_over(job):
+    pids = device_pids(job, keep=0.5)
+    for pid in pids:
+        job.await_end(pid)
+    assert list(job.temporary.iterdir()) == []
+
+
+def test_a_new_run_of_the_job_starts_anew_and_ends_those_that_wait(job, undisturbed):
+    pids = device_pids(job)
+    assert len(pids) == WORKERS
+
+    def train_again(me):
+        me.directory = me.directory / "again"
+        me.directory.mkdir(exist_ok=True)
+        return train(me, 0)
+
+    assert job.run(WORKERS, train_again)[0] == [0, None, undisturbed]
+    assert not set(pids) & set(job.device_pids())
+
+
+def test_nothing_is_kept_of_a_memory_device_that_was_lost(job, undisturbed):
+    """The other one ends too, and the next attempt starts anew."""
+    pids = device_pids(job)
+    job.kill_device(pids[0])
+    for pid in pids:
+        job.await_end(pid)
+    assert finish(job, 1) == (0, None, undisturbed)
+
+
+def test_a_memory_device_that_is_lost_while_training_ends_the_others(job):
+    def loses(me):
+        with join(me, 0) as session:
+            group = register(session)
+            take_step(group, me.rank, 1)
+            me.tell(session.device_pids)
+            me.hear()
+            take_step(group, me.rank, 2)
+
+    workers = job.start(WORKERS, loses)
+    pids = [pid for worker in workers for pid in worker.hear()]
+    job.kill_device(pids[1])
+    for worker in workers:
+        worker.tell()
+    assert {worker.finish().error for worker in workers} == {"MemoryDeviceLostError"}
+    job.await_end(pids[0])
+
+
+def test_attempts_leave_no_descriptors_behind(job):
+    """Whatever an attempt opens in a memory device is closed when the next one runs."""
+
+    def counts(me, attempt):
+        with join(me, attempt) as session:
+            group = register(session)
+            take_step(group, me.rank, (group.recovered.step if group.recovered else 0) + 1)
+            session.barrier()
+            me.tell()
+            me.hear()
+            die()
+
+    counted = []
+    for attempt in range(4):
+        workers = job.start(WORKERS, lambda me, attempt=attempt: counts(me, attempt))
+        for worker in workers:
+            worker.hear()
+        counted.append([open_descriptors(pid) for pid in sorted(job.device_pids())])
+        for worker in workers:
+            worker.kill()
+            worker.finish()
+    assert counted[1] == counted[2] == counted[3]
+    assert finish(job, 4)[0] == 4
+
+
+def test_every_later_attempt_finds_directories_that_only_this_user_can_enter(job):
+    device_pids(job)
+    directories = [path for path in job.temporary.rglob("*") if path.is_dir()]
+    assert len(directories) == 3
+    assert {path.stat().st_mode & 0o777 for path in directories} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in job.temporary.rglob("token")} == {0o600}
+    finish(job, 1)

@@ -1,0 +1,71 @@
+"""Where kept memory devices are found: in directories of this user alone, which nobody else can have prepared."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from coarse.env import Attempt, Settings
+from coarse.errors import RendezvousError
+from coarse.proxy.kept_directory import (
+    KeptDevices,
+    forget_job,
+    kept_pids,
+    make_session_directory,
+    session_directory,
+)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_sessions_of_jobs_have_directories_of_their_own():
+    found = {session_directory(job, session) for job in "ab" for session in "cd"}
+    assert len(found) == 4
+
+
+def test_what_is_left_there_is_found_and_forgotten(temporary):
+    directory = make_session_directory("job", "session")
+    assert KeptDevices.read(directory) is None
+    kept = KeptDevices(workers=((0,), (1, 2)), pids=(11, 12))
+    kept.write(directory)
+    assert KeptDevices.read(directory) == kept
+    assert kept_pids("job") == {11, 12}
+    assert kept_pids("another job") == set()
+    assert make_session_directory("job", "session") == directory
+    assert list(directory.iterdir()) == []
+    forget_job("another job")
+    assert directory.exists()
+    forget_job("job")
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["open to others", "link"])
+def test_a_directory_that_others_can_enter_is_refused(temporary, kind):
+    root = temporary / f"coarse-{os.geteuid()}"
+    if kind == "link":
+        (temporary / "theirs").mkdir(mode=0o700)
+        root.symlink_to(temporary / "theirs")
+    else:
+        root.mkdir()
+        root.chmod(0o755)
+    with pytest.raises(RendezvousError, match="no directory of this user alone"):
+        make_session_directory("job", "session")
+
+
+def test_a_job_is_named_by_its_launcher():
+    torchrun = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "2", "MASTER_PORT": "1"}
+    assert Attempt.from_environment(torchrun) == Attempt(job="mine", number=2)
+    unnamed = {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    assert Attempt.from_environment(unnamed) == Attempt(job="here:1", number=0)
+
+
+@pytest.mark.parametrize("other", [{"algorithm": "ring"}, {"algorithm": "exchange"}, {"machine": "aws-p3"}])
+def test_distinct_memories_are_not_kept(other):
+    with pytest.raises(ValueError, match="COARSE_KEEP_DEVICES does not go with"):
+        Settings(keep_devices=1.0, **other)
