@@ -4,9 +4,11 @@ Example:
     >>> from coarse.torch import DistributedDataParallel
     >>> model = DistributedDataParallel(model)  # as torch.nn.parallel.DistributedDataParallel
     >>> optimizer = DistributedOptimizer(optimizer, model)  # if memory devices are to run it too
+    >>> recovery = Recovery(model, optimizer)  # if restarted workers are to go on where memory devices are
 """
 
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.recovery import Recovery
 
-__all__ = ["DistributedDataParallel", "DistributedOptimizer"]
+__all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery"]

@@ -96,6 +96,7 @@ class Checkpointer:
         most_failures: So many failed saves in a row are an error.
         options: How files are written.
         on_signal: Whether SIGUSR1 saves; needs the main thread.
+        first_step: How many steps the training has taken before, if it is not restored from here.
 
     Raises:
         ValueError: If a number is out of range.
@@ -114,6 +115,7 @@ class Checkpointer:
         most_failures: int = 3,
         options: WriteOptions | None = None,
         on_signal: bool = True,
+        first_step: int = 0,
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} must be 0 or more steps")
@@ -121,7 +123,7 @@ class Checkpointer:
         self._optimizer = optimizer
         self._every = every
         self._state = dict(state or {})
-        self._num_steps = 0
+        self._num_steps = first_step
         self._num_saves = 0
         self._workers = _Workers()
         self._copies, self._step_hook = _copies_beside(optimizer)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
@@ -283,6 +284,7 @@ class DistributedDataParallel(Refusals):
         parameters = [parameter for _, parameter in self._trainable]
         assert isinstance(gradients.group, TensorGroup)
         self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
+        gradients.num_updates = self._offloaded.recovered_step
         self._session.barrier()
         self._offloaded.share()
         # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
@@ -295,9 +297,19 @@ class DistributedDataParallel(Refusals):
         self._watch_end()
         return self._offloaded
 
-    def update_parameters(self) -> list[int]:
-        """Has the memory devices update the parameters; returns how many workers had a gradient of each."""
-        return self._open_gradients().update()
+    def update_parameters(self, *, gradient_scale: float = 1.0) -> None:
+        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
+
+        Args:
+            gradient_scale: What gradients are multiplied with, the same on every worker.
+        """
+        gradients, offloaded = self._open_gradients(), self._offloaded
+        assert offloaded is not None
+        # All slots and all settings are written before the first push, so that memory devices that have begun a step
+        # can finish it without any worker (docs/design/recovery.md).
+        present = gradients.bring_to_slots()
+        offloaded.begin(present, gradient_scale=gradient_scale)
+        offloaded.finish(gradients.update(present))
 
     def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
         """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
@@ -309,6 +321,27 @@ class DistributedDataParallel(Refusals):
                 "this model was closed, and its optimizer no longer runs in memory devices"
             )
         return self._gradients
+
+    @property
+    def keeps_devices(self) -> bool:
+        """Whether the memory devices outlive workers that crash."""
+        return self._gradients is not None and self._session.settings.keep_devices > 0
+
+    def keep_state(self, step: int, state: bytes) -> None:
+        """Gives this worker's own state to the memory devices, which keep those of the last two steps.
+
+        Args:
+            step: That begins now.
+            state: Not empty.
+        """
+        self._session.store(self._state_key(step), np.frombuffer(state, dtype=np.uint8))
+
+    def kept_state(self, step: int) -> memoryview:
+        """What was given to keep_state() last for this step, or one that is two away."""
+        return self._session.load(self._state_key(step)).value
+
+    def _state_key(self, step: int) -> str:
+        return f"{self._name}/worker {self._session.identity.rank}/{step % 2}"
 
     # Forward.
 

@@ -94,6 +94,9 @@ class GradientSynchroniser:
         if shares_slots:
             assert isinstance(self.group, TensorGroup)
             self._predecessors = find_predecessors([self.group.slot(i) for i in range(len(parameters))])
+        self.num_updates = 0
+        """Of the optimizer, with that one under way."""
+        self._failpoints = session.failpoints
         self._overlapped: OffloadedParameters | None = None
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
@@ -150,20 +153,36 @@ class GradientSynchroniser:
             if gradient is not None
         ]
 
-    def update(self) -> list[int]:
-        """Has the memory devices update each parameter by its `.grad`, which is the same on every worker.
+    def bring_to_slots(self) -> list[bool]:
+        """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one."""
+        self.num_updates += 1
+        self._pass_by("step.prepare")
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and self._bring_to_slot(index, parameter.grad):
+                self._copy_to_slot(index, parameter.grad)
+        return [parameter.grad is not None for parameter in self._parameters]
+
+    def update(self, present: Sequence[bool]) -> list[int]:
+        """Has the memory devices update each parameter by its slot, which holds the same on every worker.
+
+        Args:
+            present: As bring_to_slots() returned it.
 
         Returns:
             How many workers had a gradient of each parameter.
         """
         assert isinstance(self.group, TensorGroup)
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            source = 0 if gradient is None else self._bring_to_slot(index, gradient)
-            self.group.push(
-                index, present=gradient is not None, source=source, update=UpdateKind.UPDATE_BY_MEAN
-            )
-        return self.group.pull_all()
+        for index, has_gradient in enumerate(present):
+            self._pass_by("step.push", index)
+            self.group.push(index, present=has_gradient, update=UpdateKind.UPDATE_BY_MEAN)
+        self._pass_by("step.pull")
+        contributors = self.group.pull_all()
+        self._pass_by("step.done")
+        return contributors
+
+    def _pass_by(self, place: str, count: int = 0) -> None:
+        if self._failpoints:
+            self._failpoints.reach(place, step=self.num_updates, count=count)
 
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
@@ -281,6 +300,8 @@ class GradientSynchroniser:
         Variable._execution_engine.queue_callback(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor) -> None:
+        if self._failpoints:
+            self._failpoints.reach("backward.push", step=self.num_updates + 1, count=self._num_pushed)
         if self._pushed[index]:
             raise RuntimeError(self._twice_message(index))
         self._pushed[index] = 1

@@ -26,7 +26,8 @@ class OffloadedParameters:
     Args:
         group: Registered with the rule's states.
         parameters: In the order of the group; from now on views of its memory.
-        optimizer: Its parameter groups have the settings, now and later.
+        optimizer: Its parameter groups have the settings, now and later. State that it has is moved to the memory
+            devices, unless these have kept a newer one.
         rule: What the optimizer does.
         writes: Whether this worker's values are those of the node: one worker's are. The others must not read
             parameters before it has returned from here.
@@ -49,6 +50,8 @@ class OffloadedParameters:
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
         self._is_shared = False
+        self.recovered_step = 0 if group.recovered is None else group.recovered.step
+        """The step after which the memory devices have kept parameters and states for this worker; 0 for none."""
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
         positions = {parameter: index for index, parameter in enumerate(parameters)}
         self._members = [
@@ -60,6 +63,11 @@ class OffloadedParameters:
             for parameter in parameters
         ]
         self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
+        if group.recovered is not None:
+            self._num_updates[:] = group.recovered.num_updates
+            self._are_states_zero = False
+            optimizer.state.clear()
+            return
         if writes:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, [parameter.detach() for parameter in parameters])
@@ -78,10 +86,11 @@ class OffloadedParameters:
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
 
-    def begin(self, *, gradient_scale: float = 1.0) -> None:
+    def begin(self, present: Sequence[bool] | None = None, *, gradient_scale: float = 1.0) -> None:
         """Writes down how the next update is to be done, by the optimizer's settings of now.
 
         Args:
+            present: For which parameters this worker has a gradient, if that is known.
             gradient_scale: What gradients are multiplied with, the same on every worker.
         """
         self._are_states_zero = False
@@ -94,6 +103,8 @@ class OffloadedParameters:
                     record[name] = value
                 record["gradient_scale"] *= gradient_scale
                 self._settings[members[numbers == number]] = record
+        if present is not None:
+            self._settings["has_gradient"] = present
 
     def finish(self, contributors: Sequence[int]) -> None:
         """Notes that parameters with contributors were updated."""

@@ -59,7 +59,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         TypeError: If the model is not wrapped.
-        ValueError: If an option of the optimizer cannot be offloaded, or it does not hold the model's parameters.
+        ValueError: If an option of the optimizer cannot be offloaded, it does not hold the model's parameters, or
+            memory devices are to be kept and overlap is True.
         SchemaMismatchError: If workers construct different ones.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
@@ -91,6 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._gradient_norm: float | None = None
         self._overlaps = overlap
         self._offloaded: OffloadedParameters | None = None
+        self._before_update: list[Callable[[], None]] = []
         self._share_groups()
         rule = find_rule(optimizer)
         reason = _obstacle(optimizer, rule, model)
@@ -101,6 +103,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             return
         _check_members(optimizer, model)
+        if overlap and model.keeps_devices:
+            raise ValueError(
+                "overlap=True does not go with COARSE_KEEP_DEVICES: it updates parameters while gradients of others "
+                "are not complete yet, so that after a crash neither the step before nor the step after could be "
+                "had; pass overlap=False, or unset COARSE_KEEP_DEVICES"
+            )
         self._offloaded = model.offload(optimizer, rule, overlap=overlap, measures=policy.needs_measures)
         # Read by GradScaler, which then hands scale and found_inf to step().
         self._step_supports_amp_scaling = not overlap
@@ -125,6 +133,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """2-norm of all gradients in the last step(), unscaled and before clipping; None if nobody asked for it."""
         return self._gradient_norm
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether parameters and state outlive this worker in the memory devices, if it crashes."""
+        return self._offloaded is not None and self._model.keeps_devices
+
+    @property
+    def recovered_step(self) -> int:
+        """The update after which parameters and state were kept for this restarted worker; 0 if they were not."""
+        return 0 if self._offloaded is None else self._offloaded.recovered_step
+
+    def before_update(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called in each step() that is not skipped, before memory devices can begin the update."""
+        self._before_update.append(callback)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
 
@@ -145,8 +167,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return None
         scale = self._gradient_scale()
         if scale is not None:
-            self._offloaded.begin(gradient_scale=scale)
-            self._offloaded.finish(self._model.update_parameters())
+            for callback in self._before_update:
+                callback()
+            self._model.update_parameters(gradient_scale=scale)
         return None
 
     def state_dict(self) -> dict[str, Any]:

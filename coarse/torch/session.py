@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -72,7 +73,9 @@ def _join(process_group: Any) -> Session:
     rank = dist.get_rank(process_group)
     number = TorchStore(torch_store, prefix="coarse").add(f"sessions/{rank}", 1)
     store = TorchStore(torch_store, prefix=f"coarse/session{number}")
-    session = Session.join(identity=_identity(process_group, store), store=store)
+    session = Session.join(
+        identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
+    )
     atexit.register(_close, session, os.getpid())
     weakref.finalize(process_group, _close, session, os.getpid()).atexit = False
     return session
@@ -81,7 +84,12 @@ def _join(process_group: Any) -> Session:
 def _close(session: Session, owner_pid: int) -> None:
     # Forked children inherit exit handlers; the session is not theirs to close.
     if os.getpid() == owner_pid:
-        session.close()
+        session.close(is_finished=not _is_failing())
+
+
+def _is_failing() -> bool:
+    """Whether this runs because an exception is on its way through the script, or has ended it."""
+    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
 
 def _identity(process_group: Any, store: TorchStore) -> WorkerIdentity:

@@ -1,0 +1,185 @@
+"""Recovery: a restarted worker goes on where the last committed step left off."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from coarse.checkpoint.values import from_json, to_json
+from coarse.torch.checkpoint import WorkerState
+from coarse.torch.distributed import DistributedDataParallel
+from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.training_state import as_small_tensor, from_small_tensor
+
+logger = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+
+
+class Recovery:
+    """Brings a worker back to the last step that the memory devices have committed (docs/design/recovery.md).
+
+    Parameters and optimizer state live in the memory devices and need nothing. What a worker has of its own is given
+    to them in each step() and restored here: the states of random number generators (torch, CUDA, numpy's global one,
+    `random`), the model's buffers, the settings of the optimizer's parameter groups, the place in the data, and
+    whatever `state` names. Construct it last, on every worker; then loop over epochs() and batches().
+
+    It is also a WorkerState: what Checkpointer can save and restore of a worker, if its step() directly follows the
+        optimizer's.
+
+    State is that of the moment when step() was called: a restarted worker goes on as if that step() had just
+    returned, with the next batch. What the loop does in between belongs into `after_step`.
+
+    Does nothing where memory devices are not kept (COARSE_KEEP_DEVICES), or the optimizer does not run in them: then
+    `step` is 0.
+
+    Example:
+        >>> recovery = Recovery(model, optimizer, state={"schedule": schedule}, after_step=schedule.step)
+        >>> for epoch in recovery.epochs(num_epochs):
+        ...     for batch in recovery.batches(loader):
+        ...         train(batch)  # ends with optimizer.step(); schedule.step()
+
+    Args:
+        model: As coarse.torch.DistributedDataParallel wrapped it.
+        optimizer: As coarse.torch.DistributedOptimizer wrapped it.
+        state: More of the worker's own state, by name.
+        after_step: Does what the loop does between step() and the next batch, once, if a step was committed.
+
+    Raises:
+        RuntimeError: If the state that was kept has other names than `state`.
+        CoarseError: If the memory devices are lost.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: DistributedOptimizer,
+        *,
+        state: Mapping[str, WorkerState] | None = None,
+        after_step: Callable[[], object] | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._state = dict(state or {})
+        self._after_step = after_step
+        self._epoch = 0
+        self._num_batches = 0
+        self._epoch_generators: dict[str, Any] | None = None
+        self._resumed_generators: dict[str, Any] | None = None
+        self._num_steps = 0
+        self._num_updates = optimizer.recovered_step  # of those that memory devices have seen
+        self.step = 0
+        """Number of steps that were taken before this worker started."""
+        if self._num_updates:
+            kept = json.loads(bytes(model.kept_state(self._num_updates)))
+            if kept["update"] != self._num_updates:
+                raise RuntimeError(
+                    f"the memory devices hold step {self._num_updates}, and this worker's state of step "
+                    f"{kept['update']}; construct Recovery before the first step"
+                )
+            self.load_state_dict(from_json(kept["state"], translate=from_small_tensor))
+        optimizer.register_step_pre_hook(self._count_step)
+        if optimizer.is_kept:
+            optimizer.before_update(self._keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's state, for a checkpoint; to be taken directly after step(), before what `after_step` does."""
+        return {
+            "step": self._num_steps,
+            "epoch": self._epoch,
+            "num_batches": self._num_batches,
+            "epoch_generators": self._epoch_generators,
+            "generators": _generators(),
+            "buffers": dict(self._model.module.named_buffers()),
+            "settings": [_settings(group) for group in self._optimizer.param_groups],
+            "state": {name: each.state_dict() for name, each in self._state.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Goes on where state_dict() was taken, after what `after_step` does."""
+        if saved["state"].keys() != self._state.keys():
+            raise RuntimeError(
+                f"the state of step {saved['step']} has {sorted(saved['state'])}, Recovery was given "
+                f"{sorted(self._state)}; restart the job with the script that it was started with"
+            )
+        self.step = self._num_steps = saved["step"]
+        self._epoch, self._num_batches = saved["epoch"], saved["num_batches"]
+        self._epoch_generators = saved["epoch_generators"]
+        for name, buffer in self._model.module.named_buffers():
+            buffer.copy_(saved["buffers"][name])
+        for group, settings in zip(self._optimizer.param_groups, saved["settings"], strict=True):
+            group.update(settings)
+        for name, each in self._state.items():
+            each.load_state_dict(saved["state"][name])
+        _set_generators(saved["generators"])
+        if self._after_step is not None:
+            self._after_step()
+        self._resumed_generators = _generators()
+        logger.info("goes on from step %d, epoch %d, batch %d", self.step, self._epoch, self._num_batches)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in, from 0."""
+        return self._epoch
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are not finished, of `count`."""
+        for epoch in range(self._epoch, count):
+            self._epoch = epoch
+            yield epoch
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of this epoch that no committed step has used.
+
+        Those before are loaded again and thrown away, so that random numbers that loading takes are the same.
+        """
+        resumed, self._resumed_generators = self._resumed_generators, None
+        if resumed is None:
+            self._num_batches = 0
+            self._epoch_generators = _generators()
+        elif self._epoch_generators is not None:
+            _set_generators(self._epoch_generators)
+        iterator = iter(loader)
+        for _ in range(self._num_batches):
+            next(iterator)
+        if resumed is not None:
+            _set_generators(resumed)
+        for batch in iterator:
+            self._num_batches += 1
+            yield batch
+
+    def _count_step(self, *_: object) -> None:
+        self._num_steps += 1
+
+    def _keep(self) -> None:
+        """Gives this worker's state to the memory devices, before any update of the step can begin."""
+        self._num_updates += 1
+        state = to_json(self.state_dict(), translate=as_small_tensor)
+        kept = json.dumps({"update": self._num_updates, "state": state})
+        self._model.keep_state(self._num_updates, kept.encode())
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _generators() -> dict[str, Any]:
+    """The states of all random number generators that scripts use without asking for one."""
+    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,128 @@
+"""A job whose workers are killed goes on from the memory devices, under `coarse run` and torchrun, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import coarse
+
+SCRIPT = Path(__file__).parent / "recovery_script.py"
+WORKERS = 2
+STEPS = 15
+COARSE_RUN = ("coarse", "run", "-n", str(WORKERS))
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
+LIMIT_S = 150
+
+
+def launch(launcher: tuple[str, ...], folder: Path, *options: str, **variables: str) -> str:
+    """Runs the script to its end; returns what was printed."""
+    # Sockets have short names: pytest's own temporary directories are too long for them.
+    with tempfile.TemporaryDirectory(prefix="coarse-test-") as temporary:
+        done = subprocess.run(
+            [sys.executable, "-m", *launcher, *options, str(SCRIPT), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(coarse.__file__).parents[1]),
+                "OMP_NUM_THREADS": "1",
+                "TMPDIR": temporary,
+                "COARSE_PROFILE": "off",
+                **variables,
+            },
+        )
+        assert done.returncode == 0, done.stdout
+        assert not [path for path in Path(temporary).iterdir() if path.name.startswith("coarse")]
+    return done.stdout
+
+
+def losses(folder: Path) -> list[list[str]]:
+    """The loss of each step on each worker: of steps that were taken twice, the later one."""
+    found = []
+    for rank in range(WORKERS):
+        lines = (folder / f"losses-{rank}").read_text().splitlines()
+        by_step = dict(line.split() for line in lines)
+        assert list(by_step) == [str(step) for step in range(1, STEPS + 1)]
+        found.append(list(by_step.values()))
+    return found
+
+
+def ends(folder: Path) -> tuple[list[str], set[str], set[str]]:
+    """Digests by rank, attempts, and the steps they went on from."""
+    digests, attempts, steps = zip(
+        *((folder / f"end-{rank}").read_text().split() for rank in range(WORKERS)), strict=True
+    )
+    return list(digests), set(attempts), set(steps)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    launch(COARSE_RUN, folder)
+    return folder
+
+
+CRASHES = (
+    # In mid-backward, between the updates of a step, after the last one; epochs have 5 steps.
+    ("backward.push:kill@rank=1,step=4,count=2", {3}),
+    ("step.push:kill@rank=1,step=6,count=3", {5, 6}),
+    ("step.prepare:kill@rank=0,step=8", {7}),
+    ("step.done:kill@rank=0,step=10", {10}),
+    ("step.pull:kill@rank=1,step=12", {11, 12}),
+)
+
+
+def failpoints() -> str:
+    """One of the crashes in each attempt."""
+    return ";".join(f"{crash},attempt={attempt}" for attempt, (crash, _) in enumerate(CRASHES))
+
+
+def check_went_on(folder: Path, undisturbed: Path, printed: str) -> None:
+    digests, attempts, _ = ends(folder)
+    assert attempts == {str(len(CRASHES))}, printed
+    for rank in range(WORKERS):
+        # Of each attempt but the last: how many steps it has taken again, or not.
+        went_on = [
+            int(line.split()[-1]) for line in printed.splitlines() if f"worker {rank}: from step" in line
+        ]
+        assert len(went_on) == len(CRASHES), printed
+        assert all(step in steps for step, (_, steps) in zip(went_on, CRASHES, strict=True)), went_on
+    assert losses(folder) == losses(undisturbed)
+    assert digests == ends(undisturbed)[0]
+
+
+def test_coarse_run_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> None:
+    restarts = str(len(CRASHES))
+    options = ("--max-restarts", restarts, "--keep-devices", "60", "--failpoints", failpoints())
+    printed = launch(COARSE_RUN, tmp_path, *options)
+    assert f"was killed by SIGKILL; restart {restarts} of {restarts}" in printed
+    check_went_on(tmp_path, undisturbed, printed)
+
+
+def test_torchrun_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> None:
+    printed = launch(
+        TORCHRUN,
+        tmp_path,
+        "--max-restarts",
+        str(len(CRASHES)),
+        COARSE_KEEP_DEVICES="60",
+        COARSE_FAILPOINTS=failpoints(),
+    )
+    check_went_on(tmp_path, undisturbed, printed)
+
+
+def test_without_keeping_a_restart_begins_from_scratch(undisturbed: Path, tmp_path: Path) -> None:
+    crash = "step.prepare:kill@rank=0,step=8,attempt=0"
+    launch(COARSE_RUN, tmp_path, "--max-restarts", "3", "--failpoints", crash)
+    digests, attempts, went_on_from = ends(tmp_path)
+    assert (attempts, went_on_from) == ({"1"}, {"0"})
+    assert digests == ends(undisturbed)[0]
