@@ -64,13 +64,14 @@ class Progress:
 
     Args:
         job: The job; workers other than 0 stay silent.
-        steps: Number of `advance` calls expected of this worker.
+        steps: Number of `advance` calls expected of this worker, with those of earlier attempts.
+        done: Number of the latter.
     """
 
-    def __init__(self, job: Job, *, steps: int) -> None:
+    def __init__(self, job: Job, *, steps: int, done: int = 0) -> None:
         self._speaks = job.rank == 0
         self._steps = steps
-        self._done = 0
+        self._done = done
         self._next_line_at = time.monotonic()
         self._bar: RichProgress | None = None
 
@@ -86,7 +87,7 @@ class Progress:
                 TextColumn("loss {task.fields[loss]}"),
                 console=console,
             )
-            self._task = self._bar.add_task("training", total=self._steps, loss="")
+            self._task = self._bar.add_task("training", total=self._steps, completed=self._done, loss="")
             self._bar.start()
         return self
 

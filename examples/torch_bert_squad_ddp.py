@@ -16,6 +16,7 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from job import Job, Progress, broadcast_text, join_job
 from measure import Recorder
+from resuming import Resuming, add_options, choose_optimizer
 from squad import Question, SquadFormatError, exact_match, f1, load_squad
 from squad_windows import Tokenizer, Window, best_span, collate, cut_windows, train_tokenizer
 
@@ -41,6 +42,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
+    add_options(parser)
     parser.add_argument("--report", type=Path, help="write what each worker measured: FILE-<rank>.json")
     return parser.parse_args()
 
@@ -77,20 +79,25 @@ def train(model: torch.nn.Module, windows: list[Window], arguments: argparse.Nam
     batches = DataLoader(windows, batch_size=arguments.batch, sampler=sampler, collate_fn=collate)
     steps = arguments.epochs * len(batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    optimizer = choose_optimizer(optimizer, model, arguments)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=arguments.lr, total_steps=steps, pct_start=0.1
     )
     recorder = Recorder(job, arguments.report)
-    with Progress(job, steps=steps) as progress:
-        for epoch in range(arguments.epochs):
+    with (
+        Resuming(model, optimizer, schedule, arguments) as resuming,
+        Progress(job, steps=steps, done=resuming.step) as progress,
+    ):
+        for epoch in resuming.epochs(arguments.epochs):
             sampler.set_epoch(epoch)
-            for batch in batches:
+            for batch in resuming.batches(batches):
                 with recorder.step(samples=len(batch["input_ids"])):
                     optimizer.zero_grad()
                     loss = model(**batch).loss
                     loss.backward()
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
+                    resuming.save()
                     schedule.step()
                 progress.advance(loss.item())
     return recorder

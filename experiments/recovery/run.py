@@ -1,0 +1,186 @@
+"""Recovery: training that is killed five times beside one that is not, and how long going on takes.
+
+`examples/torch_bert_squad.py` on its small data, two workers. A random worker gets SIGKILL at a random moment of each
+attempt, and `coarse run` starts all workers again: they go on from the memory devices, or from checkpoints. Real
+processes on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from coarse.profiler.profile import MEASURED
+from experiments.common import Experiment, Finding, Options, Outcome, main
+
+NUM_WORKERS = 2
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "torch_bert_squad.py"
+KEPT = ("--keep-devices", "60")
+LONGEST_LIFE_S = 2.0
+"""After its first step, how long a worker lives at most that is going to be killed."""
+
+_STEP = re.compile(r"step (\d+)/(\d+) loss")
+_RESTART = re.compile(r"restart (\d+) of")
+_TARGET = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A job from its first start to its end.
+
+    Args:
+        param_hash: Of the parameters that it ended with, the same on all workers.
+        resumed_at: The first step that each attempt after the first one printed.
+        seconds: All in all.
+    """
+
+    param_hash: str
+    resumed_at: tuple[int, ...]
+    seconds: float
+
+
+def run_job(folder: Path, *, epochs: int, kills: int, seed: int, options: Sequence[str], kept: bool) -> Run:
+    """Runs the example, and kills a worker of each of its first attempts."""
+    folder.mkdir()
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "--max-restarts", str(kills)]
+    command += [
+        *(KEPT if kept else ()),
+        str(SCRIPT),
+        "--epochs",
+        str(epochs),
+        "--report",
+        str(report),
+        *options,
+    ]
+    chance = random.Random(seed)
+    begun = time.monotonic()
+    resumed_at: list[int] = []
+    is_fresh, num_killed, lines = True, 0, []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment(), cwd=folder
+    ) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append(line)
+            is_fresh |= _RESTART.search(line) is not None
+            step = _STEP.search(line)
+            if step is None or not is_fresh:
+                continue
+            is_fresh = False
+            if num_killed:
+                resumed_at.append(int(step[1]))
+            if num_killed < kills:
+                time.sleep(chance.uniform(0.0, LONGEST_LIFE_S))  # the random moment
+                os.kill(chance.choice(_worker_pids(report)), signal.SIGKILL)
+                num_killed += 1
+    if job.returncode != 0:
+        raise RuntimeError("".join(lines[-40:]))
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("report-*.json"))]
+    (param_hash,) = {each["param_hash"] for each in reports}
+    return Run(param_hash=param_hash, resumed_at=tuple(resumed_at), seconds=time.monotonic() - begun)
+
+
+def time_recovery(folder: Path) -> dict[str, float]:
+    """Seconds of the slower worker, from memory and from a file, and the file's size."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "--max-restarts", "1", *KEPT]
+    command += ["-m", "experiments.recovery.timing", str(folder)]
+    subprocess.run(
+        command, check=True, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    times = [json.loads(path.read_text()) for path in folder.glob("times-*.json")]
+    found = {name: max(each[name] for each in times) for name in times[0]}
+    fresh = [json.loads(path.read_text()) for path in folder.glob("fresh-*.json")]
+    return {**found, "fresh_construct_s": max(fresh)}
+
+
+def run(options: Options) -> Outcome:
+    """Runs all, one after the other."""
+    epochs, kills = (8, 2) if options.is_quick else (60, 5)
+    with tempfile.TemporaryDirectory(prefix="coarse-recovery-") as temporary:
+        folder = Path(temporary)
+        offloaded = ("--offload-optimizer",)
+        options.progress("undisturbed")
+        whole = run_job(folder / "whole", epochs=epochs, kills=0, seed=0, options=offloaded, kept=False)
+        options.progress(f"killed {kills} times, from memory")
+        saves = (*offloaded, "--checkpoint-every", "50")
+        memory = run_job(folder / "memory", epochs=epochs, kills=kills, seed=1, options=saves, kept=True)
+        options.progress(f"killed {kills} times, from checkpoints")
+        saves = (*offloaded, "--checkpoint-every", "5")
+        disk = run_job(folder / "disk", epochs=epochs, kills=kills, seed=2, options=saves, kept=False)
+        options.progress("time of a recovery")
+        times = time_recovery(folder / "times")
+    findings = [
+        _equality("from memory", memory, whole, kills),
+        _equality("from checkpoints, every 5 steps", disk, whole, kills),
+        _comparison(times),
+    ]
+    data: list[dict[str, Any]] = [
+        {"kind": MEASURED, "run": name, **asdict(each)}
+        for name, each in (("whole", whole), ("memory", memory), ("checkpoints", disk))
+    ]
+    return Outcome(findings=findings, data=[*data, {"kind": MEASURED, "run": "times", **times}])
+
+
+def _equality(how: str, found: Run, whole: Run, kills: int) -> Finding:
+    is_equal = found.param_hash == whole.param_hash
+    steps = ", ".join(map(str, found.resumed_at))
+    return Finding(
+        ran=f"BERT-tiny, {NUM_WORKERS} workers, SIGKILL at {kills} random moments, {how}",
+        expected="parameters bitwise equal to an undisturbed run",
+        found=f"{'equal' if is_equal else 'different'}; went on at steps {steps}; {found.seconds:.0f} s, "
+        f"undisturbed {whole.seconds:.0f} s",
+        agrees=is_equal and len(found.resumed_at) == kills,
+        kind=MEASURED,
+    )
+
+
+def _comparison(times: dict[str, float]) -> Finding:
+    share = times["recover_s"] / times["load_s"]
+    return Finding(
+        ran=f"{times['state_bytes'] / 2**20:.0f} MiB of parameters and AdamW state, from memory and by torch.load",
+        expected=f"from memory in under {_TARGET:.0%} of the time",
+        found=f"{1e3 * times['recover_s']:.1f} ms beside {1e3 * times['load_s']:.0f} ms ({share:.1%}); the "
+        f"registration, which both need, {1e3 * times['construct_s']:.0f} ms (of new memory "
+        f"{1e3 * times['fresh_construct_s']:.0f} ms)",
+        agrees=share < _TARGET,
+        kind=MEASURED,
+    )
+
+
+def _worker_pids(report: Path) -> list[int]:
+    """The example's workers: they have its command line, and a rank."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            has_report = str(report).encode() in (process / "cmdline").read_bytes().split(b"\0")
+            is_worker = b"\0RANK=" in (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if has_report and is_worker:
+            found.append(int(process.name))
+    return found
+
+
+def _environment() -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+EXPERIMENT = Experiment(name="recovery", figure="Recovery", run=run)
+
+if __name__ == "__main__":
+    sys.exit(main(EXPERIMENT))
