@@ -68,6 +68,7 @@ _SESSION_FLAGS = (
         "COARSE_KEEP_DEVICES",
         "seconds for which memory devices outlive workers that crash, for --max-restarts",
     ),
+    ("--heartbeat", "COARSE_HEARTBEAT_S", "seconds for which a memory device may stand still, 0 for ever"),
     ("--failpoints", "COARSE_FAILPOINTS", "faults to inject, for tests"),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
     ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
