@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
     from coarse.profiler.dual_sync import DualSyncPlan, SyncCosts
+    from coarse.profiler.own_path import Collectives
+    from coarse.profiler.partition import ShardRange
     from coarse.profiler.profile import Profile
     from coarse.profiler.routing import RoutingTable
     from coarse.profiler.shard_size import ShardSize
@@ -39,6 +41,7 @@ class Basis:
         tables: The routing table of each worker.
         size: The shard size.
         costs: Of synchronising a byte.
+        collectives: The workers' own all-reduce, where all links are known; None of a measured profile.
     """
 
     profile: Profile
@@ -46,6 +49,7 @@ class Basis:
     tables: tuple[RoutingTable, ...]
     size: ShardSize
     costs: SyncCosts
+    collectives: Collectives | None = None
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -170,7 +174,7 @@ def plan_machine(name: str, partition_table: str = "") -> Basis:
         ValueError: If there is no such machine or table, or they do not fit.
     """
     from coarse.machine.catalogue import load_machine
-    from coarse.profiler.linked import profile_from_links, sync_costs_from_links
+    from coarse.profiler.linked import collectives_from_links, profile_from_links, sync_costs_from_links
     from coarse.profiler.routing import plan_routing
     from coarse.profiler.shard_size import plan_shard_size
 
@@ -185,6 +189,7 @@ def plan_machine(name: str, partition_table: str = "") -> Basis:
         tables=tables,
         size=plan_shard_size(profile, tables),
         costs=sync_costs_from_links(links, tables),
+        collectives=collectives_from_links(links),
     )
 
 
@@ -192,24 +197,39 @@ def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPl
     """Splits a model's gradients between memory devices and workers."""
     from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
 
+    shards = _shards(basis, trace)
     inputs = DualSyncInputs(
-        tensor_bytes=tuple(event.nbytes for event in trace.events),
+        tensor_bytes=tuple(4 * shard.num_elements for shard in shards),
         forward_s=trace.forward_s,
         backward_s=trace.backward_s,
         costs=basis.costs,
-        ready_s=tuple(event.ready * trace.backward_s for event in trace.events),
+        ready_s=tuple(trace.events[shard.tensor].ready * trace.backward_s for shard in shards),
     )
     return plan_dual_sync(inputs, mode=mode)
 
 
-def all_to_all_from_bytes(profile: Profile) -> float | None:
+def _shards(basis: Basis, trace: ComputeTrace) -> tuple[ShardRange, ...]:
+    """What a model's gradients, all of float32, are cut into, in the order in which they are ready."""
+    from coarse.env import Settings
+    from coarse.profiler.partition import plan_partition
+
+    gather_bytes = Settings().gather_bytes
+    return plan_partition(trace.specs(), shard_bytes=basis.size.nbytes, gather_bytes=gather_bytes).shards
+
+
+def all_to_all_from_bytes(basis: Basis) -> float | None:
     """From which tensor size on the workers' own all-reduce is predicted to be faster as all-to-all.
 
-    Below, all-gather is. None where it always is: with one worker or two.
+    Below, all-gather is. None where it always is: with one worker or two. By all links at once where they are known,
+    else by pairs of workers, which were measured alone and do not show what they share.
     """
+    from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL
     from coarse.profiler.profile import WORKERS
-    from coarse.profiler.switchover import predict_all_to_all_crossing, slowest_path
+    from coarse.profiler.switchover import predict_all_to_all_crossing, predict_crossing, slowest_path
 
+    if basis.collectives is not None:
+        return predict_crossing(basis.collectives[ALL_GATHER], basis.collectives[ALL_TO_ALL])
+    profile = basis.profile
     fits = [curve.fit() for path, curve in profile.curves.items() if path.kind == WORKERS]
     return predict_all_to_all_crossing(slowest_path(fits), profile.key.num_workers) if fits else None
 
@@ -228,7 +248,7 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
         ],
         "shard_size": asdict(basis.size),
         "sync_costs": asdict(basis.costs),
-        "workers_all_to_all_from_bytes": all_to_all_from_bytes(basis.profile),
+        "workers_all_to_all_from_bytes": all_to_all_from_bytes(basis),
     }
     if trace is not None and split is not None:
         document["dual_sync"] = {
@@ -237,12 +257,22 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
             "backward_s": trace.backward_s,
             "times": trace.source,
             "num_tensors": len(trace.events),
+            "num_shards": len(_shards(basis, trace)),
             "total_bytes": trace.nbytes,
             **asdict(split),
             "num_offloaded": split.num_offloaded,
-            "offloaded": [trace.events[position].name for position in sorted(split.offloaded)],
+            "offloaded": _offloaded_bytes(basis, trace, split),
         }
     return document
+
+
+def _offloaded_bytes(basis: Basis, trace: ComputeTrace, split: DualSyncPlan) -> dict[str, int]:
+    """How many bytes of which tensors go to the memory devices."""
+    shards, offloaded = _shards(basis, trace), dict[str, int]()
+    for position in sorted(split.offloaded):
+        name = trace.events[shards[position].tensor].name
+        offloaded[name] = offloaded.get(name, 0) + 4 * shards[position].num_elements
+    return offloaded
 
 
 def _partition_table(machine: Machine, name: str) -> PartitionTable:
@@ -285,9 +315,9 @@ def _print_plan(
         for worker in range(key.num_workers):
             _print_times(basis, worker)
     print_shard_size(basis.size)
-    _print_worker_path(basis.profile)
+    _print_worker_path(basis)
     if trace is not None and split is not None:
-        _print_split(trace, split)
+        _print_split(trace, split, len(_shards(basis, trace)))
 
 
 def print_routing(basis: Basis) -> None:
@@ -306,13 +336,13 @@ def print_shard_size(size: ShardSize) -> None:
     print_table("Shards", ("at least", "why"), [(format_size(size.nbytes), size.reason)])
 
 
-def _print_worker_path(profile: Profile) -> None:
-    crossing = all_to_all_from_bytes(profile)
+def _print_worker_path(basis: Basis) -> None:
+    crossing = all_to_all_from_bytes(basis)
     if crossing is not None:
-        row = (
-            format_size(round(crossing)),
-            "alpha beta N / ((N-1)(N-2)) of the slowest path between workers, predicted",
-        )
+        why = "alpha beta N / ((N-1)(N-2)) of the slowest path between workers, measured in pairs; predicted"
+        if basis.collectives is not None:
+            why = "where both take equally long over all links at once, predicted"
+        row = (format_size(round(crossing)), why)
         print_table("Workers' own all-reduce: all-gather, and all-to-all", ("from", "why"), [row])
 
 
@@ -333,7 +363,7 @@ def _print_times(basis: Basis, worker: int) -> None:
     print_table(f"Worker {worker}: push and pull at once", columns, rows)
 
 
-def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
+def _print_split(trace: ComputeTrace, split: DualSyncPlan, num_shards: int) -> None:
     rows = [
         (
             "forward, backward",
@@ -342,7 +372,7 @@ def _print_split(trace: ComputeTrace, split: DualSyncPlan) -> None:
         ),
         (
             "memory devices",
-            f"{split.num_offloaded} of {len(trace.events)} tensors, {format_size(split.m_bytes)} of "
+            f"{split.num_offloaded} of {num_shards} shards, {format_size(split.m_bytes)} of "
             f"{format_size(trace.nbytes)}",
             f"the formula's m is {format_size(round(split.optimum_bytes))}",
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -67,19 +67,19 @@ class HostOwnPath:
         self._num_workers = num_workers
         self._meeting = meeting
 
-    def reduce(self, tensors: Sequence[int], contributors: Sequence[int]) -> None:
-        """Reduces those of `tensors` that every worker has contributed to; memory devices have reduced the others.
+    def reduce(self, shards: Mapping[int, int], contributors: Sequence[int]) -> None:
+        """Reduces those of `shards` that every worker has contributed to; memory devices have reduced the others.
 
         Every worker calls it alike, after all contributions have been pulled and before it writes to a slot again.
 
         Args:
-            tensors: That were pushed for this path.
+            shards: That were pushed for this path, with the tensor of each.
             contributors: How many workers contributed to each tensor of the group.
 
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
         """
-        own = [tensor for tensor in tensors if contributors[tensor] == self._num_workers]
+        own = [shard for shard, tensor in shards.items() if contributors[tensor] == self._num_workers]
         if not own:
             return
         self._native.reduce_pieces(self._group, own)

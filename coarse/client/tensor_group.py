@@ -83,7 +83,7 @@ class TensorGroup:
         self._client = client
         self._native = native
         self._schema = schema
-        self._path_flags: dict[int, int] = {}
+        self._own_shards: dict[int, int] = {}  # the tensor of each
         self._own_path: HostOwnPath | None = None
         self._meeting: Meeting | None = None
         self._pulls_singly = False
@@ -186,7 +186,7 @@ class TensorGroup:
         flags = (
             (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0) | update
         )
-        status = self._native.push(self.id, index, flags | self._path_flags.get(index, 0), source)
+        status = self._native.push(self.id, index, flags, source)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
@@ -206,7 +206,7 @@ class TensorGroup:
         """
         if self._slots is None:
             raise self._closed_error()
-        if self._own_path is not None and index in self._path_flags:
+        if self._own_path is not None and index in self._own_shards.values():
             raise ValueError(
                 f"{self.name}: the workers reduce {self.specs[index].name!r} themselves, which ends with pull_all(); "
                 "set COARSE_DUAL_SYNC=off to pull tensors one by one"
@@ -226,7 +226,7 @@ class TensorGroup:
             self._client.check(status, self._describe_pending)
         contributors = self._native.all_contributors(self.id)
         if self._own_path is not None:
-            self._own_path.reduce(list(self._path_flags), contributors)
+            self._own_path.reduce(self._own_shards, contributors)
         if self._on_step is not None:
             self._on_step(contributors)
         return contributors
@@ -258,13 +258,13 @@ class TensorGroup:
             for squares, client in self._native.measures(self.id)
         ]
 
-    def use_own_path(self, tensors: Mapping[int, str]) -> None:
-        """Has the workers reduce these tensors themselves from the next push on, and memory devices all others.
+    def use_own_path(self, ways: Mapping[int, str]) -> None:
+        """Has the workers reduce these shards themselves from the next push on, and memory devices all others.
 
         Every worker calls it alike, between two steps. Results do not change by it.
 
         Args:
-            tensors: How each of them is reduced: "ring", "all-gather" or "all-to-all". In the host's memory, where
+            ways: How each of them is reduced: "ring", "all-gather" or "all-to-all". In the host's memory, where
                 they go through no link, all is done by "all-to-all".
 
         Raises:
@@ -272,9 +272,12 @@ class TensorGroup:
         """
         if reason := self.cannot_use_own_path():
             raise ValueError(f"{self.name}: workers cannot reduce themselves: {reason}")
-        if tensors and self._own_path is None and self._client.emulation is None:
+        if ways and self._own_path is None and self._client.emulation is None:
             self._own_path = HostOwnPath(self._native, self.id, self.num_workers, self.meeting)
-        self._path_flags = {tensor: _OWN_PATH_FLAGS[collective] for tensor, collective in tensors.items()}
+        shards = self._schema.partition().shards
+        self._own_shards = {shard: shards[shard].tensor for shard in ways}
+        flags = [_OWN_PATH_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
+        self._native.set_path_flags(self.id, flags)
 
     def open_meeting(self) -> None:
         """Makes `meeting`; every worker calls it alike, before it works on anything else."""
@@ -311,12 +314,9 @@ class TensorGroup:
         shards = self._schema.partition().shards
         return [shard.num_elements * ITEM_BYTES[self.specs[shard.tensor].dtype] for shard in shards]
 
-    def largest_shards(self) -> list[int]:
-        """Bytes of the largest shard of each tensor."""
-        largest = [0] * len(self.specs)
-        for shard, nbytes in zip(self._schema.partition().shards, self.shard_sizes(), strict=True):
-            largest[shard.tensor] = max(largest[shard.tensor], nbytes)
-        return largest
+    def tensors_of_shards(self) -> list[int]:
+        """The tensor that each shard of a step is a piece of."""
+        return [shard.tensor for shard in self._schema.partition().shards]
 
     def close(self) -> None:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from coarse.env import parse_bytes
 from coarse.profiler.profile import DEVICES, WORKERS
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
 OFF, AUTO = "off", "auto"
 
-ALIKE_FRACTION = 0.005
-"""Estimates are no more exact than this. For less, tensors are not split between the two ways."""
+ALIKE_FRACTION = 0.01
+"""Estimates are no more exact than this. For less, nothing is split between the two ways."""
 
 _SHARES = 16
 """Of all bytes, so many shares are tried for the memory devices."""
@@ -125,7 +128,8 @@ class DualSyncInputs:
     """What the estimate needs of a job.
 
     Args:
-        tensor_bytes: Of each tensor, in the order of pushing: the last layers' first.
+        tensor_bytes: Of each tensor, or of each shard, in the order of pushing: the last layers' first. None of them
+            is split.
         forward_s, backward_s: T_FP and T_BP, from the first iterations.
         costs: Of a byte on either way.
         ready_s: When each tensor is ready, in seconds of the backward pass and never before the one that is pushed
@@ -190,15 +194,15 @@ class DualSyncInputs:
             raise ValueError("when tensors are ready is not known")
         costs = self.costs
         ways = ((costs.proxy_s_per_byte, 0.0), (0.0, costs.worker_s_per_byte), *_greatest(costs.shared))
-        goes_to_devices = [position in offloaded for position in range(len(self.tensor_bytes))]
-        tensors = list(zip(self.tensor_bytes, self.ready_s, goes_to_devices, strict=True))
-        end_s = self.backward_s
-        for proxy, worker in ways:
-            free_s = 0.0
-            for nbytes, ready_s, to_devices in tensors:
-                free_s = max(free_s, ready_s) + (proxy if to_devices else worker) * nbytes
-            end_s = max(end_s, free_s)
-        return self.forward_s + end_s
+        nbytes, ready_s = np.array(self.tensor_bytes, dtype=np.float64), np.array(self.ready_s)
+        to_devices = np.zeros(len(nbytes), dtype=bool)
+        to_devices[list(offloaded)] = True
+        device_bytes, worker_bytes = _from_each_on(nbytes * to_devices), _from_each_on(nbytes * ~to_devices)
+        # A way ends when everything from some tensor on has passed it without a pause after that one was ready.
+        ends_s = (
+            float(np.max(ready_s + proxy * device_bytes + worker * worker_bytes)) for proxy, worker in ways
+        )
+        return self.forward_s + max(self.backward_s, *ends_s)
 
     def spread(self, share: float) -> frozenset[int]:
         """Positions of tensors that make up at most `share` of all bytes, and of those of each beginning of the step.
@@ -406,6 +410,11 @@ def _explain(inputs: DualSyncInputs, chosen: int, predicted_s: float) -> str:
         return f"the memory devices keep up with everything: {_ms(predicted_s)} a step"
     saved_s = inputs.train_s(inputs.total_bytes) - predicted_s
     return f"both finish together: {_ms(predicted_s)} a step, {_ms(saved_s)} less than through memory devices alone"
+
+
+def _from_each_on(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum of each value and all that follow it."""
+    return np.cumsum(values[::-1])[::-1]
 
 
 def _greatest(ways: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:

@@ -129,41 +129,41 @@ class Replanner:
         dilation = self._session.time_dilation
         forward_s, backward_s, _ = self._slowest([each / dilation for each in self._clock.medians_s()])
         order = self._order_of_first_worker()
+        shard_bytes = self._group.shard_sizes()
+        pushed_shards = _shards_in_order(order, self._group.tensors_of_shards())
         is_emulated = self._session.is_emulated
-        ready_s = self._ready_s(order, backward_s) if is_emulated else None
-        specs = self._group.specs
+        ready_s = self._ready_s(order, backward_s)
+        tensor_of = self._group.tensors_of_shards()
         plan = plan_dual_sync(
             DualSyncInputs(
-                tensor_bytes=tuple(specs[tensor].nbytes for tensor in order),
+                tensor_bytes=tuple(shard_bytes[shard] for shard in pushed_shards),
                 forward_s=forward_s,
                 backward_s=backward_s,
                 costs=self._sync_costs(),
-                ready_s=ready_s,
+                ready_s=tuple(ready_s[tensor_of[shard]] for shard in pushed_shards) if is_emulated else None,
                 workers_compute=not is_emulated,
             ),
             mode=self._dual_sync,
             least_gain=0.0 if is_emulated else _LEAST_GAIN_ON_HOST,
         )
         self._use_own_path(
-            [tensor for position, tensor in enumerate(order) if position not in plan.offloaded]
+            [shard for position, shard in enumerate(pushed_shards) if position not in plan.offloaded]
         )
         self._decide(
-            f"dual synchronisation: {plan.num_offloaded} of {len(order)} tensors, {plan.m_bytes} of "
-            f"{sum(spec.nbytes for spec in specs)} bytes, go to the memory devices "
+            f"dual synchronisation: {plan.num_offloaded} of {len(pushed_shards)} shards, {plan.m_bytes} of "
+            f"{sum(shard_bytes)} bytes, go to the memory devices "
             f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
         )
 
-    def _use_own_path(self, tensors: Sequence[int]) -> None:
-        """The workers reduce `tensors` themselves, each in the way that suits its shards."""
+    def _use_own_path(self, shards: Sequence[int]) -> None:
+        """The workers reduce `shards` themselves, each in the way that suits its size."""
         emulation = self._session.emulation
         if emulation is None:
-            chosen = dict.fromkeys(tensors, ALL_TO_ALL)
+            chosen = dict.fromkeys(shards, ALL_TO_ALL)
         else:
             collectives = collectives_from_links(emulation.links)
-            largest = self._group.largest_shards()
-            chosen = {
-                tensor: choose_collective(collectives, largest[tensor], self._own_path) for tensor in tensors
-            }
+            sizes = self._group.shard_sizes()
+            chosen = {shard: choose_collective(collectives, sizes[shard], self._own_path) for shard in shards}
         self._group.use_own_path(chosen)
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
@@ -188,14 +188,15 @@ class Replanner:
         order = self._group.meeting.largest(self._clock.order if self._is_first else [0] * num_tensors)
         return [int(tensor) for tensor in order]
 
-    def _ready_s(self, order: Sequence[int], backward_s: float) -> tuple[float, ...]:
-        """When each tensor of `order` is ready in the backward pass, on the slowest worker and in that order."""
+    def _ready_s(self, order: Sequence[int], backward_s: float) -> dict[int, float]:
+        """When each tensor is ready in the backward pass, on the slowest worker and none before those before it."""
         dilation = self._session.time_dilation
         by_tensor = [0.0] * len(order)
         for tensor, ready_s in zip(self._clock.order, self._clock.ready_s(), strict=True):
             by_tensor[tensor] = ready_s / dilation
         slowest = self._slowest(by_tensor)
-        return tuple(min(each, backward_s) for each in accumulate((slowest[tensor] for tensor in order), max))
+        moments = accumulate((slowest[tensor] for tensor in order), max)
+        return {tensor: min(ready_s, backward_s) for tensor, ready_s in zip(order, moments, strict=True)}
 
     # ---- dynamic profiling ----
 
@@ -281,6 +282,12 @@ class Replanner:
         self.decisions.append(text)
         if self._is_first:
             logger.info("[w0] %s", text)
+
+
+def _shards_in_order(tensors: Sequence[int], tensors_of_shards: Sequence[int]) -> list[int]:
+    """Shards in the order in which they are pushed with their tensors."""
+    position = {tensor: position for position, tensor in enumerate(tensors)}
+    return sorted(range(len(tensors_of_shards)), key=lambda shard: position[tensors_of_shards[shard]])
 
 
 def _route(table: RoutingTable) -> str:

@@ -45,7 +45,7 @@ def decided(session):
     return [line for line in session.decisions() if line.startswith("dual synchronisation")]
 
 
-@pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("320KiB", 2), ("0", 0), ("1GiB", 6)])
+@pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("400KiB", 5), ("0", 0), ("1GiB", 12)])
 def test_a_size_is_what_goes_to_the_memory_devices(job, dual_sync, num_offloaded):
     def worker(me, how):
         with me.join(how, dual_sync=how, **SHARDS) as session:
@@ -56,9 +56,9 @@ def test_a_size_is_what_goes_to_the_memory_devices(job, dual_sync, num_offloaded
     outcomes = job.run(2, lambda me: worker(me, dual_sync))
     assert {digest for digest, _, _ in outcomes} == devices_alone, "numbers stay"
     for _, split, ways in outcomes:
-        assert f": {num_offloaded} of 6 tensors" in split[0]
+        assert f": {num_offloaded} of 12 shards" in split[0]
         assert ways == (
-            [f"the workers' own path: {6 - num_offloaded} by all-to-all"] if num_offloaded < 6 else []
+            [f"the workers' own path: {12 - num_offloaded} by all-to-all"] if num_offloaded < 12 else []
         )
 
 
@@ -165,9 +165,9 @@ def test_a_worker_that_dies_on_its_own_path_ends_the_session(job):
 @pytest.mark.parametrize(
     ("gbytes_per_s", "share_links", "expected"),
     [
-        (1e3, True, r": 6 of 6 tensors.* keep up with everything"),
-        (0.02, True, r": [0-4] of 6 tensors.* both finish together"),
-        (0.02, False, r": [2-4] of 6 tensors.* both finish together"),
+        (1e3, True, r": 12 of 12 shards.* keep up with everything"),
+        (0.02, True, r": [0-8] of 12 shards.* both finish together"),
+        (0.02, False, r": [5-8] of 12 shards.* both finish together"),
     ],
 )
 def test_auto_goes_by_the_profile(job, tmp_path, gbytes_per_s, share_links, expected):

@@ -52,8 +52,8 @@ def between_workers(session):
     return [each for each in session.transfers() if max(each.source, each.target) < 2]
 
 
-@pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 6), ("320KiB", 2), ("0", 0), ("1GiB", 6)])
-def test_the_last_tensors_go_by_the_workers_own_path(job, dual_sync, num_offloaded):
+@pytest.mark.parametrize(("dual_sync", "num_offloaded"), [("off", 12), ("400KiB", 5), ("0", 0), ("1GiB", 12)])
+def test_the_last_shards_go_by_the_workers_own_path(job, dual_sync, num_offloaded):
     def worker(me):
         settings = {**P3, "dual_sync": dual_sync, "own_path": "ring", "transfer_log": 10_000}
         with me.join(replan_steps=0, **settings) as session:
@@ -68,10 +68,10 @@ def test_the_last_tensors_go_by_the_workers_own_path(job, dual_sync, num_offload
     assert len({digest for digest, _, _ in outcomes}) == 1
     for _, num_transfers, decided in outcomes:
         # A shard goes around in two iterations, in which each of two workers sends.
-        shards = 2 * (6 - num_offloaded)
+        shards = 12 - num_offloaded
         assert num_transfers == 2 * shards * 2 * 2
         assert len(decided) == (dual_sync != "off")
-        assert all(f": {num_offloaded} of 6 tensors" in line for line in decided)
+        assert all(f": {num_offloaded} of 12 shards" in line for line in decided)
 
 
 def test_dual_synchronisation_changes_no_bit(job):
@@ -108,7 +108,7 @@ def test_the_way_on_the_own_path_changes_transfers_and_no_bit(job, own_path, num
         assert (
             transfers == 6 * 2 * num_transfers
         )  # two shards of each of six layers, in the one step after learning
-        assert decided == [f"the workers' own path: 6 by {own_path}"]
+        assert decided == [f"the workers' own path: 12 by {own_path}"]
 
 
 def test_where_offloading_does_not_pay_the_workers_do_it_all(job):
@@ -117,12 +117,13 @@ def test_where_offloading_does_not_pay_the_workers_do_it_all(job):
     def worker(me):
         # About as long a backward pass for the bytes as BERT-large has on a T4: 0.16 ms for 1 MB.
         settings = {**P3, "machine": "aws-g4dn", "memory_devices": 4, "time_dilation": 1000.0}
+        settings["shard_bytes"] = 256 * KIB  # whole layers
         with me.join(replan_steps=0, **settings) as session:
             train(session, LEARNED, compute_s=1000 * 0.2e-3)
             return [line for line in session.decisions() if line.startswith("dual synchronisation")]
 
     for (decided,) in job.run(4, worker):
-        assert ": 0 of 6 tensors" in decided
+        assert ": 0 of 6 shards" in decided
         assert "offloading does not pay" in decided
 
 

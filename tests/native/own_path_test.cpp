@@ -41,10 +41,10 @@ std::vector<TensorSpec> everyKind(Algorithm algorithm) {
   return tensors;
 }
 
-std::vector<std::uint32_t> allTensors(const GroupPlan& plan) {
-  std::vector<std::uint32_t> tensors(plan.numTensors());
-  std::iota(tensors.begin(), tensors.end(), 0);
-  return tensors;
+std::vector<std::uint32_t> allShards(const GroupPlan& plan) {
+  std::vector<std::uint32_t> shards(plan.shards.size());
+  std::iota(shards.begin(), shards.end(), 0);
+  return shards;
 }
 
 struct Case {
@@ -66,13 +66,13 @@ class WorkersReduce : public testing::TestWithParam<Case> {
         const Bytes bytes = contribution(shard.dtype, shard.numElements, client, step);
         std::memcpy(cluster.slots(plan, client) + shard.offset, bytes.data(), bytes.size());
       }
-      for (const std::uint32_t tensor : allTensors(plan))
+      for (std::uint32_t tensor = 0; tensor < plan.numTensors(); ++tensor)
         ASSERT_EQ(self.push(plan.id, tensor, flags[client], nullptr), WaitStatus::kDone);
       ASSERT_EQ(self.pullAll(plan.id, kPatienceSeconds), WaitStatus::kDone);
       if (!byWorkers) return;
-      self.reducePieces(plan.id, allTensors(plan));
+      self.reducePieces(plan.id, allShards(plan));
       gate.wait();
-      self.copyPieces(plan.id, allTensors(plan));
+      self.copyPieces(plan.id, allShards(plan));
       gate.wait();
     });
   }
@@ -144,7 +144,9 @@ TEST(OwnPieces, NeedTheSlotsOfAllWorkers) {
   EXPECT_THROW(client.copyPieces(plan.id, {0}), std::invalid_argument);
   EXPECT_THROW(client.addPeers(plan.id, {cluster.slotFds(plan)[0]}), std::invalid_argument);
   client.addPeers(plan.id, cluster.slotFds(plan));
-  EXPECT_THROW(client.reducePieces(plan.id, {1}), std::invalid_argument);
+  EXPECT_THROW(client.reducePieces(plan.id, {1}), std::invalid_argument) << "there is one shard";
+  EXPECT_THROW(client.setPathFlags(plan.id, {}), std::invalid_argument);
+  EXPECT_THROW(client.setPathFlags(plan.id, {kPresent}), std::invalid_argument) << "not of a path";
 }
 
 }  // namespace

@@ -77,10 +77,11 @@ void registerClient(py::module_& module) {
       .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
            py::arg("slots_fd"), py::arg("routes"))
       .def("add_peers", &Client::addPeers, py::arg("group"), py::arg("slot_fds"))
-      .def("reduce_pieces", &Client::reducePieces, py::arg("group"), py::arg("tensors"), ReleaseGil())
-      .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("tensors"), ReleaseGil())
+      .def("reduce_pieces", &Client::reducePieces, py::arg("group"), py::arg("shards"), ReleaseGil())
+      .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("shards"), ReleaseGil())
       .def("remove_group", &Client::removeGroup, py::arg("group"))
       .def("set_routes", &Client::setRoutes, py::arg("group"), py::arg("routes"))
+      .def("set_path_flags", &Client::setPathFlags, py::arg("group"), py::arg("flags"))
       .def(
           "push",
           [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uint8_t flags,

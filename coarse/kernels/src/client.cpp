@@ -56,6 +56,7 @@ std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, in
     ++group->tensors[tensor].numShards;
   }
   group->routes = std::move(routes);
+  group->pathFlags.assign(plan.shards.size(), 0);
   group->plan = std::move(plan);
   std::shared_ptr<Mapping> slots = group->slots;
   const std::uint32_t id = group->plan.id;
@@ -69,6 +70,15 @@ void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes)
   Group& group = find(groupId);
   checkRoutes(group.plan, routes);
   group.routes = std::move(routes);
+}
+
+void Client::setPathFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags) {
+  Group& group = find(groupId);
+  if (flags.size() != group.plan.shards.size()) throw std::invalid_argument("every shard needs its flags");
+  for (const std::uint8_t each : flags) {
+    if ((each & ~kPathFlags) != 0) throw std::invalid_argument("flags that say nothing of a path");
+  }
+  group.pathFlags = std::move(flags);
 }
 
 void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
@@ -100,7 +110,7 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
     descriptor.group = groupId;
     descriptor.shard = i;
     descriptor.step = tensor.step;
-    descriptor.flags = flags;
+    descriptor.flags = static_cast<std::uint8_t>(flags | group.pathFlags[i]);
     if (const WaitStatus status = post(group.routes[i], descriptor, numBytes); status != WaitStatus::kDone) {
       return status;
     }
@@ -310,11 +320,11 @@ void Client::addPeers(std::uint32_t groupId, const std::vector<int>& slotFds) {
     group.peers.push_back(mapSealed(fd, group.plan.clientBytes(), Mapping::Access::kReadOnly, "slots"));
 }
 
-void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t>& tensors) {
+void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t>& shards) {
   Group& group = find(groupId);
   const std::size_t numClients = group.plan.numClients;
   std::vector<const void*> inputs(numClients);
-  forEachShard(group, tensors, [&](const Shard& shard) {
+  forEachShard(group, shards, [&](const Shard& shard) {
     const ShardPiece piece = pieceOf(shard.numElements, group.client, numClients);
     const std::size_t offset = piece.begin * itemBytes(shard.dtype);
     for (std::size_t client = 0; client < numClients; ++client)
@@ -325,10 +335,10 @@ void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t
   });
 }
 
-void Client::copyPieces(std::uint32_t groupId, const std::vector<std::uint32_t>& tensors) {
+void Client::copyPieces(std::uint32_t groupId, const std::vector<std::uint32_t>& shards) {
   Group& group = find(groupId);
   const std::size_t numClients = group.plan.numClients;
-  forEachShard(group, tensors, [&](const Shard& shard) {
+  forEachShard(group, shards, [&](const Shard& shard) {
     for (std::size_t client = 0; client < numClients; ++client) {
       if (client == group.client) continue;
       const ShardPiece piece = pieceOf(shard.numElements, client, numClients);
@@ -345,11 +355,13 @@ const std::byte* Client::slotOf(const Group& group, std::size_t client, const Sh
 }
 
 template <typename Visit>
-void Client::forEachShard(Group& group, const std::vector<std::uint32_t>& tensors, Visit visit) {
+void Client::forEachShard(const Group& group, const std::vector<std::uint32_t>& shards, Visit visit) {
   if (group.peers.empty()) throw std::invalid_argument("workers can't see each other's slots of this group");
-  for (const std::uint32_t index : tensors) {
-    const ClientTensor& tensor = tensorOf(group, index);
-    for (std::uint32_t i = 0; i < tensor.numShards; ++i) visit(group.plan.shards[tensor.firstShard + i]);
+  for (const std::uint32_t index : shards) {
+    if (index >= group.plan.shards.size())
+      throw std::invalid_argument("shard " + std::to_string(index) + " of a group of " +
+                                  std::to_string(group.plan.shards.size()));
+    visit(group.plan.shards[index]);
   }
 }
 

@@ -74,6 +74,9 @@ class Client {
   /// Changes the memory devices that take shards which are pushed from now on.
   /// @throws std::invalid_argument unless there is one for each shard.
   void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
+  /// By which path each shard goes from its next push on: flags among kPathFlags.
+  /// @throws std::invalid_argument unless there are such flags for each shard.
+  void setPathFlags(std::uint32_t group, std::vector<std::uint8_t> flags);
 
   /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard
   /// by shard, each told to its memory device as soon as it is there.
@@ -106,15 +109,15 @@ class Client {
   /// caller's.
   /// @throws std::invalid_argument unless there is one for each client, sealed and large enough.
   void addPeers(std::uint32_t group, const std::vector<int>& slotFds);
-  /// Reduces this client's piece of each shard of these tensors, from all slots into its own one: the first
+  /// Reduces this client's piece of each of these shards, from all slots into its own one: the first
   /// half of an all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Only this
   /// client reads its piece of any slot until the second half, so that it can be written in place.
   /// @pre the contributions of all clients have been announced with kOwnPath, and pulled.
-  /// @throws std::invalid_argument without addPeers(), or for a tensor that does not exist.
-  void reducePieces(std::uint32_t group, const std::vector<std::uint32_t>& tensors);
+  /// @throws std::invalid_argument without addPeers(), or for a shard that does not exist.
+  void reducePieces(std::uint32_t group, const std::vector<std::uint32_t>& shards);
   /// Copies the other clients' pieces to this one's slots. @pre all clients have done reducePieces(), and
   /// none writes to its slots before all have done this; otherwise as reducePieces().
-  void copyPieces(std::uint32_t group, const std::vector<std::uint32_t>& tensors);
+  void copyPieces(std::uint32_t group, const std::vector<std::uint32_t>& shards);
 
   /// Times transfers that nothing is reduced of. All are posted, then waited for.
   /// @returns kDone, and the seconds from the first post until the end of each.
@@ -134,6 +137,7 @@ class Client {
     std::shared_ptr<Mapping> slots;
     std::vector<Mapping> peers;  // slots of all clients, read-only; none where devices alone reduce
     std::vector<std::uint16_t> routes;
+    std::vector<std::uint8_t> pathFlags;  // of each shard
     std::vector<ClientTensor> tensors;
   };
 
@@ -164,9 +168,9 @@ class Client {
   const Group& find(std::uint32_t group) const;
   static ClientTensor& tensorOf(Group& group, std::uint32_t tensor);
   static const std::byte* slotOf(const Group& group, std::size_t client, const Shard& shard) noexcept;
-  /// Calls visit(shard) for each shard of these tensors.
+  /// Calls visit(shard) for each of these shards.
   template <typename Visit>
-  static void forEachShard(Group& group, const std::vector<std::uint32_t>& tensors, Visit visit);
+  static void forEachShard(const Group& group, const std::vector<std::uint32_t>& shards, Visit visit);
   static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
   WaitStatus post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes);
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
