@@ -177,7 +177,8 @@ MISBEHAVIOURS = {
 
 def registration(**changes):
     specs = [["a", "float32", 1, "sum"]]
-    usual = {"name": "x", "specs": specs, "shard_bytes": 1, "gather_bytes": 1, "algorithm": "auto"}
+    sizes = {"shard_bytes": 1, "gather_bytes": 1, "window_bytes": 0}
+    usual = {"name": "x", "specs": specs, **sizes, "algorithm": "auto"}
     return {"type": "register", "group": 7, **usual, **changes}
 
 
@@ -194,6 +195,7 @@ MISBEHAVIOURS |= {
         ("shard_bytes", 0),
         ("shard_bytes", "1"),
         ("gather_bytes", -1),
+        ("window_bytes", -1),
     )
 }
 
