@@ -83,8 +83,20 @@ class SgdRule:
         return {}
 
 
+class _CountsUpdates:
+    """A rule whose optimizer keeps the number of updates as torch does: a scalar tensor, `step`."""
+
+    __slots__ = ()
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int(state.get("step", 0))
+
+    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamRule:
+class AdamRule(_CountsUpdates):
     """torch.optim.Adam, and with decoupled weight decay AdamW.
 
     Args:
@@ -116,15 +128,9 @@ class AdamRule:
             "update_number": update_number,
         }
 
-    def num_updates(self, state: Mapping[str, Any]) -> int:
-        return int(state.get("step", 0))
-
-    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
-        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdagradRule:
+class AdagradRule(_CountsUpdates):
     """torch.optim.Adagrad, whose sums of squares begin with its initial_accumulator_value."""
 
     state_names: tuple[str, ...] = ("sum",)
@@ -141,12 +147,6 @@ class AdagradRule:
             "epsilon": float(options["eps"]),
             "update_number": update_number,
         }
-
-    def num_updates(self, state: Mapping[str, Any]) -> int:
-        return int(state.get("step", 0))
-
-    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
-        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equal, left_by, with_buffers
+from comparison import assert_same
 from parity_pool import WorkerPool
 from safetensors.torch import load_file
-from test_torch_parity import assert_same
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict

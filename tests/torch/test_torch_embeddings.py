@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from comparison import assert_equal_results
 from embedding_scenarios import EMBEDDING_SCENARIOS
 from parity_pool import WorkerPool
-from test_torch_parity import assert_same
 
 PARITY = [name for name, scenario in EMBEDDING_SCENARIOS.items() if scenario.compare]
 COARSE_ONLY = [name for name, scenario in EMBEDDING_SCENARIOS.items() if not scenario.compare]
@@ -13,14 +13,7 @@ COARSE_ONLY = [name for name, scenario in EMBEDDING_SCENARIOS.items() if not sce
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    ddp_pool.submit(name)
-    coarse_pool.submit(name)
-    try:
-        expected = ddp_pool.collect()
-    finally:
-        actual = coarse_pool.collect()
-    for rank, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
-        assert_same(ours, theirs, EMBEDDING_SCENARIOS[name].tolerance, f"worker {rank}")
+    assert_equal_results(name, ddp_pool, coarse_pool, EMBEDDING_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

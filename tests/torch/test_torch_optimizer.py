@@ -7,14 +7,12 @@ for 200 steps where it says nothing else. Parameters and state must agree within
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+from comparison import assert_equal_results, run_under_both
 from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
-from test_torch_parity import assert_same
 
 PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
 ACROSS_NODES = ["jobs_of_several_nodes_run_on_the_workers"]
@@ -25,21 +23,9 @@ COARSE_ONLY = [
 ]
 
 
-def run_under_both(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> Iterator[tuple[Any, Any]]:
-    """What a scenario gives under torch's classes and COARSE's, worker by worker."""
-    ddp_pool.submit(name)
-    coarse_pool.submit(name)
-    try:
-        expected = ddp_pool.collect()
-    finally:
-        actual = coarse_pool.collect()
-    return zip(expected, actual, strict=True)
-
-
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    for rank, (theirs, ours) in enumerate(run_under_both(name, ddp_pool, coarse_pool)):
-        assert_same(ours, theirs, OPTIMIZER_SCENARIOS[name].tolerance, f"worker {rank}")
+    assert_equal_results(name, ddp_pool, coarse_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

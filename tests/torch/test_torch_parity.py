@@ -8,10 +8,8 @@ unless the scenario states a tolerance.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
+from comparison import assert_equal_results
 from parity_pool import WorkerPool
 from parity_scenarios import SCENARIOS
 
@@ -37,52 +35,22 @@ COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.comp
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    compare(name, ddp_pool, coarse_pool)
+    assert_equal_results(name, ddp_pool, coarse_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", ACROSS_NODES)
 def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
-    compare(name, ddp_pool, two_node_pool)
+    assert_equal_results(name, ddp_pool, two_node_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch_where_workers_reduce_themselves(
     name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool
 ) -> None:
-    compare(name, ddp_pool, own_path_pool)
-
-
-def compare(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    ddp_pool.submit(name)
-    coarse_pool.submit(name)
-    try:
-        expected = ddp_pool.collect()
-    finally:
-        actual = coarse_pool.collect()
-    for rank, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
-        assert_same(ours, theirs, SCENARIOS[name].tolerance, f"worker {rank}")
+    assert_equal_results(name, ddp_pool, own_path_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
     coarse_pool.collect()
-
-
-def assert_same(ours: Any, theirs: Any, tolerance: float, where: str) -> None:
-    """Compares nested results; arrays exactly (NaN equals NaN) unless a tolerance is stated."""
-    assert type(ours) is type(theirs), where
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in ours:
-            assert_same(ours[key], theirs[key], tolerance, f"{where}, {key}")
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs), where
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(a, b, tolerance, f"{where}[{index}]")
-    elif isinstance(ours, np.ndarray):
-        np.testing.assert_allclose(
-            ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=where
-        )
-    else:
-        assert ours == theirs, where

@@ -58,7 +58,8 @@ def test_version_names_the_release(capsys):
         (["run", "--algorithm", "magic", "-m", "this"], "COARSE_ALGORITHM='magic' is none of"),
         (["run", "--redirects", "1", "-m", "this"], "needs --log-dir"),
         (["run", "-m", "--no-python", "this"], "not allowed with"),
-        (["run", "--max-restarts", "3", "-m", "this"], "unrecognized arguments: --max-restarts"),
+        (["run", "--max-restarts", "-1", "-m", "this"], "'-1' is not a whole number from 0 on"),
+        (["run", "--rdzv-backend", "etcd", "-m", "this"], "unrecognized arguments: --rdzv-backend"),
     ],
 )
 def test_a_wrong_command_line_gives_one_line_and_exit_code_2(arguments, expected, capsys):
