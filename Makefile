@@ -24,7 +24,7 @@ train: $(INSTALLED)  ## Train the digits with COARSE and with torch DDP, and com
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments
 
-test: lint native-test python-test  ## Run all linters and tests.
+test: lint native-test-asan native-test-tsan python-test  ## Run all linters and tests, the native ones under sanitizers.
 
 python-test: $(INSTALLED)  ## Run the Python tests.
 	$(BIN)/python -m pytest
