@@ -1,5 +1,5 @@
-from __future__ import annotations
+"""Checkpoints need the package crc32c (`pip install 'coarse[checkpoint]'`); without it there is nothing to test."""
 
-import pytest
+from importlib.util import find_spec
 
-pytest.importorskip("crc32c")
+collect_ignore_glob = [] if find_spec("crc32c") else ["test_*.py"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import MemoryDeviceLostError, SnapshotLostError, SnapshotsBusyError, WorkerLostError
 from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
 from coarse.proxy.snapshot_writer import write_request
+
+needs_crc32c = pytest.mark.skipif(find_spec("crc32c") is None, reason="needs crc32c")
 
 ADAM = 4
 STATES = ("exp_avg", "exp_avg_sq")
@@ -155,6 +159,7 @@ def test_training_with_snapshots_has_the_same_bits_as_training_without(job):
     job.run(2, worker)
 
 
+@needs_crc32c
 @pytest.mark.parametrize("pool_bytes", [POOL_BYTES, 1])
 def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp_path, pool_bytes):
     # With the smallest pool, updates of the next steps wait for the writer block by block.
@@ -185,6 +190,7 @@ def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp
     job.run(2, worker)
 
 
+@needs_crc32c
 def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
     (tmp_path / "file").touch()
 
@@ -205,6 +211,7 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
     job.run(2, worker)
 
 
+@needs_crc32c
 def test_a_write_that_is_stopped_leaves_nothing_half_done(job, tmp_path):
     def worker(me):
         with me.join(**settings_of()) as session:
