@@ -9,8 +9,8 @@ INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
-NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
-FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc')
+NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cuh')
+FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
 .PHONY: help train experiments test lint python-test native-test native-test-asan native-test-tsan clean

@@ -13,6 +13,7 @@ from typing import Any
 
 from coarse.errors import RendezvousError
 from coarse.failpoints import parse_failpoints
+from coarse.machine.memory_name import MemoryName, parse_memory_devices
 
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -138,7 +139,7 @@ class Settings:
     """How a session is set up. The same on every worker.
 
     Args:
-        memory_devices: Memory devices on each node; 0 stands for as many as local workers.
+        memory_devices: Memory devices on each node; 0 stands for as many as local workers. Or the memory of each.
         partition_table: A TOML file that says which memory device serves which workers; "" for an even one.
         sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
         shard_bytes: Partition threshold: no shard is smaller unless its tensor is; 0 stands for what the links'
@@ -181,7 +182,7 @@ class Settings:
         ValueError: If a value is out of range; the message names the variable.
     """
 
-    memory_devices: int = 0
+    memory_devices: int | tuple[MemoryName, ...] = 0
     partition_table: str = ""
     sync_cores: int = 0
     shard_bytes: int = 0
@@ -207,7 +208,7 @@ class Settings:
     node_address: str = ""
 
     def __post_init__(self) -> None:
-        _check_range("COARSE_MEMORY_DEVICES", self.memory_devices, 0, 64)
+        _check_memory_devices(self.memory_devices)
         _check_range("COARSE_SYNC_CORES", self.sync_cores, 0, 256)
         _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64 if self.shard_bytes else 0, 1 << 32)
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
@@ -264,7 +265,7 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         readers: dict[str, Callable[[str, str], object]] = {
-            "memory_devices": _read_int,
+            "memory_devices": _read_memory_devices,
             "partition_table": _read_text,
             "sync_cores": _read_int,
             "shard_bytes": _read_bytes,
@@ -317,6 +318,20 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is none of {', '.join(choices)}")
+
+
+def _check_memory_devices(devices: int | tuple[MemoryName, ...]) -> None:
+    count = devices if isinstance(devices, int) else len(devices)
+    _check_range("COARSE_MEMORY_DEVICES", count, 0, 64)
+
+
+def _read_memory_devices(name: str, text: str) -> int | tuple[MemoryName, ...]:
+    try:
+        return parse_memory_devices(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{name}={text!r} is neither a number of memory devices nor memories such as host,numa:2: {error}"
+        ) from None
 
 
 def _read_int(name: str, text: str) -> int:

@@ -34,6 +34,10 @@ class OutOfDeviceMemoryError(CoarseError, MemoryError):
     """A memory device cannot hold what is asked of it; nothing was allocated."""
 
 
+class DeviceMemoryBusyError(CoarseError):
+    """Somebody else has the memory for himself that a memory device is to own."""
+
+
 class SessionClosedError(CoarseError):
     """The session, or a tensor group of it, was used after close()."""
 
@@ -68,6 +72,7 @@ class SnapshotsBusyError(CoarseError):
 
 _TOLD = (
     SnapshotLostError,
+    SnapshotsBusyError,
     CheckpointError,
     WorkerLostError,
     MemoryDeviceLostError,

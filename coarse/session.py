@@ -15,7 +15,8 @@ from coarse.client.client import Client
 from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
-from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
+from coarse.client.parameter_storage import StorageSnapshot
+from coarse.client.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -29,6 +30,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
+from coarse.session_checks import check_algorithm, check_array, check_solo, check_specs
 from coarse.store import Store
 
 if TYPE_CHECKING:  # slow to import
@@ -106,14 +108,14 @@ class Session:
         settings = settings or Settings.from_environment()
         attempt = attempt or Attempt.from_environment()
         if identity.world_size == 1:
-            _check_solo(settings)
+            check_solo(settings)
             return cls(identity, settings, SoloClient(), None, attempt)
         with PeerWatch(identity, settings.node) as watch:
             addresses = gather_workers(
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )
             nodes = NodeMap.of_addresses(addresses)
-            _check_algorithm(nodes, settings)
+            check_algorithm(nodes, settings)
             if nodes.num_nodes > 1:
                 watch.follow(store)
             keeping = Keeping(session=name, attempt=attempt) if settings.keep_devices else None
@@ -130,34 +132,47 @@ class Session:
             raise
         return session
 
-    def register(self, name: str, specs: Sequence[TensorSpec]) -> AnyTensorGroup:
+    def register(
+        self, name: str, specs: Sequence[TensorSpec], *, on_host: bool = False, gpu: str = ""
+    ) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
+
+        Args:
+            name, specs: What for.
+            on_host, gpu: As for Client.register().
 
         Raises:
             SchemaMismatchError: If workers differ; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
             ValueError: If there is no tensor, or two of one name.
         """
-        _check_specs(name, specs)
+        check_specs(name, specs)
         client = self._open()
         if not isinstance(client, Client):
             return client.register(name, specs)
         is_open = (
-            self.emulation is None and self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
+            self.emulation is None
+            and self.settings.dual_sync != OFF
+            and not client.table.is_on_gpus
+            and not self._cannot_plan_dual_sync()
         )
-        group = client.register(name, specs, is_open=is_open)
+        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu)
         self._watch_steps(group)
         return group
 
-    def cannot_update(self) -> str:
-        """Why the memory devices of this session cannot run an optimizer; "" if they can."""
+    def cannot_update(self, gpu: str = "") -> str:
+        """Why the memory devices of this session cannot run an optimizer; "" if they can.
+
+        Args:
+            gpu: Where the parameters are, as for Client.register().
+        """
         if not isinstance(self._open(), Client):
             return "a job of one worker has no memory devices"
         if len(self.node_workers) < self.identity.world_size:
             return "the job has several nodes, each with memory devices of its own"
         if self.settings.sync_algorithm not in ("auto", "direct", "gather"):
             return f"gradients are reduced by {self.settings.sync_algorithm}, as if memories were distinct"
-        return ""
+        return self._linked().cannot_share_parameters(gpu)
 
     def register_parameters(
         self,
@@ -166,6 +181,7 @@ class Session:
         *,
         state_names: Sequence[str],
         window_bytes: int = 0,
+        gpu: str = "",
     ) -> TensorGroup:
         """As register(), for gradients whose parameters and optimizer states lie in the memory devices too.
 
@@ -175,12 +191,13 @@ class Session:
             state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
             window_bytes: Tensors take turns in slots of so many bytes, from the last to the first: a tensor goes to
                 its slot when those before it that overlap with it have been pulled. 0 gives each one its own.
+            gpu: As for Client.register().
 
         Raises:
             ValueError: Also if cannot_update() has a reason.
         """
-        _check_specs(name, specs)
-        if reason := self.cannot_update():
+        check_specs(name, specs)
+        if reason := self.cannot_update(gpu):
             raise ValueError(f"{name}: the optimizer cannot run in memory devices: {reason}")
         for spec in specs:
             if spec.dtype not in UPDATABLE_DTYPES or spec.op != "mean":
@@ -188,7 +205,9 @@ class Session:
                     f"tensor {spec.name!r}: only means of {', '.join(UPDATABLE_DTYPES)} can update a parameter, not "
                     f"the {spec.op} of {spec.dtype}"
                 )
-        return self._linked().register(name, specs, state_names=state_names, window_bytes=window_bytes)
+        return self._linked().register(
+            name, specs, state_names=state_names, window_bytes=window_bytes, gpu=gpu
+        )
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
         """Reduces an array that is not registered over all workers, in place; every worker calls it alike.
@@ -200,7 +219,7 @@ class Session:
         Raises:
             ValueError: If the array cannot be reduced as it is.
         """
-        _check_array(array, op)
+        check_array(array, op)
         self._open().all_reduce(array.ctypes.data, array.size, array.dtype.name, op)
 
     def broadcast(self, array: npt.NDArray[Any], *, root: int = 0) -> None:
@@ -245,6 +264,14 @@ class Session:
         of it without a copy.
         """
         return self._open().load(key)
+
+    def snapshot_stored(self) -> StorageSnapshot:
+        """Begins a snapshot of all stored values of this node: what is stored from now on does not change it.
+
+        Raises:
+            SnapshotsBusyError: If this worker holds too many.
+        """
+        return self._open().snapshot_stored()
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Takes memory for probes of links of up to `largest_bytes`; every worker calls it alike.
@@ -394,6 +421,9 @@ class Session:
 
             profile = profile_from_links(node.emulation.links, local_devices)
             note = f"simulated from the links of {node.emulation.machine}; {note}"
+        measured = profile
+        if profile is None and node.emulation is None and self.settings.profile != OFF:
+            profile, note = _seed(node.table, local_devices, note)
         plan = plan_links(
             profile,
             note,
@@ -402,7 +432,8 @@ class Session:
             links=None if node.emulation is None else node.emulation.links,
         )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
-        self._profile, self._plan, self._decisions = profile, plan, plan.decisions
+        # Dual synchronisation weighs sync cores too, of which the firmware knows nothing.
+        self._profile, self._plan, self._decisions = measured, plan, plan.decisions
         if self.settings.dual_sync != OFF and (reason := self._cannot_plan_dual_sync()):
             if self.settings.dual_sync != "auto":
                 raise RendezvousError(
@@ -474,32 +505,19 @@ class Session:
         return self._client
 
 
-def _check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
-    if not specs:
-        raise ValueError(f"{name}: there is no tensor to register")
-    if len({spec.name for spec in specs}) < len(specs):
-        raise ValueError(f"{name}: two tensors share a name")
+def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tuple[Profile | None, str]:
+    """A profile from what the firmware says of the memories, as long as nothing was measured; None where it says too
+    little."""
+    if any(device.memory.kind != "numa" for device in table.devices):
+        return None, note
+    from coarse.machine.firmware_links import firmware_links
+    from coarse.machine.host import read_numa_nodes
+    from coarse.profiler.linked import profile_from_links
 
-
-def _check_solo(settings: Settings) -> None:
-    if settings.machine:
-        raise RendezvousError(
-            f"a job of one worker has no links that could be those of {settings.machine}; start two or more workers, "
-            "or unset COARSE_MACHINE"
-        )
-
-
-def _check_algorithm(nodes: NodeMap, settings: Settings) -> None:
-    if settings.keep_devices and nodes.num_nodes > 1:
-        raise RendezvousError(
-            f"memory devices are kept within one node, and this job has {nodes.num_nodes}; unset COARSE_KEEP_DEVICES"
-        )
-    if settings.sync_algorithm in ("ring", "exchange") and nodes.num_nodes > 1:
-        what = (
-            f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
-        )
-        how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
-        raise RendezvousError(f"{what} works within one node, and this job has {nodes.num_nodes}; {how}")
+    links = firmware_links(table, read_numa_nodes())
+    if links is None:
+        return None, note
+    return profile_from_links(links, local_devices), f"simulated from what the firmware says (HMAT); {note}"
 
 
 def _come_together(
@@ -521,14 +539,3 @@ def _come_together(
     if node.processes is not None and keeping is None:
         node.processes.hide()
     return client, node, found
-
-
-def _check_array(array: npt.NDArray[Any], op: str) -> None:
-    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
-        raise ValueError(
-            f"an array of {array.dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
-        )
-    if not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
-    if array.size:
-        TensorSpec(name="array", dtype=array.dtype.name, num_elements=array.size, op=op)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from coarse.bench import pattern
 from coarse.bench.worker import Adapter, WorkerJob
+from coarse.machine.host import read_cpu
 
 Array = NDArray[Any]
 _COMMANDS = frozenset({"prepare", "verify", "run", "release"})
@@ -307,13 +308,15 @@ class Horovod:
 class ReductionLimit:
     """What the machine allows: COARSE's kernels in place over shared memory, without queues or processes.
 
-    One process stands for all workers; the native function keeps their buffers and checks its own sums.
+    One process stands for all workers, with a thread for each core that they could use, and one for each worker at
+    least; the native function keeps their buffers and checks its own sums.
     """
 
     commands = _COMMANDS
 
     def __init__(self, job: WorkerJob) -> None:
-        self._num_threads = int(job.options["num_workers"])
+        self._num_workers = int(job.options["num_workers"])
+        self._num_threads = max(self._num_workers, read_cpu().num_cores_granted)
         self._native: ModuleType | None = None
         self._nbytes = 0
 
@@ -334,7 +337,9 @@ class ReductionLimit:
     def run(self, iterations: int) -> list[float]:
         """Seconds of each iteration."""
         assert self._native is not None
-        seconds = self._native.measure_reduction_limit(self._num_threads, self._nbytes, iterations)
+        seconds = self._native.measure_reduction_limit(
+            self._num_workers, self._nbytes, iterations, self._num_threads
+        )
         return [float(each) for each in seconds]
 
     def release(self) -> None:

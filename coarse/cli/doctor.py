@@ -16,7 +16,18 @@ from importlib import metadata
 from coarse import __version__
 from coarse.cli.failure import signal_name
 from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
-from coarse.machine.host import Cpu, DaxDevice, Gpu, Host, Limit, Memory, NumaNode, read_host
+from coarse.env import Settings
+from coarse.machine.host import (
+    Cpu,
+    DaxDevice,
+    Gpu,
+    Host,
+    Limit,
+    Memory,
+    MemoryAccess,
+    NumaNode,
+    read_host,
+)
 
 GOOD, NOTE, FAILED = "ok", "note", "failed"
 """Status of a finding. Only a failed one makes the exit code 1; a note is something that can be improved."""
@@ -82,6 +93,7 @@ def examine(host: Host) -> list[Finding]:
         *_peers(),
         *cpu_findings(host.cpu),
         *memory_findings(host.memory),
+        pool_finding(host.memory),
         *numa_findings(host.numa_nodes),
         *device_findings(host.dax_devices, host.gpus, host.gpus_note),
         *limit_findings(host.limits),
@@ -217,6 +229,28 @@ def memory_findings(memory: Memory) -> list[Finding]:
     ]
 
 
+def pool_finding(memory: Memory) -> Finding:
+    """What old versions may take while a checkpoint is written (coarse.proxy.group_snapshots.choose_pool_limit)."""
+    variable = "COARSE_SNAPSHOT_POOL_BYTES"
+    available = memory.available_bytes
+    if memory.cgroup_limit_bytes is not None:
+        available = min(available, memory.cgroup_limit_bytes - (memory.cgroup_used_bytes or 0))
+    chosen = Settings.from_environment().snapshot_pool_bytes
+    value = (
+        f"{format_bytes(chosen)} for each model, by {variable}"
+        if chosen
+        else f"as large as a model with its state, at most {format_bytes(max(0, available) // 2)} now"
+    )
+    is_too_large = chosen > available
+    return Finding(
+        topic="memory",
+        name="snapshot pool",
+        value=value,
+        status=NOTE if is_too_large else GOOD,
+        advice=f"more than is available: lower {variable}, or unset it" if is_too_large else "",
+    )
+
+
 def _cgroup_memory(memory: Memory) -> str:
     if memory.cgroup_limit_bytes is None:
         return "none"
@@ -245,8 +279,23 @@ def numa_findings(nodes: Sequence[NumaNode]) -> list[Finding]:
 
 def _numa_node(node: NumaNode) -> str:
     size = format_bytes(node.memory_bytes)
-    cores = "no cores: possibly CXL memory" if node.is_memory_only else f"{len(node.cores)} cores"
-    return f"{size}, {cores}"
+    name = f" (--memory-devices numa:{node.node})"
+    cores = f"no cores: possibly CXL memory{name}" if node.is_memory_only else f"{len(node.cores)} cores"
+    return ", ".join([size, cores, *describe_access(node.access)])
+
+
+def describe_access(access: MemoryAccess) -> list[str]:
+    """What the firmware says of a node's memory, as far as it says anything: reads, writes."""
+    found = []
+    for name, latency_ns, gbytes_per_s in (
+        ("reads", access.read_latency_ns, access.read_gbytes_per_s),
+        ("writes", access.write_latency_ns, access.write_gbytes_per_s),
+    ):
+        latency = [] if latency_ns is None else [f"{latency_ns:g} ns"]
+        bandwidth = [] if gbytes_per_s is None else [f"{gbytes_per_s:g} GB/s"]
+        if figures := " ".join(latency + bandwidth):
+            found.append(f"{name} {figures} by its firmware")
+    return found
 
 
 def device_findings(
@@ -254,10 +303,7 @@ def device_findings(
 ) -> list[Finding]:
     """DAX devices and GPUs; having none is no fault. `gpus_note` says why GPUs are missing."""
     topic = "devices"
-    dax = [
-        Finding(topic=topic, name=device.name, value=format_bytes(device.memory_bytes) + _of_node(device))
-        for device in dax_devices
-    ]
+    dax = [Finding(topic=topic, name=device.name, value=_dax_device(device)) for device in dax_devices]
     cards = [
         Finding(
             topic=topic,
@@ -273,8 +319,9 @@ def device_findings(
     ]
 
 
-def _of_node(device: DaxDevice) -> str:
-    return "" if device.node is None else f", NUMA node {device.node}"
+def _dax_device(device: DaxDevice) -> str:
+    node = "" if device.node is None else f", NUMA node {device.node}"
+    return f"{format_bytes(device.memory_bytes)}{node} (--memory-devices dax:/dev/{device.name})"
 
 
 def limit_findings(limits: Sequence[Limit]) -> list[Finding]:

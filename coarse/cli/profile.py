@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.cli.plan import Basis
     from coarse.machine.emulation import Emulation
+    from coarse.machine.memory_name import MemoryName
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.curve import Curve
     from coarse.profiler.profile import Profile, ProfileKey
@@ -48,7 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--workers", type=int, metavar="N", help="default: the partition table's, or 2")
     parser.add_argument(
-        "--memory-devices", type=int, metavar="K", help="default: $COARSE_MEMORY_DEVICES, or one per worker"
+        "--memory-devices",
+        metavar="K",
+        help="how many, or the memory of each; default: $COARSE_MEMORY_DEVICES, or one per worker",
     )
     parser.add_argument(
         "--partition-table",
@@ -75,6 +78,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="seconds that measuring may take; everything is measured once in any case; default: %(default)s",
     )
+    parser.add_argument(
+        "--gpus",
+        action="store_true",
+        help="measure the links of this machine's GPUs instead, and show where they sit; with --json as a file",
+    )
     parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the profile, which `coarse plan` reads"
@@ -91,6 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from coarse.cli.plan import basis_of
 
+    if arguments.gpus:
+        from coarse.cli import gpu_profile
+
+        return gpu_profile.run(arguments.json)
     if arguments.figures is not None and find_spec("matplotlib") is None:
         print("coarse profile: --figures needs matplotlib: pip install 'coarse[plot]'", file=sys.stderr)
         return _EXIT_USAGE
@@ -104,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile, origin = _obtain(arguments, scope)
     basis = basis_of(profile, origin)
     print_profile(basis)
+    print_memory_only_nodes()
     try:
         if arguments.json is not None:
             profile.save(arguments.json)
@@ -146,6 +159,16 @@ def print_profile(basis: Basis) -> None:
     )
     print_routing(basis)
     print_shard_size(basis.size)
+
+
+def print_memory_only_nodes() -> None:
+    """Names NUMA nodes with memory and no cores, which memory devices could own."""
+    from coarse.cli.doctor import numa_findings
+    from coarse.machine.host import read_numa_nodes
+
+    nodes = [node for node in read_numa_nodes() if node.is_memory_only]
+    for finding in numa_findings(nodes) if nodes else ():
+        print(f"NUMA {finding.name}: {finding.value}")
 
 
 def draw_figures(basis: Basis, folder: Path) -> list[Path]:
@@ -191,19 +214,29 @@ def _scope(arguments: argparse.Namespace) -> Scope:
     num_workers = arguments.workers
     if num_workers is None:
         num_workers = PartitionTable.load(name).num_workers if name else _DEFAULT_WORKERS
-    num_devices = settings.memory_devices if arguments.memory_devices is None else arguments.memory_devices
+    devices = settings.memory_devices
+    if arguments.memory_devices is not None:
+        devices = _memory_devices(arguments.memory_devices)
     if num_workers < 2:
         raise ValueError(
             f"--workers {num_workers}: links are between workers and memory devices of 2 workers or more"
         )
-    if not 0 <= num_devices <= 64:
-        raise ValueError(f"--memory-devices {num_devices} is out of range: it must lie between 0 and 64")
-    table = choose_partition_table(name, num_workers=num_workers, num_devices=num_devices)
-    flags = ["--partition-table", name] if name else ["--memory-devices", str(table.num_devices)]
+    table = choose_partition_table(name, num_workers=num_workers, devices=devices)
+    flags = ["--partition-table", name] if name else ["--memory-devices", ",".join(table.memories)]
     if machine:
         flags += ["--machine", machine, "--time-dilation", repr(dilation)]
     emulation = choose_emulation(machine, table, time_dilation=dilation)
     return Scope(table=table, emulation=emulation, flags=tuple(flags))
+
+
+def _memory_devices(text: str) -> int | tuple[MemoryName, ...]:
+    from coarse.machine.memory_name import parse_memory_devices
+
+    devices = parse_memory_devices(text)
+    num_devices = devices if isinstance(devices, int) else len(devices)
+    if not 0 <= num_devices <= 64:
+        raise ValueError(f"--memory-devices {text} is out of range: it must lie between 0 and 64")
+    return devices
 
 
 def _table_of_machine(machine: str) -> str:

@@ -33,7 +33,11 @@ _STREAMS = _REDIRECTED_STREAMS["3"]
 
 
 _SESSION_FLAGS = (
-    ("--memory-devices", "COARSE_MEMORY_DEVICES", "memory devices of this node, 0 for one per worker"),
+    (
+        "--memory-devices",
+        "COARSE_MEMORY_DEVICES",
+        "how many on this node, 0 for one per worker; or the memory of each: host,numa:2,dax:/dev/dax0.0,cuda:0",
+    ),
     ("--partition-table", "COARSE_PARTITION_TABLE", "TOML file: which memory device serves which workers"),
     ("--sync-cores", "COARSE_SYNC_CORES", "sync cores of each memory device, 0 for a share of the cores"),
     ("--shard-bytes", "COARSE_SHARD_BYTES", "smallest shard, such as 256KiB"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coarse.client.connection import DeviceConnection, SilentDeviceError, check_peers, collect_replies
@@ -14,10 +14,12 @@ from coarse.client.losses import FateOfDevice, KillSilent, Losses, heartbeat_lim
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import Meeting
-from coarse.client.parameter_storage import ParameterStorage
+from coarse.client.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.questions import Questions
+from coarse.client.row_memory import RowMemory
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
+from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, gpu_uuid, host_view, import_memory
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
@@ -37,8 +39,9 @@ from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.kept_groups import RecoveredUpdates
 from coarse.proxy.launch import Pace
+from coarse.proxy.memory import Segment
 from coarse.proxy.protocol import Message, Received
-from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, SLOTS, GroupSchema, slots_of
+from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, ROWS, SLOTS, GroupSchema, slots_of
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
@@ -161,7 +164,9 @@ class Client:
         *,
         state_names: Sequence[str] | None = None,
         is_open: bool = False,
+        on_host: bool = False,
         window_bytes: int = 0,
+        gpu: str = "",
     ) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
@@ -169,7 +174,10 @@ class Client:
             name, specs: What for.
             state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
             is_open: Workers see each other's slots, so that TensorGroup.use_own_path() can be called.
+            on_host: The tensors lie in the host's memory also where memory devices own GPUs.
             window_bytes: With an optimizer, of the slots in which tensors take turns; 0 for a slot each.
+            gpu: The GPU on which this worker has its tensors, by UUID; "" for none. Where its slots lie on the same
+                GPU, it sees them there (TensorGroup.is_on_gpu). Need not be the same on every worker.
 
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
@@ -185,9 +193,26 @@ class Client:
                 algorithm=self._settings.sync_algorithm,
                 state_names=None if state_names is None else tuple(state_names),
                 is_open=is_open,
+                on_host=on_host,
                 window_bytes=window_bytes,
-            )
+            ),
+            gpu,
         )
+
+    def cannot_share_parameters(self, gpu: str) -> str:
+        """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.
+
+        Args:
+            gpu: Where the model is, by UUID; "" for the host.
+        """
+        if not self.table.is_on_gpus:
+            return "the model is on a GPU, and memory devices are not" if gpu else ""
+        home = f"cuda:{self.table.devices[HOME_DEVICE].memory.place}"
+        if not gpu:
+            return f"the parameters would lie on {home}, and the model does not"
+        if gpu != gpu_uuid(int(self.table.devices[HOME_DEVICE].memory.place)):
+            return f"the parameters would lie on {home}, and the model is on {gpu}"
+        return ""
 
     def open_meeting(self, name: str, most_numbers: int) -> Meeting:
         """Makes a place where the workers of the node meet; every worker must do so alike.
@@ -203,6 +228,7 @@ class Client:
             shard_bytes=numbers.nbytes,
             gather_bytes=numbers.nbytes,
             algorithm="gather" if self.emulation is None else "exchange",
+            on_host=True,
         )
         return Meeting(self._register(schema))
 
@@ -235,6 +261,11 @@ class Client:
         """ParameterStorage.load()."""
         self._check_usable()
         return self._storage.load(key)
+
+    def snapshot_stored(self) -> StorageSnapshot:
+        """ParameterStorage.snapshot()."""
+        self._check_usable()
+        return self._storage.snapshot()
 
     def tell_home(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends a message to the home device; descriptors stay the caller's."""
@@ -323,6 +354,8 @@ class Client:
         """
         if self._is_closed:
             return
+        for group in self._groups.values():
+            group.close_gpu_transfers()  # they look at the connections
         self._is_closed = True
         if os.getpid() == self._pid:
             self._send_to_all({"type": "bye", "is_finished": is_finished})
@@ -349,13 +382,13 @@ class Client:
 
     # ---- private ----
 
-    def _register(self, schema: GroupSchema) -> TensorGroup:
+    def _register(self, schema: GroupSchema, gpu: str = "") -> TensorGroup:
         self._check_usable()
         group, self._next_group = self._next_group, self._next_group + 1
         try:
             for connection in self._connections:
                 connection.send(schema.to_message(group))
-            fds, recovered = self._collect_memory(group, schema)
+            shared, recovered = self._collect_memory(group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             raise self._losses.explain(error) from error
         except CoarseError:
@@ -365,22 +398,40 @@ class Client:
         partition = schema.partition()
         routes = route_shards(self._routing, partition, schema.specs)
         try:
-            slots = self._native.add_group(plan, self._number, fds[CONTROL], fds[SLOTS], routes)
+            slots = self._open_slots(plan, shared, routes, gpu)
             if schema.is_open:
-                self._native.add_peers(group, [fds[slots_of(client)] for client in range(len(self.ranks))])
-            kept = None if schema.state_names is None else OptimizerMemory(plan, fds)
+                peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
+                self._native.add_peers(group, peers)
+            kept = None if schema.state_names is None else OptimizerMemory(plan, shared)
+            rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
         finally:
-            for fd in fds.values():
-                os.close(fd)
+            for segment in shared.values():
+                segment.close()
         self._groups[group] = TensorGroup(
-            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered
+            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered, rows
         )
         self._partitions[group] = partition
         return self._groups[group]
 
+    def _open_slots(
+        self, plan: _native.GroupPlan, shared: Mapping[str, Segment], routes: Sequence[int], gpu: str
+    ) -> TensorBytes:
+        """This worker's slots where it sees them, of a group that the data path then knows."""
+        control_fd, segment = shared[CONTROL].fd, shared[SLOTS]
+        if not segment.gpu:
+            mapping = self._native.add_group(plan, self._number, control_fd, segment.region, routes)
+            return memoryview(mapping)  # type: ignore[arg-type,unused-ignore]
+        if segment.gpu == gpu:
+            self._native.add_group_elsewhere(plan, self._number, control_fd, None, None, routes)
+            return gpu_bytes(segment)
+        view = host_view(plan.client_bytes)
+        copies = _native.CudaSlotCopies(import_memory(segment), view)
+        self._native.add_group_elsewhere(plan, self._number, control_fd, view, copies, routes)
+        return memoryview(view)  # type: ignore[arg-type,unused-ignore]
+
     def _collect_memory(
         self, group: int, schema: GroupSchema
-    ) -> tuple[dict[str, int], RecoveredUpdates | None]:
+    ) -> tuple[dict[str, Segment], RecoveredUpdates | None]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
         try:
             replies = collect_replies(
@@ -400,13 +451,14 @@ class Client:
             for reply in replies.values():
                 reply.close()
             raise
-        fds: dict[str, int] = {}
+        shared: dict[str, Segment] = {}
         recovered = None
         for reply in replies.values():
-            fds.update(zip(reply.message["fds"], reply.fds, strict=True))
+            names, extents = reply.message["fds"], reply.message["extents"]
+            shared.update(zip(names, map(Segment.received, reply.fds, extents), strict=True))
             if "recovered" in reply.message:
                 recovered = RecoveredUpdates.from_message(reply.message["recovered"])
-        return fds, recovered
+        return shared, recovered
 
     def _departed(self) -> set[int]:
         """Workers of other nodes that have closed the session, if the memory devices still live."""
@@ -430,6 +482,7 @@ class Client:
                     gather_bytes=0,
                     algorithm="direct" if self.emulation is None else "exchange",
                     is_staging=True,
+                    on_host=True,
                 )
             )
         return self._staging

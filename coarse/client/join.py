@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Attempt, Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.emulation import Emulation, choose_emulation
+from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
+from coarse.proxy.memory import try_memory
 from coarse.proxy.node_links import link_nodes
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap, PeerWatch
@@ -104,8 +107,16 @@ def provide_devices(
         return _find_devices(identity, store, settings, nodes, watch)
     try:
         table = choose_partition_table(
-            settings.partition_table, num_workers=len(nodes.ranks[node]), num_devices=settings.memory_devices
+            settings.partition_table, num_workers=len(nodes.ranks[node]), devices=settings.memory_devices
         )
+        if table.is_on_gpus and keeping is not None:
+            raise ValueError("COARSE_KEEP_DEVICES does not go with memory devices on GPUs")
+        if table.is_on_gpus and settings.machine:
+            raise ValueError(
+                "COARSE_MACHINE does not go with memory devices on GPUs: links are those that are there"
+            )
+        if table.is_on_gpus and not settings.partition_table:
+            table = pair_with_nearest(table)
         emulation = choose_emulation(
             settings.machine,
             table,
@@ -114,6 +125,8 @@ def provide_devices(
         )
         processes = None
         if keeping is None or not find_kept_devices(keeping, table):
+            for memory in table.memories:
+                try_memory(memory)
             kept_in = (
                 None if keeping is None else make_session_directory(keeping.attempt.job, keeping.session)
             )
@@ -138,6 +151,7 @@ def provide_devices(
     announcement = {
         "directory": directory,
         "workers": [device.workers for device in table.devices],
+        "memories": table.memories,
         "emulation": None if emulation is None else emulation.to_json(),
     }
     store.set(key, json.dumps(announcement).encode())
@@ -175,6 +189,11 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable) -> bool:
         raise RendezvousError(
             f"attempt {keeping.attempt.number}: the memory devices that were kept serve the workers {kept.workers}, "
             f"and this attempt has {workers}. Start it with as many workers and memory devices as the one before"
+        )
+    if kept.memories != table.memories:
+        raise RendezvousError(
+            f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
+            f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
         )
     return True
 
@@ -225,7 +244,9 @@ def _find_devices(
         nodes=nodes,
         node=node,
         directory=announcement["directory"],
-        table=PartitionTable.of_workers(announcement["workers"]),
+        table=PartitionTable.of_workers(
+            announcement["workers"], [MemoryName.parse(name) for name in announcement["memories"]]
+        ),
         emulation=None if emulation is None else Emulation.from_json(emulation),
     )
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Mapping
-from typing import Any
 
+from coarse.client.tensor_bytes import TensorBytes, map_tensors
 from coarse.kernels import _native
-from coarse.proxy.registration import PARAMETERS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
+from coarse.proxy.memory import Segment
+from coarse.proxy.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
 
 
 class OptimizerMemory:
@@ -16,38 +15,41 @@ class OptimizerMemory:
 
     Args:
         plan: Of the group.
-        fds: Descriptors by name; stay the caller's.
+        shared: Segments by name; stay the caller's.
     """
 
-    def __init__(self, plan: _native.GroupPlan, fds: Mapping[str, int]) -> None:
-        self.settings_offset = plan.settings_offset
-        self._parameters = memoryview(mmap.mmap(fds[PARAMETERS], plan.parameter_bytes))
+    def __init__(self, plan: _native.GroupPlan, shared: Mapping[str, Segment]) -> None:
+        self.settings = shared[SETTINGS].map()
+        """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
+        self._parameters = map_tensors(shared[PARAMETERS])
         self._parameter_offsets = plan.parameter_offsets()
-        self._kept_bytes = plan.kept_bytes
         self._kept_arrays = plan.kept_arrays()
-        self.snapshots = _native.SnapshotTrigger(fds[SNAPSHOT_REQUEST], fds[SNAPSHOT_CONTROL])
-        self._states_fd = os.dup(fds[STATES]) if STATES in fds else -1
+        self.snapshots: _native.SnapshotTrigger | None = None
+        """None where parameters lie on GPUs, of which there are no snapshots yet."""
+        if SNAPSHOT_CONTROL in shared:
+            request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
+            self.snapshots = _native.SnapshotTrigger(request_fd, control_fd)
+        self._states = shared[STATES].duplicate() if STATES in shared else None
 
-    def parameter(self, tensor: int, num_bytes: int) -> memoryview[Any]:
+    def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:
         """The parameter of a tensor."""
         start = self._parameter_offsets[tensor]
         return self._parameters[start : start + num_bytes]
 
-    def kept_array(self, tensor: int, number: int) -> memoryview[Any]:
+    def kept_array(self, tensor: int, number: int) -> TensorBytes:
         """The `number`-th float32 array kept for a tensor, mapped anew: its states, then its master weights.
 
         Raises:
             ValueError: If there are not so many.
         """
         start, array_bytes, num_arrays = self._kept_arrays[tensor]
-        if number >= num_arrays:
+        if self._states is None or number >= num_arrays:
             raise ValueError(
                 f"this optimizer keeps no state of number {number} for tensor {tensor}, only {num_arrays}"
             )
         start += number * array_bytes
-        return memoryview(mmap.mmap(self._states_fd, self._kept_bytes))[start : start + array_bytes]
+        return map_tensors(self._states)[start : start + array_bytes]
 
     def __del__(self) -> None:
-        fd, self._states_fd = getattr(self, "_states_fd", -1), -1
-        if fd >= 0:
-            os.close(fd)
+        if (states := getattr(self, "_states", None)) is not None:
+            states.close()

@@ -21,7 +21,9 @@ class Meeting:
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        self._numbers = group.buffer(1).cast("d")
+        numbers = group.buffer(1)
+        assert isinstance(numbers, memoryview)
+        self._numbers = numbers.cast("d")
 
     def wait(self) -> None:
         """Returns when every worker has called it as often.

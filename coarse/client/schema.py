@@ -26,6 +26,8 @@ class TensorSpec:
         dtype: A key of ITEM_BYTES.
         num_elements: Length of the flattened tensor, at least 1.
         op: "sum", "mean" (sum over the world size) or "max".
+        row_elements: Length of a row, if the tensor is a table of which contributions have a few rows each; 0 for a
+            tensor that is pushed as a whole.
 
     Raises:
         ValueError: If any of them is out of range; the message names the tensor and the choices.
@@ -35,6 +37,7 @@ class TensorSpec:
     dtype: str
     num_elements: int
     op: str = "mean"
+    row_elements: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -52,6 +55,26 @@ class TensorSpec:
             )
         if self.num_elements < 1:
             raise ValueError(f"tensor {self.name!r}: needs at least one element, has {self.num_elements}")
+        if self.row_elements:
+            self._check_rows()
+
+    def _check_rows(self) -> None:
+        if self.row_elements < 0 or self.num_elements % self.row_elements:
+            raise ValueError(
+                f"table {self.name!r}: {self.num_elements} elements are no rows of {self.row_elements} each"
+            )
+        if self.op != "mean":
+            raise ValueError(f"table {self.name!r}: rows are averaged; there is no {self.op} of them")
+
+    @property
+    def num_rows(self) -> int:
+        """Of a table; 0 of other tensors."""
+        return self.num_elements // self.row_elements if self.row_elements else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the tensor takes of a slot: a table has none."""
+        return 0 if self.row_elements else self.nbytes
 
     @property
     def nbytes(self) -> int:

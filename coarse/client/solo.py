@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from coarse.client.parameter_storage import StorageSnapshot
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.errors import SessionClosedError
@@ -34,6 +35,12 @@ class SoloClient:
     def load(self, key: str) -> StoredValue:
         """The newest value of `key`; version 0 and no bytes if there is none."""
         return self._stored.get(key, StoredValue(version=0, value=memoryview(b"")))
+
+    def snapshot_stored(self) -> StorageSnapshot:
+        """All values as they are now: each is replaced, never changed."""
+        values = dict(self._stored)
+        nothing = StoredValue(version=0, value=memoryview(b""))
+        return StorageSnapshot(lambda key: values.get(key, nothing), values.clear)
 
     def release_buffers(self) -> None:
         """Has none."""

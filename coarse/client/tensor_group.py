@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
+from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.proxy.kept_groups import RecoveredUpdates
@@ -24,6 +27,15 @@ _OWN_PATH_FLAGS = {
     "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
+
+
+# Memory devices are told of what comes from a GPU once per so many bytes: some 80 us of a PCIe 5 link.
+_GPU_BATCH_BYTES = 4 << 20
+
+GpuTensor = tuple[int, int, int, int, int]
+"""A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
+slot (0 for none), that to which its result is copied (0 for none), and where the result lies in the host's memory
+(0 for the slot)."""
 
 
 class UpdateKind(enum.IntEnum):
@@ -71,9 +83,10 @@ class TensorGroup:
         group: int,
         schema: GroupSchema,
         tensor_offsets: Sequence[int],
-        slots: _native.Mapping,
+        slots: TensorBytes,
         kept: OptimizerMemory | None = None,
         recovered: RecoveredUpdates | None = None,
+        rows: RowMemory | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
@@ -89,18 +102,47 @@ class TensorGroup:
         self._pulls_singly = False
         self._on_push: Callable[[int], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
+        self._gpu: _native.GpuTransfers | None = None
+        self._is_joined = False  # since the last push_from_gpu()
         self._offsets = tensor_offsets
-        self._slots: memoryview[Any] | None = memoryview(slots)  # type: ignore[arg-type,unused-ignore]
+        self._slots: TensorBytes | None = slots
         self._kept = kept
+        self._rows = rows
 
-    def buffer(self, index: int) -> memoryview[Any]:
-        """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it."""
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether this worker sees its slots on a GPU: buffer() gives GpuBytes, and push() copies nothing."""
+        return isinstance(self._slots, GpuBytes)
+
+    @property
+    def rows(self) -> RowMemory:
+        """This worker's rows of the group's tables, and their means.
+
+        Raises:
+            ValueError: If it has no tables.
+        """
         if self._slots is None:
             raise self._closed_error()
+        if self._rows is None:
+            raise ValueError(f"{self.name} has no tables")
+        return self._rows
+
+    def buffer(self, index: int) -> TensorBytes:
+        """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it.
+
+        Raises:
+            ValueError: For a table, which has none.
+        """
+        if self._slots is None:
+            raise self._closed_error()
+        if self.specs[index].row_elements:
+            raise ValueError(
+                f"{self.specs[index].name!r} of {self.name} is a table: what is pushed are its rows"
+            )
         start = self._offsets[index]
         return self._slots[start : start + self.specs[index].nbytes]
 
-    def parameter(self, index: int) -> memoryview[Any]:
+    def parameter(self, index: int) -> TensorBytes:
         """The writable bytes of a parameter, which all workers of the node share. Of a group with an optimizer.
 
         Memory devices write to it between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull, never else.
@@ -109,13 +151,13 @@ class TensorGroup:
 
     def slot(self, index: int) -> tuple[int, int]:
         """The first byte of a tensor's slot, counted from this worker's first, and the first one behind it."""
-        return self._offsets[index], self._offsets[index] + self.specs[index].nbytes
+        return self._offsets[index], self._offsets[index] + self.specs[index].slot_bytes
 
     def is_late(self, index: int) -> bool:
         """Whether a tensor was pushed, its result has not been pulled, and is not there yet."""
         return self._native.is_late(self.id, index)
 
-    def state(self, index: int, number: int) -> memoryview[Any]:
+    def state(self, index: int, number: int) -> TensorBytes:
         """The writable bytes of a parameter's `number`-th state, float32; as parameter(). Mapped only while in use.
 
         Behind the states of a 16-bit parameter come its master weights, the value that an update starts from
@@ -129,9 +171,7 @@ class TensorGroup:
 
         Of a group with an optimizer. To be written before an update is pushed, and left alone until it is pulled.
         """
-        kept = self._memory_kept()
-        assert self._slots is not None
-        return self._slots[kept.settings_offset :][: len(self.specs) * _native.UPDATE_SETTINGS_BYTES]
+        return self._memory_kept().settings
 
     def snapshot(self) -> Snapshot:
         """Begins a snapshot of parameters and states: one addition to a counter. Of a group with an optimizer.
@@ -140,8 +180,14 @@ class TensorGroup:
 
         Raises:
             SnapshotsBusyError: If as many as there can be are held.
+            ValueError: If parameters lie on GPUs.
         """
-        number = self._memory_kept().snapshots.begin()
+        snapshots = self._memory_kept().snapshots
+        if snapshots is None:
+            raise ValueError(
+                f"{self.name}: there are no snapshots of what lies on GPUs yet; save its state dicts"
+            )
+        number = snapshots.begin()
         if number == 0:
             raise SnapshotsBusyError(
                 f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"
@@ -150,7 +196,8 @@ class TensorGroup:
 
     def keep_snapshots(self) -> None:
         """To be called before a worker itself writes to parameters or states: copies what snapshots refer to."""
-        self._memory_kept()
+        if self._memory_kept().snapshots is None:
+            return
         message = {"type": "keep_snapshots", "group": self.id}
         self._client.ask_home(message, "snapshots_kept", f"snapshots of {self.name}")
 
@@ -189,6 +236,72 @@ class TensorGroup:
         status = self._native.push(self.id, index, flags, source)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
+
+    def open_gpu_transfers(self, context: _native.CudaContext) -> None:
+        """From now on tensors are in the memory of a GPU: push_from_gpu() and join_gpu() take the place of push().
+
+        Slots in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the slots and reads
+        them. pull_all() works as before; it waits for results, not for what the GPU does with them.
+
+        Args:
+            context: Of the GPU.
+
+        Raises:
+            CudaError: If memory cannot be pinned, streams of the GPU cannot wait for the host's memory, or the slots
+                lie on another GPU.
+        """
+        if self._slots is None:
+            raise self._closed_error()
+        if not self.is_on_gpu and self._client.table.is_on_gpus:
+            raise _native.CudaError("memory devices are on another GPU, to which tensors go through the host")
+        slots = (0, 0)
+        if isinstance(self._slots, memoryview):
+            slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes
+        self._gpu = _native.GpuTransfers(
+            self._native,
+            self.id,
+            context,
+            slots,
+            [],
+            self._client.timeout_s,
+            _GPU_BATCH_BYTES,
+        )
+
+    def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
+        """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
+
+        Args:
+            tensors: Their memory stays as it is until a stream has joined.
+            stream: Handle of the stream that was given what computes them.
+
+        Raises:
+            CudaError: If the stream is being captured into a CUDA graph.
+            MemoryDeviceLostError, WorkerLostError, SyncTimeoutError: If that has happened since the last call.
+        """
+        if self._on_push is not None:
+            for tensor in tensors:
+                self._on_push(tensor[0])
+        self._is_joined = False
+        self._check_gpu(self._open_gpu().push(tensors, stream))
+
+    def join_gpu(self, stream: int) -> None:
+        """Has what `stream` is given from now on wait for all results of what was pushed; raises as that does."""
+        self._check_gpu(self._open_gpu().join(stream))
+        self._is_joined = True
+
+    def check_gpu(self) -> None:
+        """Raises what has happened to transfers since the last call, as push_from_gpu() does."""
+        self._check_gpu(self._open_gpu().status())
+
+    def _open_gpu(self) -> _native.GpuTransfers:
+        if self._slots is None:
+            raise self._closed_error()
+        assert self._gpu is not None
+        return self._gpu
+
+    def _check_gpu(self, status: _native.WaitStatus) -> None:
+        if status != _native.WaitStatus.DONE:
+            self._client.check(status, self._describe_pending)
 
     def flush(self) -> None:
         """Wakes memory devices for pushes that were held back to spare wake-ups; pulling does it too."""
@@ -295,16 +408,25 @@ class TensorGroup:
         return self._meeting
 
     @property
+    def is_watched(self) -> bool:
+        """Whether somebody is told of each step, for which every worker has to pull_all()."""
+        return self._on_step is not None
+
+    @property
     def num_workers(self) -> int:
         """Of this node."""
         return len(self._client.ranks)
 
     def cannot_use_own_path(self) -> str:
         """Why the workers cannot reduce tensors of this group themselves; "" if they can."""
+        if self._gpu is not None:
+            return "they are in the memory of a GPU"
         if self._client.emulation is not None:
             return ""
         if not self._schema.is_open:
             return "they do not see each other's slots of it"
+        if self._rows is not None:
+            return "it has tables, of which only rows travel"
         if self._pulls_singly:
             return "its tensors are pulled one by one, and not all together at the end of a step"
         return ""
@@ -321,10 +443,21 @@ class TensorGroup:
     def close(self) -> None:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
-            self._slots = self._kept = None
+            self.close_gpu_transfers()
+            self._slots = self._kept = self._rows = None
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)
+
+    def close_gpu_transfers(self) -> None:
+        """Ends what is under way: waits for a step that this worker has ended, gives up any other. Idempotent."""
+        if self._gpu is None:
+            return
+        if self._is_joined and self._gpu.status() == _native.WaitStatus.DONE:
+            # The GPU may be behind, and other workers need what it has still to bring. A loss is told elsewhere.
+            self._native.pull_all(self.id, self._client.timeout_s)
+        self._is_joined = False
+        self._gpu.close()
 
     def _memory_kept(self) -> OptimizerMemory:
         if self._slots is None:

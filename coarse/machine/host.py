@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +73,36 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAccess:
+    """What the firmware says of access to a node's memory from the processors nearest to it (ACPI's HMAT).
+
+    Bandwidths are in 1e9 bytes per second; None where the firmware says nothing.
+    """
+
+    read_latency_ns: float | None = None
+    write_latency_ns: float | None = None
+    read_gbytes_per_s: float | None = None
+    write_gbytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
-    """One NUMA node. A node with memory and no cores may be CXL memory."""
+    """One NUMA node. A node with memory and no cores may be CXL memory.
+
+    Args:
+        node: Its number.
+        cores: Those that belong to it.
+        memory_bytes: All that it has.
+        distances: From it to each node that is online, in the order of their numbers: 10 to itself, 20 to what
+            takes twice as long; () if the kernel says nothing.
+        access: What the firmware says.
+    """
 
     node: int
     cores: tuple[int, ...]
     memory_bytes: int
+    distances: tuple[int, ...] = ()
+    access: MemoryAccess = MemoryAccess()
 
     @property
     def is_memory_only(self) -> bool:
@@ -192,7 +216,37 @@ def _numa_node(folder: Path) -> NumaNode:
         node=number,
         cores=parse_cores(_text(folder / "cpulist")),
         memory_bytes=parse_kib(fields.get(f"Node {number} MemTotal", "")),
+        distances=tuple(map(int, _text(folder / "distance").split())),
+        access=_memory_access(folder / "access0" / "initiators"),
     )
+
+
+def _memory_access(folder: Path) -> MemoryAccess:
+    def value(name: str, per_unit: float) -> float | None:
+        text = _text(folder / name).strip()
+        return int(text) / per_unit if text.isdecimal() and int(text) > 0 else None
+
+    return MemoryAccess(
+        read_latency_ns=value("read_latency", 1),
+        write_latency_ns=value("write_latency", 1),
+        read_gbytes_per_s=value("read_bandwidth", 1000),  # sysfs has MB/s
+        write_gbytes_per_s=value("write_bandwidth", 1000),
+    )
+
+
+def nearest_cores(nodes: Sequence[NumaNode], node: int) -> tuple[int, ...]:
+    """The processors nearest to a node's memory: its own, or those of the nodes that have some at the least distance.
+
+    Args:
+        nodes: All that are online, by number.
+        node: One of them.
+    """
+    home = next(each for each in nodes if each.node == node)
+    if home.cores or len(home.distances) != len(nodes):
+        return home.cores
+    far = [(distance, each) for distance, each in zip(home.distances, nodes, strict=True) if each.cores]
+    least = min((distance for distance, _ in far), default=0)
+    return tuple(core for distance, each in far if distance == least for core in each.cores)
 
 
 def read_dax_devices(root: Path = _ROOT) -> tuple[DaxDevice, ...]:
@@ -310,17 +364,46 @@ def _quota_cores(root: Path) -> float | None:
     return min(quotas, default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _MemoryGroup:
+    """A cgroup that limits memory."""
+
+    limit_bytes: int
+    used_bytes: int | None
+    cached_bytes: int
+    """Of files, not used for a while: the kernel drops them before it kills anybody."""
+
+    @property
+    def available_bytes(self) -> int:
+        return self.limit_bytes - (self.used_bytes or 0) + self.cached_bytes
+
+
+def read_cgroup_available_bytes(root: Path = _ROOT) -> int | None:
+    """The least that this process's cgroup and those above it still allow; None without a limit."""
+    available = [group.available_bytes for group in _memory_groups(root)]
+    return max(0, min(available)) if available else None
+
+
 def _memory_limit(root: Path) -> tuple[int | None, int | None]:
-    found: list[tuple[int, int | None]] = []
+    tightest = min(_memory_groups(root), key=lambda group: group.limit_bytes, default=None)
+    return (None, None) if tightest is None else (tightest.limit_bytes, tightest.used_bytes)
+
+
+def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
     for folder in _cgroup_folders(root, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        for limit_name, used_name, cached_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             limit_bytes = parse_limit_bytes(_text(folder / limit_name))
-            if limit_bytes is not None:
-                found.append((limit_bytes, parse_limit_bytes(_text(folder / used_name))))
-    return min(found, key=lambda pair: pair[0], default=(None, None))
+            if limit_bytes is None:
+                continue
+            statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
+            yield _MemoryGroup(
+                limit_bytes=limit_bytes,
+                used_bytes=parse_limit_bytes(_text(folder / used_name)),
+                cached_bytes=int(statistics.get(cached_name, 0)),
+            )
 
 
 def _text(path: Path) -> str:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.machine.catalogue import find, names_in
 from coarse.machine.fields import FieldError, check_distinct
+from coarse.machine.memory_name import PLACE_KEYS, MemoryName
 
 if TYPE_CHECKING:
     from coarse.machine.toml_lines import TomlDocument
 
-DEVICE_KINDS = ("host",)
-"""Kinds of memory that a memory device can own."""
-
 _TABLES = Path(__file__).with_name("partition_tables")
-_KEYS = ("kind", "workers", "gpu")
+_KEYS = ("kind", "workers", "gpu", *filter(None, PLACE_KEYS.values()))
+_HOST = MemoryName()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,21 +25,14 @@ class MemoryDeviceEntry:
     """One memory device.
 
     Args:
-        kind: One of DEVICE_KINDS.
+        memory: What it owns.
         workers: Local ranks whose local proxy it is; may be empty.
         gpu: The GPU of an emulated machine that plays it; None to leave the choice to the machine.
-
-    Raises:
-        ValueError: If the kind is unknown.
     """
 
-    kind: str = "host"
+    memory: MemoryName = _HOST
     workers: tuple[int, ...] = ()
     gpu: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in DEVICE_KINDS:
-            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(DEVICE_KINDS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +45,8 @@ class PartitionTable:
             machine.
 
     Raises:
-        ValueError: If a worker has no memory device, or two; if a GPU is named twice, or only some are named.
+        ValueError: If a worker has no memory device, or two; if a GPU is named twice, or only some are named; if
+            two memory devices have the same DAX device; if some have GPUs and others do not.
 
     Example:
         >>> PartitionTable.even(num_workers=4, num_devices=2).local_device(3)
@@ -68,6 +61,13 @@ class PartitionTable:
             raise FieldError("memory_device", "a partition table needs at least one memory device")
         self._check_workers()
         self._check_gpus()
+        self._check_dax()
+        if self.is_on_gpus and any(device.memory.kind != "cuda" for device in self.devices):
+            raise FieldError(
+                "memory_device",
+                f"some memory devices are on GPUs, others are not: {', '.join(self.memories)}. Tensors can lie in "
+                "one kind of memory only",
+            )
 
     def _check_workers(self) -> None:
         owners: dict[int, int] = {}
@@ -116,6 +116,17 @@ class PartitionTable:
                 )
         check_distinct("worker_gpus", self.worker_gpus, "GPU")
 
+    def _check_dax(self) -> None:
+        owners: dict[MemoryName, int] = {}
+        for number, device in enumerate(self.devices):
+            owner = owners.setdefault(device.memory, number)
+            if device.memory.kind == "dax" and owner != number:
+                raise FieldError(
+                    f"memory_device.{number}.path",
+                    f"memory devices {owner} and {number} both have {device.memory.place}, which is for one alone; "
+                    "give all its workers to one memory device",
+                )
+
     @property
     def num_devices(self) -> int:
         """How many memory devices there are."""
@@ -126,29 +137,62 @@ class PartitionTable:
         """How many workers they serve."""
         return sum(len(device.workers) for device in self.devices)
 
+    def workers_in(self, memory: str) -> tuple[int, ...]:
+        """The workers whose local memory devices own the memory of that name."""
+        return tuple(
+            worker for device in self.devices if str(device.memory) == memory for worker in device.workers
+        )
+
     def local_device(self, worker: int) -> int:
         """The memory device that is a worker's local proxy."""
         return next(number for number, device in enumerate(self.devices) if worker in device.workers)
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Whether memory devices own memory of GPUs."""
+        return any(device.memory.kind == "cuda" for device in self.devices)
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """The names of what the memory devices own, in their order."""
+        return tuple(str(device.memory) for device in self.devices)
+
     @classmethod
-    def even(cls, *, num_workers: int, num_devices: int) -> PartitionTable:
-        """Deals workers out in even blocks: 1:1, 2:1, n:1. Devices beyond the workers serve nobody directly."""
+    def even(
+        cls, *, num_workers: int, num_devices: int, memories: Sequence[MemoryName] = ()
+    ) -> PartitionTable:
+        """Deals workers out in even blocks: 1:1, 2:1, n:1. Devices beyond the workers serve nobody directly.
+
+        Args:
+            num_workers, num_devices: How many there are.
+            memories: Of each memory device; the host's if there are none.
+        """
         blocks: list[list[int]] = [[] for _ in range(num_devices)]
         for worker in range(num_workers):
             blocks[worker * num_devices // num_workers].append(worker)
-        return cls.of_workers(blocks)
+        return cls.of_workers(blocks, memories)
 
     @classmethod
-    def of_workers(cls, workers: Sequence[Sequence[int]]) -> PartitionTable:
-        """Host-memory devices that serve the given local ranks each."""
-        return cls(devices=tuple(MemoryDeviceEntry(workers=tuple(block)) for block in workers))
+    def of_workers(
+        cls, workers: Sequence[Sequence[int]], memories: Sequence[MemoryName] = ()
+    ) -> PartitionTable:
+        """Memory devices that serve the given local ranks each, with the given memories or else the host's."""
+        owned = memories or [_HOST] * len(workers)
+        return cls(
+            devices=tuple(
+                MemoryDeviceEntry(memory=memory, workers=tuple(block))
+                for memory, block in zip(owned, workers, strict=True)
+            )
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionTable:
         """Reads a table from a TOML file.
 
-        A `[[memory_device]]` section each, with `workers = [0, 1]` and, if it is not "host", a `kind`. To say which
-        GPUs of an emulated machine play them: `gpu = 1` in each section, `worker_gpus = [0, 2]` before the first.
+        A `[[memory_device]]` section each, with `workers = [0, 1]` and, if it is not "host", a `kind` and which of
+        it: `kind = "numa"` with `node = 2`, `kind = "dax"` with `path = "/dev/dax0.0"`, `kind = "cuda"` with
+        `device = "cuda:4"`. To say which GPUs of an emulated machine play them: `gpu = 1` in each section,
+        `worker_gpus = [0, 2]` before the first.
 
         Args:
             path: Of the file, or one of `partition_table_names`.
@@ -170,19 +214,23 @@ def partition_table_names() -> list[str]:
     return names_in(_TABLES)
 
 
-def choose_partition_table(path: str, *, num_workers: int, num_devices: int) -> PartitionTable:
+def choose_partition_table(
+    path: str, *, num_workers: int, devices: int | Sequence[MemoryName]
+) -> PartitionTable:
     """The table in the file `path`, or an even one where there is no path.
 
     Args:
         path: Of a TOML file, or the name of a table that comes with COARSE; "" for none.
         num_workers: Workers of this node.
-        num_devices: For an even table; 0 stands for one per worker.
+        devices: For an even table: how many memory devices, 0 for one per worker, or the memory of each.
 
     Raises:
         ValueError: If the table cannot be read or is for another number of workers.
     """
     if not path:
-        return PartitionTable.even(num_workers=num_workers, num_devices=num_devices or num_workers)
+        if isinstance(devices, int):
+            return PartitionTable.even(num_workers=num_workers, num_devices=devices or num_workers)
+        return PartitionTable.even(num_workers=num_workers, num_devices=len(devices), memories=devices)
     table = PartitionTable.load(path)
     if table.num_workers != num_workers:
         raise ValueError(
@@ -217,9 +265,24 @@ def _entry(document: TomlDocument, number: int, section: Any) -> MemoryDeviceEnt
     if gpu is not None and not _is_list_of_numbers([gpu]):
         raise document.error((*key, "gpu"), f"{where}: gpu={gpu!r} is no number of a GPU")
     try:
-        return MemoryDeviceEntry(kind=section.get("kind", "host"), workers=tuple(workers), gpu=gpu)
+        return MemoryDeviceEntry(memory=_memory(section), workers=tuple(workers), gpu=gpu)
     except FieldError as error:
         raise document.error((*key, error.field), f"{where}: {error}") from None
+
+
+def _memory(section: Mapping[str, Any]) -> MemoryName:
+    """What the keys say together: the kind, and with the one key that goes with it which of that kind.
+
+    Raises:
+        FieldError: If they do not go together.
+    """
+    kind = str(section.get("kind", "host"))
+    expected = PLACE_KEYS.get(kind, "")
+    for name in filter(None, PLACE_KEYS.values()):
+        if name in section and name != expected:
+            raise FieldError(name, f"{name} has no meaning for kind {kind!r}")
+    # A GPU is named as PyTorch does.
+    return MemoryName(kind=kind, place=str(section.get(expected, "")).removeprefix("cuda:"))
 
 
 def _is_list_of_numbers(values: Any) -> bool:

@@ -86,12 +86,11 @@ def _tables(
         return _local(
             local_devices
         ), "local, because a ring takes each contribution from its own memory device"
-    from coarse.profiler.profile import MEASURED
     from coarse.profiler.routing import plan_routing
 
-    if profile.kind == MEASURED and settings.routing != "profile":
+    if profile.is_of_this_machine and settings.routing != "profile":
         why = "local, because in the host's memory a shard stays where it is, whoever takes its descriptor"
-        return _local(local_devices), f"{why} (COARSE_ROUTING=profile goes by what was measured)"
+        return _local(local_devices), f"{why} (COARSE_ROUTING=profile goes by the profile)"
     return plan_routing(profile), f"by the {profile.kind} profile"
 
 
@@ -111,11 +110,10 @@ def _shard_bytes(
         return settings.shard_bytes, "COARSE_SHARD_BYTES says so"
     if profile is None:
         return DEFAULT_SHARD_BYTES, "the default without a profile"
-    from coarse.profiler.profile import MEASURED
     from coarse.profiler.shard_size import plan_shard_size
 
     size = plan_shard_size(profile, tables)
-    if profile.kind != MEASURED:
+    if not profile.is_of_this_machine:
         return size.nbytes, size.reason
     return (
         DEFAULT_SHARD_BYTES,

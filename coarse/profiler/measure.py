@@ -33,7 +33,7 @@ from coarse.profiler.profile import (
     host_key,
     profile_key,
 )
-from coarse.proxy.memory import open_memory
+from coarse.proxy.memory import available_bytes
 
 if TYPE_CHECKING:
     from coarse.machine.emulation import Emulation
@@ -272,7 +272,7 @@ def _part_of(progress: Progress | None, turn: int, num_turns: int) -> Progress:
 
 def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
     """The sizes for which there is memory, as the worker that sees the least of it says."""
-    available = min(open_memory(device.kind).available_bytes() for device in table.devices)
+    available = min(map(available_bytes, table.memories))
     # Two slots of every worker, and an end at every memory device.
     most = np.array([-available * _MEMORY_FRACTION / (2 * table.num_workers + table.num_devices)])
     session.all_reduce(most, op="max")
@@ -280,7 +280,7 @@ def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[i
     if not affordable:
         raise OutOfDeviceMemoryError(
             f"probes of {min(sizes)} bytes need {min(sizes) * (2 * table.num_workers + table.num_devices)} bytes of "
-            f"host memory; {available} bytes are available"
+            f"device memory; {available} bytes are available"
         )
     return affordable
 

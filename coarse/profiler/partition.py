@@ -14,6 +14,11 @@ SLOT_ALIGNMENT_BYTES = 64
 ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe")
 """Names of the synchronisation algorithms, and of what measures links; their positions are the native numbers."""
 
+_TABLE_SHARDS = 16
+# Rows before a shard of a table are counted for each shard: many shards would count for longer than they reduce.
+_TABLE_SHARD_ROWS = 64
+# Multiples of so many rows are whole cache lines, however long a row is.
+
 _MAX_SHARD_ELEMENTS = (1 << 32) - SLOT_ALIGNMENT_BYTES  # fits 32 bits, in whole cache lines of any dtype
 
 
@@ -32,7 +37,8 @@ class PartitionPlan:
     """Where every tensor of a group lies in a worker's slots, and the shards it is cut into.
 
     Args:
-        tensor_offsets: First byte of each tensor's slot, a multiple of SLOT_ALIGNMENT_BYTES.
+        tensor_offsets: First byte of each tensor's slot, a multiple of SLOT_ALIGNMENT_BYTES. Those of tables, which
+            have no slots, go on behind the slots.
         slot_bytes: Bytes of all slots of one worker.
         shards: In the order of the tensors, and of the bytes within a tensor; each byte in exactly one.
     """
@@ -71,19 +77,22 @@ def plan_partition(
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if algorithm not in ("auto", *ALGORITHMS):
         raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
-    cuts: dict[tuple[int, str], _Cut] = {}  # of each shape: models repeat theirs layer by layer
+    cuts: dict[tuple[int, str, int], _Cut] = {}  # of each shape: models repeat theirs layer by layer
     cut_of: list[_Cut] = []
     for spec in specs:
-        shape = (spec.num_elements, spec.dtype)
+        shape = (spec.num_elements, spec.dtype, spec.row_elements)
         cut = cuts.get(shape)
         if cut is None:
             chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
-            cut = cuts[shape] = _cut(
-                spec, 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes), chosen
-            )
+            num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
+            cut = cuts[shape] = (_cut_table if spec.row_elements else _cut)(spec, num_shards, chosen)
         cut_of.append(cut)
-    lengths = [cut.slot_bytes for cut in cut_of]
+    lengths = [0 if spec.row_elements else cut.slot_bytes for spec, cut in zip(specs, cut_of, strict=True)]
     offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths)
+    end = slot_bytes
+    for index, (spec, cut) in enumerate(zip(specs, cut_of, strict=True)):
+        if spec.row_elements:
+            offsets[index], end = end, end + cut.slot_bytes
     shards = [
         ShardRange(tensor=index, offset=start + offset, num_elements=num_elements, algorithm=cut.algorithm)
         for index, (start, cut) in enumerate(zip(offsets, cut_of, strict=True))
@@ -128,7 +137,7 @@ def _round_up(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot."""
+    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot, or of a table."""
 
     pieces: tuple[tuple[int, int], ...]
     slot_bytes: int
@@ -144,6 +153,19 @@ def _cut(spec: TensorSpec, num_shards: int, algorithm: str) -> _Cut:
     bounds = [min(lines * i // num_shards * per_line, spec.num_elements) for i in range(num_shards + 1)]
     return _Cut(
         pieces=tuple((low * item, high - low) for low, high in pairwise(bounds)),
+        slot_bytes=_round_up(spec.nbytes),
+        algorithm=algorithm,
+    )
+
+
+def _cut_table(spec: TensorSpec, num_shards: int, algorithm: str) -> _Cut:
+    row_bytes = spec.row_elements * ITEM_BYTES[spec.dtype]
+    runs = -(-spec.num_rows // _TABLE_SHARD_ROWS)
+    num_shards = min(num_shards, _TABLE_SHARDS, runs)
+    num_shards = max(num_shards, -(-spec.num_elements // (_MAX_SHARD_ELEMENTS // 2)))
+    bounds = [min(runs * i // num_shards * _TABLE_SHARD_ROWS, spec.num_rows) for i in range(num_shards + 1)]
+    return _Cut(
+        pieces=tuple((low * row_bytes, (high - low) * spec.row_elements) for low, high in pairwise(bounds)),
         slot_bytes=_round_up(spec.nbytes),
         algorithm=algorithm,
     )

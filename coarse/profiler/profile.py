@@ -168,6 +168,11 @@ class Profile:
             if path.kind == BOTH:
                 self._check_directions(path.source, path.target)
 
+    @property
+    def is_of_this_machine(self) -> bool:
+        """Whether its links are those that are there, measured or by what the firmware says of them."""
+        return self.kind != EMULATED and self.key.machine == HOST
+
     def curve(self, kind: str, source: int, target: int) -> Curve:
         """The curve of one path.
 
@@ -306,11 +311,13 @@ def profile_key(table: PartitionTable, host: str, emulation: Emulation | None = 
     """The key of a profile of these memory devices.
 
     Args:
-        table: Whom they serve.
+        table: Whom they serve, and what they own.
         host: Key of the host (host_key).
         emulation: Of another machine's links, whose figures and dilation are then part of the key.
     """
     versions = current_versions()
+    if any(name != HOST for name in table.memories):
+        versions["memories"] = ", ".join(table.memories)
     if emulation is not None:
         versions["links"] = _digest(emulation.links.to_json())
         versions["time_dilation"] = repr(emulation.time_dilation)

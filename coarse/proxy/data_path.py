@@ -45,7 +45,7 @@ class DataPath:
     def share(self) -> dict[str, int]:
         """Allocates what this device makes for all; returns its descriptors by name, which stay its own."""
         for name, num_bytes in self._job.own_memory().items():
-            self._shared[name] = self._memory.allocate(name, num_bytes)
+            self._shared[name] = self._memory.allocate_host(name, num_bytes)
         if LINK_TABLE in self._shared:
             write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
         return {name: segment.fd for name, segment in self._shared.items()}
@@ -56,7 +56,7 @@ class DataPath:
 
     def allocate_client(self, client: int) -> int:
         """Makes the segment of one of this device's own workers; returns its descriptor, which stays its own."""
-        segment = self._memory.allocate("client", _native.client_segment_bytes(self._job.num_devices))
+        segment = self._memory.allocate_host("client", _native.client_segment_bytes(self._job.num_devices))
         self._client_segments[client] = segment
         return segment.fd
 
@@ -120,7 +120,7 @@ class DataPath:
         """
         if self._links is None:
             raise ProtocolError("the links are not there yet")
-        return self._shared[LINK_TABLE].read_only_fd()
+        return self._shared[LINK_TABLE].to_read().fd
 
     def stop(self) -> None:
         """Ends the sync cores, and gives up connections that no proxy has taken."""

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coarse.errors import ProtocolError
-from coarse.kernels import _native
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
@@ -31,7 +30,7 @@ from coarse.proxy.loss import (
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import Segment, open_memory
+from coarse.proxy.memory import DeviceMemory, HostMemory, Segment, open_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
 from coarse.proxy.protocol import Message, Received, int_field
@@ -51,13 +50,13 @@ class MemoryDevice:
 
     Args:
         job: This device's place in the session; its descriptors now belong to the device.
+        memory: Where everything lies; stays the caller's.
         contents: What it has of earlier attempts, and keeps for later ones.
     """
 
-    def __init__(self, job: DeviceJob, contents: DeviceContents) -> None:
+    def __init__(self, job: DeviceJob, memory: DeviceMemory, contents: DeviceContents) -> None:
         self._job = job
         self._contents = contents
-        memory = open_memory(job.kind)
         self._loop = EventLoop()
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop.watch(self._event_fd, self._take_proxy_events)
@@ -69,7 +68,9 @@ class MemoryDevice:
         self._registrar = Registrar(
             job, memory, self._workers.send, self._peers.tell, self._snapshots, contents.groups
         )
-        self._storage = StorageService(memory, self._workers.send, contents.storage)
+        self._storage = StorageService(
+            memory if memory.is_mappable else HostMemory(), self._workers.send, contents.storage
+        )
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self._is_aborted = False
         self._goes_on = False
@@ -81,6 +82,8 @@ class MemoryDevice:
             "reserve": lambda worker, message: self._storage.reserve(worker.client, message),
             "commit": lambda worker, message: self._storage.commit(worker.client, message),
             "lookup": lambda worker, message: self._storage.look_up(worker.client, message),
+            "snapshot_storage": lambda worker, message: self._storage.take_snapshot(worker.client, message),
+            "release_storage": lambda worker, message: self._storage.release_snapshot(worker.client, message),
             "release_snapshot": lambda worker, message: self._snapshots.release(message),
             "read_snapshot": lambda worker, message: self._snapshots.read(worker.client, message),
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
@@ -199,8 +202,9 @@ class MemoryDevice:
 
     def _hear_peer(self, device: int, received: Received) -> None:
         fds, received.fds = received.fds, []
-        segments = [Segment(fd, _native.sealed_bytes(fd)) for fd in fds]
         message = received.message
+        extents = message.get("extents", [None] * len(fds))
+        segments = list(map(Segment.received, fds, extents))
         if received.kind == "memory":
             self._data_path.take_shared(dict(zip(message["names"], segments, strict=True)))
         elif received.kind == "client":
@@ -271,7 +275,7 @@ class MemoryDevice:
         if not self._is_over():
             # At the end of everything memory goes with the process, and sync cores may still be at work.
             self._registrar.release_all(worker.client, proxy)
-        self._storage.forget(worker.client)
+        self._storage.leave(worker.client)
         worker.close()
 
     def _register(self, worker: WorkerConnection, message: Message) -> None:
@@ -344,12 +348,20 @@ def run_device(job_fd: int) -> None:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
     job = DeviceJob.read(job_fd)
-    contents = DeviceContents()
-    if not job.keep_s:
-        MemoryDevice(job, contents).run()
-        return
-    attempt = job
-    while MemoryDevice(attempt.with_own_sockets(), contents).run():
-        # From now on whoever comes first starts the attempt.
-        attempt = replace(job, leader_pid=0)
-    contents.close()
+    with contextlib.closing(open_memory(job.memory)) as memory:
+        _move_near(memory)
+        contents = DeviceContents()
+        if not job.keep_s:
+            MemoryDevice(job, memory, contents).run()
+            return
+        attempt = job
+        while MemoryDevice(attempt.with_own_sockets(), memory, contents).run():
+            # From now on whoever comes first starts the attempt.
+            attempt = replace(job, leader_pid=0)
+        contents.close()
+
+
+def _move_near(memory: DeviceMemory) -> None:
+    """Has this process, and so the sync cores that it starts, run on the processors nearest to its memory."""
+    if cores := set(memory.cores()) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)

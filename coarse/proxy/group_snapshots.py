@@ -16,16 +16,16 @@ from coarse.proxy.registration import (
     SNAPSHOT_REQUEST,
     STATES,
     GroupSchema,
+    fd_of,
+    region_of,
 )
-
-SNAPSHOT_SEGMENTS = (SNAPSHOT_REQUEST, SNAPSHOT_CONTROL, SNAPSHOT_POOL)
 
 
 def allocate_snapshots(memory: DeviceMemory, name: str, plan: _native.GroupPlan) -> dict[str, Segment]:
     """The segments through which snapshots of a group are begun and kept; the pool takes no memory yet."""
     return {
-        SNAPSHOT_REQUEST: memory.allocate(f"snapshot request of {name}", _native.SNAPSHOT_REQUEST_BYTES),
-        SNAPSHOT_CONTROL: memory.allocate(
+        SNAPSHOT_REQUEST: memory.allocate_host(f"snapshot request of {name}", _native.SNAPSHOT_REQUEST_BYTES),
+        SNAPSHOT_CONTROL: memory.allocate_host(
             f"snapshot control of {name}", _native.snapshot_control_bytes(plan)
         ),
         SNAPSHOT_POOL: memory.allocate_sparse(f"snapshot pool of {name}", _native.snapshot_pool_bytes(plan)),
@@ -60,7 +60,11 @@ class GroupSnapshots:
         self._tensor_of_shard = [shard.tensor for shard in schema.partition().shards]
         self._native = _native.SnapshotReader(
             plan,
-            *(shared[name].fd if name in shared else -1 for name in (PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)),
+            region_of(shared, PARAMETERS),
+            region_of(shared, STATES),
+            fd_of(shared, SNAPSHOT_REQUEST),
+            fd_of(shared, SNAPSHOT_CONTROL),
+            fd_of(shared, SNAPSHOT_POOL),
         )
         self.num_arrays = self._native.num_arrays
 

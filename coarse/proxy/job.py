@@ -32,7 +32,9 @@ class DeviceJob:
         node: The node's number.
         nodes: The ranks of the workers of every node, this one's by client number.
         local_clients: The workers whose slots lie in this device's memory.
-        kind: Of memory, as in the partition table.
+        memory: What it owns, as in MemoryName.
+        clients_in_memory: The workers whose slots lie there, in segments of this device and of others that own the
+            same.
         num_sync_cores: Threads that reduce.
         scheduling: "queues" or "fcfs".
         spin_us: How long an idle sync core looks for work before it sleeps.
@@ -56,7 +58,8 @@ class DeviceJob:
     node: int
     nodes: tuple[tuple[int, ...], ...]
     local_clients: tuple[int, ...]
-    kind: str
+    memory: str
+    clients_in_memory: tuple[int, ...]
     num_sync_cores: int
     scheduling: str
     spin_us: int
@@ -133,7 +136,7 @@ class DeviceJob:
         """Reads a job from `fd` to its end, and closes it."""
         with os.fdopen(fd, "rb") as stream:
             values = json.load(stream)
-        for name in ("local_clients", "peer_fds"):
+        for name in ("local_clients", "clients_in_memory", "peer_fds"):
             values[name] = tuple(values[name])
         for name in ("nodes", "link_fds"):
             values[name] = tuple(map(tuple, values[name]))

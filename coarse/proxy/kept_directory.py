@@ -30,10 +30,12 @@ class KeptDevices:
 
     Args:
         workers: The client numbers that each of them serves.
+        memories: What each of them owns, by name.
         pids: Of their processes.
     """
 
     workers: tuple[tuple[int, ...], ...]
+    memories: tuple[str, ...]
     pids: tuple[int, ...]
 
     def write(self, directory: Path) -> None:
@@ -49,7 +51,11 @@ class KeptDevices:
             values = json.loads((directory / KEPT_FILE).read_text())
         except FileNotFoundError:
             return None
-        return cls(workers=tuple(map(tuple, values["workers"])), pids=tuple(values["pids"]))
+        return cls(
+            workers=tuple(map(tuple, values["workers"])),
+            memories=tuple(values["memories"]),
+            pids=tuple(values["pids"]),
+        )
 
 
 def session_directory(job: str, session: str) -> Path:

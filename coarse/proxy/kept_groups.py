@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -88,9 +87,7 @@ class KeptGroups:
         self._groups[schema.name] = KeptGroup(
             schema=schema,
             segments={
-                name: Segment(os.dup(segment.fd), segment.num_bytes)
-                for name, segment in shared.items()
-                if name in (PARAMETERS, STATES)
+                name: segment.duplicate() for name, segment in shared.items() if name in (PARAMETERS, STATES)
             },
             group=group,
         )

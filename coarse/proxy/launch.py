@@ -76,7 +76,8 @@ class DeviceProcesses:
                         node=node,
                         nodes=nodes.ranks,
                         local_clients=table.devices[device].workers,
-                        kind=table.devices[device].kind,
+                        memory=table.memories[device],
+                        clients_in_memory=table.workers_in(table.memories[device]),
                         num_sync_cores=num_sync_cores,
                         scheduling=settings.scheduling,
                         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
@@ -96,7 +97,7 @@ class DeviceProcesses:
                     self._processes.append(_start(job))
             if kept_in is not None:
                 workers = tuple(device.workers for device in table.devices)
-                KeptDevices(workers=workers, pids=self.pids).write(kept_in)
+                KeptDevices(workers=workers, memories=table.memories, pids=self.pids).write(kept_in)
         except BaseException:
             self.kill()
             raise

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import os
-
-from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
+from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.proxy.group_snapshots import (
-    SNAPSHOT_SEGMENTS,
     GroupSnapshots,
     allocate_snapshots,
     choose_pool_limit,
 )
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.kept_groups import KeptGroups
-from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.memory import DeviceMemory, HostMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.protocol import Message, int_field
 from coarse.proxy.registration import (
     CONTROL,
     NODE,
     PARAMETERS,
+    ROWS,
+    SETTINGS,
     SLOTS,
     SNAPSHOT_CONTROL,
+    SNAPSHOT_POOL,
     SNAPSHOT_REQUEST,
     STATES,
     GroupSchema,
     Registration,
     check_agreement,
+    fd_of,
+    region_of,
     slots_of,
 )
 from coarse.proxy.snapshot_service import SnapshotService
@@ -92,9 +94,14 @@ class Registrar:
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Another device has allocated its share of a group."""
         registration = self._registration(int_field(message, "group"))
-        clients, names = message["clients"], message["shared"]
-        registration.slots.update(zip(clients, segments[: len(clients)], strict=True))
-        registration.shared.update(zip(names, segments[len(clients) :], strict=True))
+        received = iter(segments)
+        for own, names in (
+            (registration.slots, message["clients"]),
+            (registration.settings, message["settings"]),
+            (registration.rows, message["rows"]),
+            (registration.shared, message["shared"]),
+        ):
+            own.update((name, next(received)) for name in names)
 
     def advance(self, proxy: _native.Proxy) -> None:
         """Takes every step that has become possible."""
@@ -133,7 +140,7 @@ class Registrar:
                 self._allocate(registration)
             if CONTROL in registration.shared and len(registration.slots) == self._job.num_clients:
                 self._activate(registration, proxy)
-        except (SchemaMismatchError, OutOfDeviceMemoryError, ValueError) as error:
+        except (CoarseError, ValueError, _native.CudaError) as error:
             self._refuse(registration, error)
 
     def _check_agreement(self, registration: Registration) -> None:
@@ -162,19 +169,40 @@ class Registrar:
         native_plan = schema.native_plan(registration.group, self._job.num_clients)
         shared = self._allocate_shared(schema, native_plan) if self._job.is_home else {}
         registration.shared.update(shared)
-        own = {}
+        own, settings, rows = {}, {}, {}
         for client in self._job.local_clients:
-            own[client] = self._memory.allocate(f"gradients of {schema.name}", native_plan.client_bytes)
+            own[client] = self._memory_of(schema).allocate(
+                f"gradients of {schema.name}", native_plan.client_bytes
+            )
+            if num_bytes := native_plan.settings_bytes:
+                settings[client] = self._memory.allocate_host(f"settings of {schema.name}", num_bytes)
+            if num_bytes := native_plan.rows_bytes:
+                rows[client] = self._memory.allocate_sparse(f"rows of {schema.name}", num_bytes)
         registration.slots.update(own)
+        registration.settings.update(settings)
+        registration.rows.update(rows)
         registration.is_allocated = True
+        segments = [*own.values(), *settings.values(), *rows.values(), *shared.values()]
         self._send_to_peers(
-            {"type": "segments", "group": registration.group, "clients": list(own), "shared": list(shared)},
-            [segment.fd for segment in (*own.values(), *shared.values())],
+            {
+                "type": "segments",
+                "group": registration.group,
+                "clients": list(own),
+                "settings": list(settings),
+                "rows": list(rows),
+                "shared": list(shared),
+                "extents": [segment.extent for segment in segments],
+            },
+            [segment.fd for segment in segments],
         )
+
+    def _memory_of(self, schema: GroupSchema) -> DeviceMemory:
+        """Where the tensors of a group lie."""
+        return HostMemory() if schema.on_host and not self._memory.is_mappable else self._memory
 
     def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""
-        num_bytes = {CONTROL: _native.group_control_bytes(plan.num_shards, self._job.num_clients)}
+        num_bytes = {}
         if self._job.num_nodes > 1:
             num_bytes[NODE] = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
         if schema.state_names is not None:
@@ -184,32 +212,35 @@ class Registrar:
         kept = self._kept.find(schema)
         found = {} if kept is None else kept.segments
         allocated = {
-            name: Segment(os.dup(found[name].fd), length)
+            name: found[name].duplicate()
             if name in found
             else self._memory.allocate(f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
         }
-        if schema.state_names is not None:
+        control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
+        allocated[CONTROL] = self._memory.allocate_host(f"{CONTROL} of {schema.name}", control_bytes)
+        if schema.state_names is not None and self._memory.is_mappable:
             allocated.update(allocate_snapshots(self._memory, schema.name, plan))
         return allocated
 
     def _check_fits(self, schema: GroupSchema) -> None:
-        # A slot for each worker, places for what other nodes contribute to the shards that this one owns, and what an
-        # optimizer keeps.
-        tensor_bytes = sum(spec.nbytes for spec in schema.specs)
+        # A slot for each worker of this memory, places for what other nodes contribute to the shards that this one
+        # owns, and what an optimizer keeps.
+        tensor_bytes = sum(spec.slot_bytes for spec in schema.specs)
         num_nodes = self._job.num_nodes
-        largest = max(spec.nbytes for spec in schema.specs)
+        largest = max(spec.slot_bytes for spec in schema.specs)
         slot_bytes = (
             min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
         )
-        needed = slot_bytes * self._job.num_clients + schema.kept_bytes
+        num_clients = len(self._job.clients_in_memory)
+        needed = slot_bytes * num_clients + schema.kept_bytes
         needed += tensor_bytes * (num_nodes - 1) // num_nodes
         if (kept := self._kept.find(schema)) is not None:
             needed -= sum(segment.num_bytes for segment in kept.segments.values())
-        available = self._memory.available_bytes()
+        available = self._memory_of(schema).available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
-                f"{schema.name}: {self._job.num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
+                f"{schema.name}: {num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
                 f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on this "
                 "node, a smaller model or a smaller dtype."
             )
@@ -221,53 +252,62 @@ class Registrar:
         self._add_snapshots(registration, plan)
         kept = self._kept.find(schema)
         updates = None if kept is None else kept.updates
-        shared_fds = {name: segment.fd for name, segment in shared.items()}
         proxy.add_group(
             plan,
-            shared_fds[CONTROL],
-            [registration.slots[client].fd for client in clients],
+            shared[CONTROL].fd,
+            [registration.slots[client].region for client in clients],
             self._job.is_home,
-            *[shared_fds.get(name, -1) for name in (NODE, PARAMETERS, STATES, *SNAPSHOT_SEGMENTS)],
+            node_segment=region_of(shared, NODE),
+            parameters=region_of(shared, PARAMETERS),
+            states=region_of(shared, STATES),
+            snapshot_request_fd=fd_of(shared, SNAPSHOT_REQUEST),
+            snapshot_control_fd=fd_of(shared, SNAPSHOT_CONTROL),
+            snapshot_pool_fd=fd_of(shared, SNAPSHOT_POOL),
+            settings_fds=[registration.settings[client].fd for client in sorted(registration.settings)],
+            memory=self._memory_of(schema).tensor_memory(),
             step=0 if updates is None else updates.step,
             update_numbers=() if updates is None else updates.num_updates,
+            rows_fds=[registration.rows[client].fd for client in sorted(registration.rows)],
         )
         registration.is_active = True
         if self._job.is_home and self._job.keep_s and schema.state_names is not None:
             self._kept.adopt(registration.group, schema, shared)
-        read_only = {
-            name: shared[name].read_only_fd() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
-        }
-        writable = [name for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared]
-        opened = self._open_slots(registration)
+        read_only = self._open_slots(registration)
+        if self._job.is_home:
+            read_only |= {
+                name: shared[name].to_read() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
+            }
         for client in clients:
-            message: Message = {"type": "registered", "group": registration.group, "fds": []}
-            fds = []
+            message: Message = {"type": "registered", "group": registration.group}
+            given = dict(read_only)
             if self._job.is_home:
-                message["fds"] += [*read_only, *writable]
-                fds += [*read_only.values(), *(shared_fds[name] for name in writable)]
+                given |= {
+                    name: shared[name] for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared
+                }
                 if updates is not None:
                     message["recovered"] = updates.to_message()
             if client in self._job.local_clients:
-                message["fds"].append(SLOTS)
-                fds.append(registration.slots[client].fd)
-            message["fds"] += opened
-            fds += opened.values()
-            self._send(client, message, fds)
-        for fd in (*read_only.values(), *opened.values()):
-            os.close(fd)
+                given[SLOTS] = registration.slots[client]
+                if client in registration.settings:
+                    given[SETTINGS] = registration.settings[client]
+                if client in registration.rows:
+                    given[ROWS] = registration.rows[client]
+            message["fds"] = list(given)
+            message["extents"] = [segment.extent for segment in given.values()]
+            self._send(client, message, [segment.fd for segment in given.values()])
+        for segment in read_only.values():
+            segment.close()
         registration.close()
 
-    def _open_slots(self, registration: Registration) -> dict[str, int]:
+    def _open_slots(self, registration: Registration) -> dict[str, Segment]:
         """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
         if not registration.schema.is_open:
             return {}
-        return {
-            slots_of(client): registration.slots[client].read_only_fd() for client in self._job.local_clients
-        }
+        return {slots_of(client): registration.slots[client].to_read() for client in self._job.local_clients}
 
     def _add_snapshots(self, registration: Registration, plan: _native.GroupPlan) -> None:
         schema = registration.schema
-        if not self._job.is_home or schema.state_names is None:
+        if not self._job.is_home or SNAPSHOT_CONTROL not in registration.shared:
             return
         snapshots = GroupSnapshots(schema, plan, registration.shared)
         # In pages, which small tensors do not fill.
@@ -276,7 +316,7 @@ class Registrar:
         snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
         self._snapshots.add(registration.group, snapshots)
 
-    def _refuse(self, registration: Registration, error: CoarseError | ValueError) -> None:
+    def _refuse(self, registration: Registration, error: Exception) -> None:
         registration.refusal = {
             "type": "refused",
             "group": registration.group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
@@ -18,12 +19,24 @@ _MAX_TENSORS = 1_000_000
 
 CONTROL = "control"
 SLOTS = "slots"  # of the worker that is told
+ROWS = "rows"  # the same, where there are tables
+SETTINGS = "settings"  # of the worker that is told, where the group has an optimizer
 NODE = "node"  # where there are several nodes
 PARAMETERS = "parameters"  # these two where the group has an optimizer
 STATES = "states"
 SNAPSHOT_REQUEST = "snapshot request"  # these three where there are snapshots of parameters and states
 SNAPSHOT_CONTROL = "snapshot control"
 SNAPSHOT_POOL = "snapshot pool"
+
+
+def fd_of(shared: Mapping[str, Segment], name: str) -> int:
+    """The descriptor of what a group has under a name, for native code; -1 if it has nothing."""
+    return shared[name].fd if name in shared else -1
+
+
+def region_of(shared: Mapping[str, Segment], name: str) -> _native.Region:
+    """The same of memory that may be a part of a device file."""
+    return shared[name].region if name in shared else _native.Region(-1)
 
 
 def slots_of(client: int) -> str:
@@ -41,6 +54,7 @@ class GroupSchema:
         shard_bytes, gather_bytes, algorithm: How it is cut (coarse.profiler.partition).
         is_staging: Its shards carry buffers whose length, dtype and op come with each push.
         is_open: Workers see each other's slots, so that they can reduce tensors themselves.
+        on_host: Its tensors lie in the host's memory, whatever memory devices own: for what workers have there.
         state_names: Of the float32 tensors that an optimizer in the memory devices keeps beside each parameter, in
             the order of the update rule; None if the group has no optimizer.
         window_bytes: Tensors take turns in slots of so many bytes (plan_partition); 0 gives each one its own. Needs
@@ -54,6 +68,7 @@ class GroupSchema:
     algorithm: str
     is_staging: bool = False
     is_open: bool = False
+    on_host: bool = False
     state_names: tuple[str, ...] | None = None
     window_bytes: int = 0
 
@@ -67,6 +82,11 @@ class GroupSchema:
             spec.nbytes + spec.num_elements * wide * (num_states + (spec.dtype != "float32"))
             for spec in self.specs
         )
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether contributions to some of its tensors are rows."""
+        return any(spec.row_elements for spec in self.specs)
 
     def partition(self) -> PartitionPlan:
         """The layout that worker and memory device compute alike."""
@@ -99,6 +119,7 @@ class GroupSchema:
             slot_bytes=plan.slot_bytes,
             shards=shards,
             num_states=-1 if self.state_names is None else len(self.state_names),
+            row_elements=[spec.row_elements for spec in self.specs] if self.has_tables else [],
         )
 
     def to_message(self, group: int) -> Message:
@@ -107,12 +128,15 @@ class GroupSchema:
             "type": "register",
             "group": group,
             "name": self.name,
-            "specs": [[spec.name, spec.dtype, spec.num_elements, spec.op] for spec in self.specs],
+            "specs": [
+                [spec.name, spec.dtype, spec.num_elements, spec.op, spec.row_elements] for spec in self.specs
+            ],
             "shard_bytes": self.shard_bytes,
             "gather_bytes": self.gather_bytes,
             "algorithm": self.algorithm,
             "is_staging": self.is_staging,
             "is_open": self.is_open,
+            "on_host": self.on_host,
             "state_names": None if self.state_names is None else list(self.state_names),
             "window_bytes": self.window_bytes,
         }
@@ -133,14 +157,21 @@ class GroupSchema:
             return cls(
                 name=str(message["name"]),
                 specs=tuple(
-                    TensorSpec(name=str(name), dtype=str(dtype), num_elements=int(length), op=str(op))
-                    for name, dtype, length, op in specs
+                    TensorSpec(
+                        name=str(name),
+                        dtype=str(dtype),
+                        num_elements=int(length),
+                        op=str(op),
+                        row_elements=int(row_elements),
+                    )
+                    for name, dtype, length, op, row_elements in specs
                 ),
                 shard_bytes=int_field(message, "shard_bytes", low=1),
                 gather_bytes=int_field(message, "gather_bytes"),
                 algorithm=str(message["algorithm"]),
                 is_staging=message.get("is_staging") is True,
                 is_open=message.get("is_open") is True,
+                on_host=message.get("on_host") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
                 window_bytes=int_field(message, "window_bytes"),
             )
@@ -180,7 +211,8 @@ def _first_difference(first: int, expected: GroupSchema, other: int, offered: Gr
 
 
 def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name!r} of {spec.num_elements} x {spec.dtype} ({spec.op})"
+    rows = f" in rows of {spec.row_elements}" if spec.row_elements else ""
+    return f"{spec.name!r} of {spec.num_elements} x {spec.dtype} ({spec.op}{rows})"
 
 
 def _settings(schema: GroupSchema) -> str:
@@ -199,6 +231,8 @@ class Registration:
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
     slots: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
+    rows: dict[int, Segment] = field(default_factory=dict)  # likewise; of groups with tables
+    settings: dict[int, Segment] = field(default_factory=dict)  # likewise, where there is an optimizer
     shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
     is_allocated: bool = False
     is_active: bool = False
@@ -212,5 +246,10 @@ class Registration:
 
     def close(self) -> None:
         """Gives up this process's descriptors."""
-        for segment in (*self.slots.values(), *self.shared.values()):
+        for segment in (
+            *self.slots.values(),
+            *self.settings.values(),
+            *self.rows.values(),
+            *self.shared.values(),
+        ):
             segment.close()

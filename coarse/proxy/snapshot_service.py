@@ -133,7 +133,7 @@ class SnapshotService:
     def _copy(
         self, group: GroupSnapshots, snapshot: int, tensor: int, array: int
     ) -> tuple[Message, Segment | None]:
-        copy = self._memory.allocate(f"snapshot of {group.name}", group.num_bytes(tensor, array))
+        copy = self._memory.allocate_host(f"snapshot of {group.name}", group.num_bytes(tensor, array))
         try:
             with mmap.mmap(copy.fd, copy.num_bytes) as target:
                 for piece in group.read(snapshot, tensor, array, lets_go=False):

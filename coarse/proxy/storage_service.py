@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import os
+from collections import defaultdict
 
-from coarse.errors import OutOfDeviceMemoryError, ProtocolError
+from coarse.errors import (
+    CoarseError,
+    OutOfDeviceMemoryError,
+    ProtocolError,
+    SnapshotLostError,
+    SnapshotsBusyError,
+)
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.protocol import Message, int_field, text_field
 from coarse.proxy.storage import Storage
+
+MOST_STORAGE_SNAPSHOTS = 16
+"""That one worker may hold at a time: each may keep a version of every value."""
 
 
 class StorageService:
@@ -25,6 +34,7 @@ class StorageService:
         self._send = send
         self._storage = storage
         self._reserved: dict[int, tuple[str, Segment]] = {}  # being written, by client
+        self._snapshots: defaultdict[int, set[int]] = defaultdict(set)  # begun and not released, by client
 
     def reserve(self, client: int, message: Message) -> None:
         """Gives a worker memory to write a new value into."""
@@ -37,7 +47,7 @@ class StorageService:
             self._refuse(client, error)
             return
         self._reserved[client] = (key, segment)
-        self._send(client, {"type": "reserved"}, (segment.fd,))
+        self._send(client, {"type": "reserved", "extent": segment.extent}, (segment.fd,))
 
     def commit(self, client: int, message: Message) -> None:
         """The value is written: it becomes the newest version."""
@@ -54,25 +64,57 @@ class StorageService:
         self._send(client, {"type": "committed", "version": version}, ())
 
     def look_up(self, client: int, message: Message) -> None:
-        """Tells the newest version and shares its bytes, read-only."""
-        found = self._storage.get(text_field(message, "key"))
+        """Tells the newest version, or that of a snapshot, and shares its bytes, read-only."""
+        try:
+            found = self._storage.get(text_field(message, "key"), int_field(message, "snapshot"))
+        except SnapshotLostError as error:
+            self._refuse(client, error)
+            return
         reply: Message = {"type": "found", "version": found.version}
         if found.segment is None:
             self._send(client, reply, ())
             return
-        fd = found.segment.read_only_fd()
-        self._send(client, reply, (fd,))
-        os.close(fd)
+        reply |= {"num_bytes": found.segment.num_bytes, "extent": found.segment.extent}
+        segment = found.segment.to_read()
+        self._send(client, reply, (segment.fd,))
+        segment.close()
+
+    def take_snapshot(self, client: int, message: Message) -> None:
+        """Begins a snapshot of all values as they are now; it ends with the worker at the latest."""
+        del message
+        if len(self._snapshots[client]) >= MOST_STORAGE_SNAPSHOTS:
+            error = SnapshotsBusyError(
+                f"worker {client} of this node holds {MOST_STORAGE_SNAPSHOTS} snapshots of stored values already; "
+                "release one of them first"
+            )
+            self._refuse(client, error)
+            return
+        snapshot = self._storage.snapshot()
+        self._snapshots[client].add(snapshot)
+        self._send(client, {"type": "storage_snapshot", "snapshot": snapshot}, ())
+
+    def release_snapshot(self, client: int, message: Message) -> None:
+        """A worker needs a snapshot that it has begun no more."""
+        snapshot = int_field(message, "snapshot")
+        if snapshot in self._snapshots[client]:
+            self._snapshots[client].remove(snapshot)
+            self._storage.release(snapshot)
 
     def forget(self, client: int) -> None:
         """Takes back what the worker reserved and has not committed."""
         if client in self._reserved:
             self._reserved.pop(client)[1].close()
 
-    def _refuse(self, client: int, error: OutOfDeviceMemoryError) -> None:
+    def leave(self, client: int) -> None:
+        """The worker has gone: forget(), and its snapshots are released."""
+        self.forget(client)
+        for snapshot in self._snapshots.pop(client, ()):
+            self._storage.release(snapshot)
+
+    def _refuse(self, client: int, error: CoarseError) -> None:
         self._send(client, {"type": "refused", "error": type(error).__name__, "text": str(error)}, ())
 
     def close(self) -> None:
         """Takes back everything that was reserved and not committed."""
-        for client in list(self._reserved):
-            self.forget(client)
+        for client in [*self._reserved, *self._snapshots]:
+            self.leave(client)

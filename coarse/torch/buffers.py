@@ -69,7 +69,7 @@ class BufferBroadcast:
         self._rank = session.identity.rank
         self._packing = Packing(buffers)
         spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
-        self.group = session.register(name, [spec])
+        self.group = session.register(name, [spec], on_host=True)
         memory = torch.frombuffer(self.group.buffer(0), dtype=torch.uint8)
         self._views = self._packing.views(memory)
 

@@ -4,46 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SessionClosedError
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
+from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
-from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
-from coarse.torch.join import UnevenInputsHook
+from coarse.torch.join import UnevenInputsHook, check_joinable
 from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.offloading import Offloading
 from coarse.torch.options import check_module, check_unsupported, find_devices, trainable_parameters
 from coarse.torch.process_group import choose_process_group
-from coarse.torch.refusals import Refusals
 from coarse.torch.session import session_of_group
 from coarse.torch.state_dict import with_wrapper_prefix
-from coarse.torch.update_rules import UpdateRule
+from coarse.torch.tables import check_tables, find_tables
 
 _MIB = 1 << 20
 _DEFAULT_BUCKET_MIB = 25
 
 
-class DistributedDataParallel(Refusals):
+class DistributedDataParallel(Offloading):
     """Trains replicas of `module` on all workers of a process group, averaging their gradients.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel and keeps its semantics; `isinstance`
     with it holds. Where torch's class fills buckets and all-reduces them, each gradient here is pushed to the
     memory devices by itself as soon as it is ready, and pulled back at the end of backward.
 
-    The gradient of a large torch.nn.Embedding never exists anywhere else: backward adds its rows to the slot.
+    The gradient of a large torch.nn.Embedding never exists anywhere else: backward adds its rows to the slot. With
+    sparse=True only the rows that were looked up travel, and `.grad` is sparse as under torch's class.
 
     All workers must wrap the same models in the same order. Construction is collective. Without a process
     group one is made from the launcher's variables. With a single worker nothing is registered and nothing
@@ -161,9 +158,13 @@ class DistributedDataParallel(Refusals):
 
         self._world_size = dist.get_world_size(self.process_group)
         self._trainable = trainable
+        self.tables = find_tables(module)
+        """Parameters whose gradients are sparse."""
         self._gradients: GradientSynchroniser | None = None
         self._embeddings: EmbeddingGradients | None = None
         self._offloaded: OffloadedParameters | None = None
+        self.cached_parameters: CachedParameters | None = None
+        """Of an optimizer in the memory devices with bounded staleness."""
         self._buffers_broadcast: BufferBroadcast | None = None
         if self._world_size > 1:
             self._register(trainable, init_sync, broadcast_initially)
@@ -174,6 +175,7 @@ class DistributedDataParallel(Refusals):
         shared = session_of_group(self.process_group)
         self._session = shared.session
         name = shared.next_model_name()
+        check_tables(self._session, trainable, self.tables)
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
         self._name = name
@@ -188,35 +190,6 @@ class DistributedDataParallel(Refusals):
             self._session.release_buffers()
         self._dropped = shared.dropped
         self._watch_end()
-
-    def _register_gradients(
-        self,
-        name: str,
-        state_names: Sequence[str] | None = None,
-        *,
-        measures: bool = False,
-        shares_slots: bool = False,
-    ) -> GradientSynchroniser:
-        gradients = GradientSynchroniser(
-            self._session,
-            name,
-            self._trainable,
-            gradient_as_view=self.gradient_as_bucket_view,
-            find_unused=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            state_names=state_names,
-            measures=measures,
-            shares_slots=shares_slots,
-        )
-        self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
-        return gradients
-
-    def _watch_end(self) -> None:
-        """Arranges for what is left to do when nobody refers to this wrapper any more."""
-        assert self._gradients is not None
-        closing = [group.close for group in self._groups]
-        self._end = weakref.finalize(self, _drop, self._gradients, self._offloaded, closing, self._dropped)
-        self._end.atexit = False  # the session ends at exit, with all its groups
 
     def _named_states(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Everything that must be equal on all workers at the start."""
@@ -238,110 +211,6 @@ class DistributedDataParallel(Refusals):
                 self._offloaded.release()
             for group in self._groups:
                 group.close()
-
-    # An optimizer in the memory devices, for DistributedOptimizer.
-
-    @property
-    def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
-        """Parameters whose gradients are averaged, with their names in the module."""
-        return self._trainable
-
-    def cannot_offload(self) -> str:
-        """Why this model's optimizer cannot run in the memory devices; "" if it can."""
-        if self._gradients is None:
-            return "a job of one worker has no memory devices"
-        return self._session.cannot_update()
-
-    def offload(
-        self, optimizer: torch.optim.Optimizer, rule: UpdateRule, *, overlap: bool, measures: bool = False
-    ) -> OffloadedParameters:
-        """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
-
-        Args:
-            optimizer: Has the settings, and perhaps state.
-            rule: What it does.
-            overlap: Whether parameters are updated during backward(), not by update_parameters().
-            measures: Whether memory devices measure averaged gradients, for measured_gradients().
-
-        Raises:
-            RuntimeError: If this was done before.
-            ValueError: If cannot_offload() has a reason.
-        """
-        if self._offloaded is not None:
-            raise RuntimeError(
-                "this model has a DistributedOptimizer already; wrap the module again for another one"
-            )
-        if self._gradients is None:
-            raise ValueError(self.cannot_offload())
-        self._gradients.check_finished()
-        gradients = self._register_gradients(
-            f"{self._name}/parameters", rule.state_names, measures=measures, shares_slots=overlap
-        )
-        self._end.detach()
-        self._gradients.remove_hooks()
-        self._gradients.group.close()
-        writes = self._session.identity.rank == self._session.node_workers[0]
-        parameters = [parameter for _, parameter in self._trainable]
-        assert isinstance(gradients.group, TensorGroup)
-        self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
-        gradients.num_updates = self._offloaded.recovered_step
-        self._session.barrier()
-        self._offloaded.share()
-        # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
-        reference = weakref.ref(self._offloaded)
-        self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
-        if overlap:
-            gradients.update_in_backward(self._offloaded)
-        self._groups[0] = gradients.group
-        self._gradients = gradients
-        self._watch_end()
-        return self._offloaded
-
-    def update_parameters(self, *, gradient_scale: float = 1.0) -> None:
-        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
-
-        Args:
-            gradient_scale: What gradients are multiplied with, the same on every worker.
-        """
-        gradients, offloaded = self._open_gradients(), self._offloaded
-        assert offloaded is not None
-        # All slots and all settings are written before the first push, so that memory devices that have begun a step
-        # can finish it without any worker (docs/design/recovery.md).
-        present = gradients.bring_to_slots()
-        offloaded.begin(present, gradient_scale=gradient_scale)
-        offloaded.finish(gradients.update(present))
-
-    def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
-        """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
-        return self._open_gradients().measured(num_changes=num_changes)
-
-    def _open_gradients(self) -> GradientSynchroniser:
-        if self._gradients is None or self._closed:
-            raise SessionClosedError(
-                "this model was closed, and its optimizer no longer runs in memory devices"
-            )
-        return self._gradients
-
-    @property
-    def keeps_devices(self) -> bool:
-        """Whether the memory devices outlive workers that crash."""
-        return self._gradients is not None and self._session.settings.keep_devices > 0
-
-    def keep_state(self, step: int, state: bytes) -> None:
-        """Gives this worker's own state to the memory devices, which keep those of the last two steps.
-
-        Args:
-            step: That begins now.
-            state: Not empty.
-        """
-        self._session.store(self._state_key(step), np.frombuffer(state, dtype=np.uint8))
-
-    def kept_state(self, step: int) -> memoryview:
-        """What was given to keep_state() last for this step, or one that is two away."""
-        return self._session.load(self._state_key(step)).value
-
-    def _state_key(self, step: int) -> str:
-        return f"{self._name}/worker {self._session.identity.rank}/{step % 2}"
 
     # Forward.
 
@@ -366,6 +235,8 @@ class DistributedDataParallel(Refusals):
             )
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.check_finished()
+        if self._gradients is not None and self.cached_parameters is not None:
+            self.cached_parameters.read(self._gradients.num_updates)
         joining = self._join_config.enable
         pending = Join.notify_join_context(self)
         if pending is not None:
@@ -435,11 +306,7 @@ class DistributedDataParallel(Refusals):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
-        if self._offloaded is not None:
-            raise ValueError(
-                "join() does not work with a DistributedOptimizer: a worker without inputs would not take part in "
-                "step(). Give all workers equally many batches, or use the optimizer without it."
-            )
+        check_joinable(is_offloaded=self._offloaded is not None, has_tables=bool(self.tables))
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
 
@@ -507,23 +374,3 @@ class DistributedDataParallel(Refusals):
     def _remove_autograd_hooks(self) -> None:
         if self._gradients is not None:
             self._gradients.remove_hooks()
-
-
-def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
-    """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
-    offloaded = reference()
-    if offloaded is not None:
-        offloaded.keep_snapshots()
-
-
-def _drop(
-    gradients: GradientSynchroniser,
-    offloaded: OffloadedParameters | None,
-    closing: list[Callable[[], None]],
-    dropped: deque[Callable[[], None]],
-) -> None:
-    """Runs when a wrapper is gone, in whatever thread."""
-    gradients.remove_hooks()
-    if offloaded is not None:
-        offloaded.release()
-    dropped.extend(closing)

@@ -13,23 +13,28 @@ locally, as in torch's DDP.
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import math
 import operator
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch.autograd import Variable
 
 from coarse.client.schema import TensorSpec
 from coarse.client.slot_order import find_predecessors
-from coarse.client.tensor_group import EVERYBODY, TensorGroup, UpdateKind
+from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
+from coarse.torch.gpu_gradients import try_gpu
+from coarse.torch.gpu_slot_gradients import GpuSlotGradients
+from coarse.torch.gradient_path import GradientPath
 from coarse.torch.gradient_policy import MeasuredGradient
-from coarse.torch.layout import DTYPE_NAMES, slot_tensor
+from coarse.torch.host_gradients import HostGradients
+from coarse.torch.layout import DTYPE_NAMES, common_gpu
+from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.outputs import find_tensors
+from coarse.torch.static_graph import StaticGraph
+from coarse.torch.tables import TableGradients
 
 _MOST_NAMES_IN_MESSAGE = 20
 # Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
@@ -48,8 +53,7 @@ class GradientSynchroniser:
         parameters: Trainable parameters with their names, none twice, none empty, in the same order on every
             worker.
         gradient_as_view: Whether `.grad` becomes the registered slot itself; otherwise it keeps its own
-            memory and averages are copied back at the end of backward. Gradients outside host memory are
-            always copied.
+            memory and averages are copied back at the end of backward, as always outside host memory.
         find_unused: Whether parameters without a gradient at the end of a backward count as unused, instead
             of being waited for.
         static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
@@ -57,9 +61,10 @@ class GradientSynchroniser:
         measures: Whether memory devices measure the averages, for measured(); only with an optimizer.
         shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
             update_in_backward().
+        tables: Parameters whose gradients are sparse.
 
     Raises:
-        ValueError: If a parameter's dtype cannot be averaged.
+        ValueError: If a parameter's dtype cannot be averaged, or there are tables and rows cannot travel.
     """
 
     def __init__(
@@ -74,19 +79,22 @@ class GradientSynchroniser:
         state_names: Sequence[str] | None = None,
         measures: bool = False,
         shares_slots: bool = False,
+        tables: Collection[torch.nn.Parameter] = (),
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        specs = [_spec(*named) for named in parameters]
+        specs = [_spec(*named, is_table=named[1] in tables) for named in parameters]
+        gpu = common_gpu(self._parameters)
         self.group = (
-            session.register(name, specs)
+            session.register(name, specs, gpu=gpu)
             if state_names is None
             else session.register_parameters(
                 name,
                 specs,
                 state_names=state_names,
                 window_bytes=sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL if shares_slots else 0,
+                gpu=gpu,
             )
         )
         self._shares_slots = shares_slots
@@ -98,18 +106,15 @@ class GradientSynchroniser:
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
         self._overlapped: OffloadedParameters | None = None
+        self._waits_for_update = True
+        self._is_update_under_way = False
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
-        self._slots = [slot_tensor(self.group.buffer(i), p) for i, p in enumerate(self._parameters)]
-        self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._strides = [slot.stride() for slot in self._slots]
-        self._dtypes = [slot.dtype for slot in self._slots]
-        self._is_view = [
-            gradient_as_view and not shares_slots and parameter.is_cpu for parameter in self._parameters
-        ]
+        self._path = self._choose_path(gradient_as_view=gradient_as_view, updates=state_names is not None)
         self._find_unused = find_unused
-        self._static = _StaticGraph(len(parameters)) if static_graph else None
+        self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
         self._expecting = False
         self._armed = False
@@ -122,10 +127,45 @@ class GradientSynchroniser:
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
 
-    def update_in_backward(self, offloaded: OffloadedParameters) -> None:
-        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains."""
+    def _choose_path(self, *, gradient_as_view: bool, updates: bool) -> GradientPath:
+        on_gpu: GradientPath | None = None
+        if isinstance(self.group, TensorGroup) and self.group.is_on_gpu:
+            return GpuSlotGradients(
+                self.group,
+                self._names,
+                self._parameters,
+                gradient_as_view=gradient_as_view,
+                keeps_gradients=not self._shares_slots,
+            )
+        if isinstance(self.group, TensorGroup) and not updates:
+            on_gpu = try_gpu(self.group, self._names, self._parameters)
+        return on_gpu or HostGradients(
+            self.group,
+            self._names,
+            self._parameters,
+            gradient_as_view=gradient_as_view,
+            keeps_gradients=not self._shares_slots,
+            tables=self._tables,
+        )
+
+    def update_in_backward(self, offloaded: OffloadedParameters, *, waits: bool) -> None:
+        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
+
+        Args:
+            offloaded: The parameters.
+            waits: Whether backward ends when updates are complete, instead of finish_update().
+        """
         self._overlapped = offloaded
         self._kind = UpdateKind.UPDATE
+        self._waits_for_update = waits
+
+    def finish_update(self) -> int:
+        """Waits for the updates that this worker has pushed; returns how many there were."""
+        if self._is_update_under_way:
+            assert self._overlapped is not None
+            self._is_update_under_way = False
+            self._overlapped.finish(self._path.collect(counts=True))
+        return self.num_updates
 
     def measured(self, *, num_changes: int = 0) -> list[MeasuredGradient]:
         """The averaged gradients of the last backward, those that there are, as memory devices measured them.
@@ -137,7 +177,7 @@ class GradientSynchroniser:
         """
         assert isinstance(self.group, TensorGroup)
         gradients = [parameter.grad for parameter in self._parameters]
-        if _fingerprints(gradients, num_changes) == self._delivered:
+        if fingerprints(gradients, num_changes) == self._delivered:
             return [
                 MeasuredGradient(
                     name=name,
@@ -157,9 +197,15 @@ class GradientSynchroniser:
         """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one."""
         self.num_updates += 1
         self._pass_by("step.prepare")
+        self._path.settle()
         for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and self._bring_to_slot(index, parameter.grad):
-                self._copy_to_slot(index, parameter.grad)
+            if parameter.grad is None:
+                continue
+            if index in self._tables:
+                self._tables.replace_mean(index, parameter.grad)
+            else:
+                self._path.bring(index, parameter.grad)
+        self._path.finish_bringing()
         return [parameter.grad is not None for parameter in self._parameters]
 
     def update(self, present: Sequence[bool]) -> list[int]:
@@ -192,7 +238,7 @@ class GradientSynchroniser:
         index = self._index_of.get(id(parameter), -1)
         if index < 0 or parameter.grad is not None or parameter._backward_hooks:
             return None
-        if not self._is_view[index] and not self._shares_slots:
+        if not self._path.can_write_in_place(index):
             return None
         with self._lock:
             if not self._expecting or self._is_shadowing or self._pushed[index] or self._handed_out[index]:
@@ -200,13 +246,15 @@ class GradientSynchroniser:
             if self._shares_slots and not self._is_slot_free(index):
                 return None
             self._handed_out[index] = 1
-        slot = self._slots[index]
-        return torch.empty(0, dtype=slot.dtype).set_(slot.untyped_storage(), 0, slot.shape, slot.stride())
+        slot = self._path.slot(index)
+        return torch.empty(0, dtype=slot.dtype, device=slot.device).set_(
+            slot.untyped_storage(), 0, slot.shape, slot.stride()
+        )
 
     def use_static_graph(self) -> None:
         """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
         if self._static is None:
-            self._static = _StaticGraph(len(self._parameters))
+            self._static = StaticGraph(len(self._parameters))
 
     def check_finished(self) -> None:
         """Called before a forward with gradients enabled.
@@ -214,7 +262,9 @@ class GradientSynchroniser:
         Raises:
             RuntimeError: If the previous backward left gradients waiting; names the parameters and the
                 remedies.
+            CoarseError: If the averaging of the last step failed after its backward, on a GPU.
         """
+        self._path.check()
         if self._expecting and self._num_pushed:
             raise RuntimeError(self._unfinished_message())
 
@@ -225,6 +275,7 @@ class GradientSynchroniser:
             outputs: What forward() returned. The end of a backward is noticed through the tensors found in
                 it, so that it belongs to the outermost backward also where checkpointing runs others inside.
         """
+        self.finish_update()
         self._restart()
         self._armed = False
         self._expecting = True
@@ -240,6 +291,7 @@ class GradientSynchroniser:
         Does not wait for the result, so that a worker that shadows several models blocks none of the others.
         """
         self.finish_shadow()
+        self._path.settle()
         self._is_shadowing = True
         for index in range(len(self._parameters)):
             if divide_by_initial_world_size:
@@ -306,24 +358,27 @@ class GradientSynchroniser:
             raise RuntimeError(self._twice_message(index))
         self._pushed[index] = 1
         self._num_pushed += 1
+        if index in self._tables:
+            self._tables.hold(index, gradient)
+            return
         if self._predecessors[index] and not self._is_slot_free(index):
             bisect.insort(self._waiting, index, key=operator.neg)
-            self.group.flush()  # nobody is to wait for what is held back here
+            self._path.flush()  # nobody is to wait for what is held back here
             return
         self._send_gradient(index, gradient)
         for waiting in [each for each in self._waiting if self._is_slot_free(each)]:
             self._send_waiting(waiting)
 
     def _send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        self._send(index, source=self._bring_to_slot(index, gradient))
-        if self._shares_slots:
-            self._parameters[index].grad = None  # it lies in the slot now
-        elif self._is_view[index] and gradient is not self._slots[index]:
-            self._parameters[index].grad = self._slots[index]
+        self._sent[index] = 1
+        self._path.send(index, gradient, self._kind)
+
+    def _take_part(self, index: int, *, present: bool) -> None:
+        self._sent[index] = 1
+        self._path.take_part(index, self._kind, present=present)
 
     def _is_slot_free(self, index: int) -> bool:
-        assert isinstance(self.group, TensorGroup)
-        return all(self._sent[p] and not self.group.is_late(p) for p in self._predecessors[index])
+        return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
 
     def _send_waiting(self, index: int) -> None:
         self._waiting.remove(index)
@@ -334,57 +389,9 @@ class GradientSynchroniser:
         assert isinstance(self.group, TensorGroup)
         for index in list(self._waiting):
             for predecessor in self._predecessors[index]:
-                if self.group.is_late(predecessor):
+                if self._path.is_late(predecessor):
                     self.group.pull(predecessor)
             self._send_waiting(index)
-
-    def _send(self, index: int, *, present: bool = True, source: int = 0) -> None:
-        self._sent[index] = 1
-        if self._kind is UpdateKind.NONE:
-            self.group.push(index, present=present, source=source)
-        else:
-            assert isinstance(self.group, TensorGroup)
-            self.group.push(index, present=present, source=source, update=self._kind)
-
-    def _bring_to_slot(self, index: int, gradient: torch.Tensor) -> int:
-        """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
-        if gradient is self._slots[index]:
-            return 0
-        if (
-            gradient.layout is torch.strided
-            and gradient.is_cpu
-            and gradient.dtype is self._dtypes[index]
-            and gradient.stride() == self._strides[index]
-            and not gradient.requires_grad
-        ):
-            address = int(gradient.data_ptr())
-            # The native code copies, and is done when push returns.
-            return 0 if address == self._addresses[index] else address
-        self._copy_to_slot(index, gradient)
-        return 0
-
-    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
-        """Everything but a plain gradient: other strides, other devices, or what is refused."""
-        slot = self._slots[index]
-        if gradient.layout is not torch.strided:
-            raise ValueError(
-                f"parameter {self._names[index]!r}: gradients of layout {gradient.layout} cannot be "
-                "averaged. Make the layer produce dense ones (such as nn.Embedding(sparse=False)), or list "
-                "the parameter in module._ddp_params_and_buffers_to_ignore and average it yourself."
-            )
-        if gradient.dtype != slot.dtype or gradient.shape != slot.shape:
-            raise ValueError(
-                f"parameter {self._names[index]!r} was {slot.dtype} {list(slot.shape)} when the model was "
-                f"wrapped, its gradient is {gradient.dtype} {list(gradient.shape)}. Convert the model "
-                "before wrapping it."
-            )
-        if gradient.requires_grad:
-            warnings.warn(
-                "backward(create_graph=True) under DistributedDataParallel: gradients are averaged, but not "
-                "differentiable through the averaging; second-order gradients stay local.",
-                stacklevel=2,
-            )
-        slot.copy_(gradient.detach())
 
     def _end_of_backward(self) -> None:
         """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""
@@ -395,22 +402,33 @@ class GradientSynchroniser:
             if self._num_pushed < len(self._parameters):
                 self._push_remaining()
             if self._num_pushed < len(self._parameters):
-                self.group.flush()  # another backward may bring the rest; meanwhile let others have these
+                self._path.flush()  # another backward may bring the rest; meanwhile let others have these
                 return
             if self._waiting:
                 self._send_all_waiting()
-            contributors = self.group.pull_all()
+            for index in self._tables.bring_rows(are_averaged=self._overlapped is None):
+                self._take_part(index, present=True)
             self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
             if self._overlapped is None:
-                self._deliver(contributors)
+                contributors = self._path.collect(counts=bool(self._absent))
+                self._path.deliver(frozenset(self._absent), contributors)
+                self._tables.deliver(contributors)
                 if self._kind is UpdateKind.MEASURE:
-                    self._delivered = _fingerprints([p.grad for p in self._parameters])
+                    self._delivered = fingerprints([p.grad for p in self._parameters])
             else:
-                self._overlapped.finish(contributors)
-                for parameter in self._parameters:
-                    parameter.grad = None
+                self._end_updates()
+
+    def _end_updates(self) -> None:
+        self.num_updates += 1
+        self._is_update_under_way = True
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._waits_for_update:
+            self.finish_update()
+        else:
+            self._path.flush()
 
     def _push_remaining(self) -> None:
         """Pushes what may be left over: unused parameters, and a static graph's first iteration."""
@@ -426,28 +444,7 @@ class GradientSynchroniser:
                 self._pushed[index] = 1
                 self._num_pushed += 1
                 self._absent.append(index)
-                self._send(index, present=False)
-
-    def _deliver(self, contributors: Sequence[int]) -> None:
-        """Makes `.grad` of each parameter that any worker used the average."""
-        destinations: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        absent = set(self._absent)
-        for index, parameter in enumerate(self._parameters):
-            if index not in absent:
-                if self._is_view[index]:
-                    continue
-            elif not contributors[index]:
-                continue
-            elif self._is_view[index]:
-                parameter.grad = self._slots[index]
-                continue
-            else:
-                parameter.grad = torch.empty_like(parameter)
-            destinations.append(parameter.grad.detach())
-            sources.append(self._slots[index])
-        if destinations:
-            torch._foreach_copy_(destinations, sources)
+                self._take_part(index, present=False)
 
     def _unfinished_message(self) -> str:
         missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
@@ -472,73 +469,7 @@ class GradientSynchroniser:
         )
 
 
-def measure_gradient(name: str, gradient: torch.Tensor) -> MeasuredGradient:
-    """Measures an averaged gradient on this worker, in float64; nobody knows then who made it infinite."""
-    squares = float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)) ** 2
-    return MeasuredGradient(
-        name=name,
-        sum_of_squares=squares,
-        first_nonfinite=None if math.isfinite(squares) else EVERYBODY,
-    )
-
-
-def _fingerprints(
-    gradients: Sequence[torch.Tensor | None], num_changes: int = 0
-) -> list[tuple[int, int] | None]:
-    """Which tensors they are, and how often each was changed in place, not counting the last `num_changes`."""
-    return [None if g is None else (g.data_ptr(), g._version - num_changes) for g in gradients]
-
-
-class _StaticGraph:
-    """How often each gradient comes per iteration: counted in the first one, checked in later ones."""
-
-    def __init__(self, num_parameters: int) -> None:
-        self.is_counting = True
-        self._expected = [0] * num_parameters
-        self._left = [0] * num_parameters
-
-    def start_iteration(self) -> None:
-        if self.is_counting:
-            self._expected = [0] * len(self._expected)
-        self._left = list(self._expected)
-
-    def finish_iteration(self) -> None:
-        self.is_counting = False
-
-    def is_unused(self, index: int) -> bool:
-        return not self._expected[index]
-
-    def is_last(self, index: int, names: Sequence[str]) -> bool:
-        """Notes that a gradient came; whether it was the last one of this iteration."""
-        if self.is_counting:
-            self._expected[index] += 1
-            return False
-        self._left[index] -= 1
-        if self._left[index] < 0:
-            raise RuntimeError(
-                f"static_graph=True, but the graph has changed: parameter {names[index]!r} got a gradient "
-                f"{self._expected[index]} times in the first iteration and more often in this one. "
-                "Pass find_unused_parameters=True instead of static_graph=True."
-            )
-        return self._left[index] == 0
-
-
-def find_tensors(structure: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, dicts and dataclasses, as torch's DDP searches outputs."""
-    if isinstance(structure, torch.Tensor):
-        yield structure
-    elif isinstance(structure, (list, tuple)):
-        for item in structure:
-            yield from find_tensors(item)
-    elif isinstance(structure, dict):
-        for item in structure.values():
-            yield from find_tensors(item)
-    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        for field in dataclasses.fields(structure):
-            yield from find_tensors(getattr(structure, field.name))
-
-
-def _spec(name: str, parameter: torch.nn.Parameter) -> TensorSpec:
+def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:
     if parameter.dtype not in DTYPE_NAMES:
         raise ValueError(
             f"parameter {name!r}: gradients of {parameter.dtype} cannot be averaged; supported are "
@@ -546,5 +477,9 @@ def _spec(name: str, parameter: torch.nn.Parameter) -> TensorSpec:
             "numbers), freeze it, or list it in module._ddp_params_and_buffers_to_ignore."
         )
     return TensorSpec(
-        name=name, dtype=DTYPE_NAMES[parameter.dtype], num_elements=parameter.numel(), op="mean"
+        name=name,
+        dtype=DTYPE_NAMES[parameter.dtype],
+        num_elements=parameter.numel(),
+        op="mean",
+        row_elements=parameter.shape[1] if is_table else 0,
     )

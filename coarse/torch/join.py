@@ -40,3 +40,25 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copies the model of one of the workers that had the most inputs to all others."""
         self._model.broadcast_model(self._model.agree_on_rank(candidate=is_last_joiner))
+
+
+def check_joinable(*, is_offloaded: bool, has_tables: bool) -> None:
+    """Refuses join() where a worker without inputs could not take part.
+
+    Args:
+        is_offloaded: Whether the optimizer runs in the memory devices.
+        has_tables: Whether the model has sparse gradients.
+
+    Raises:
+        ValueError: Names the reason and the alternative.
+    """
+    if is_offloaded:
+        raise ValueError(
+            "join() does not work with a DistributedOptimizer: a worker without inputs would not take part in "
+            "step(). Give all workers equally many batches, or use the optimizer without it."
+        )
+    if has_tables:
+        raise ValueError(
+            "join() does not work with layers of sparse=True, whose workers tell each other how many rows they have. "
+            "Give all workers equally many batches, or build the layers with sparse=False."
+        )

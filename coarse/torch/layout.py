@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes
+
 DTYPE_NAMES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -16,18 +18,39 @@ DTYPE_NAMES = {
 """The dtypes of gradients that memory devices can average, by COARSE's names."""
 
 
-def slot_tensor(memory: memoryview, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor over `memory` with the shape and, if they leave no holes, strides of `like`.
 
-    Its dtype is `dtype`, or without one that of `like`.
+    It is on the device where the memory is. Its dtype is `dtype`, or without one that of `like`.
 
     It is no view of another tensor, so that it can stand in `.grad` without autograd's rules for views; it
     keeps the memory mapped as long as it lives.
     """
     dtype = dtype or like.dtype
-    flat = torch.frombuffer(memory, dtype=dtype, count=like.numel())
+    flat = _flat_tensor(memory)
     strides = like.stride() if is_dense(like.shape, like.stride()) else contiguous_strides(like.shape)
-    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, like.shape, strides)
+    empty = torch.empty(0, dtype=dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), 0, like.shape, strides)
+
+
+def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
+    """The bytes of `memory`, where they are."""
+    if isinstance(memory, GpuBytes):
+        return torch.as_tensor(memory, device=f"cuda:{memory.device}")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The GPU that a device of torch is, as CUDA names it; "" for others."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return ""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def common_gpu(tensors: Sequence[torch.Tensor]) -> str:
+    """The one GPU on which all tensors are, by gpu_uuid(); "" if there is none."""
+    devices = {tensor.device for tensor in tensors}
+    return gpu_uuid(devices.pop()) if len(devices) == 1 else ""
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.layout import slot_tensor
 from coarse.torch.update_rules import UpdateRule
 
@@ -49,7 +50,8 @@ class OffloadedParameters:
         self._writes = writes
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
-        self._is_shared = False
+        self._is_shared = self._is_cached = False
+        self._finish_update: Callable[[], object] = lambda: None
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
         """The step after which the memory devices have kept parameters and states for this worker; 0 for none."""
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
@@ -71,7 +73,16 @@ class OffloadedParameters:
         if writes:
             with torch.no_grad():
                 torch._foreach_copy_(self._views, [parameter.detach() for parameter in parameters])
+            self._settle()
         self.adopt_state()
+
+    def cache(self, *, staleness: int, finish_update: Callable[[], int]) -> CachedParameters:
+        """Makes every parameter a copy of the shared memory, instead of share(); arguments as of CachedParameters."""
+        self._is_shared = self._is_cached = True
+        self._finish_update = finish_update
+        return CachedParameters(
+            self._parameters, self._views, staleness=staleness, finish_update=finish_update
+        )
 
     def share(self) -> None:
         """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
@@ -110,6 +121,8 @@ class OffloadedParameters:
         """Notes that parameters with contributors were updated."""
         updated = np.asarray(contributors) > 0
         self._num_updates += updated
+        if self._is_cached:
+            return
         # They changed in place: a graph that saved them before must not be run backward any more.
         torch.autograd.graph.increment_version(
             [p for p, changed in zip(self._parameters, updated, strict=True) if changed]
@@ -121,18 +134,21 @@ class OffloadedParameters:
         Args:
             loaded: The same before torch rounded it to the dtypes of the parameters; None if it did not.
         """
+        self._finish_update()
         state = self._optimizer.state
         for index, parameter in enumerate(self._parameters):
             mine: Mapping[str, Any] = (state if loaded is None else loaded).get(parameter, {})
             self._num_updates[index] = self._rule.num_updates(mine)
             if self._writes:
                 self._write_state(index, mine)
+        self._settle()
         if state:
             self._are_states_zero = False
         state.clear()
 
-    def state(self) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""
+        self._finish_update()
         return {
             parameter: {
                 **self._rule.counted(int(self._num_updates[index])),
@@ -151,6 +167,7 @@ class OffloadedParameters:
         Does nothing before share() and after release().
         """
         if self._is_shared:
+            self._finish_update()
             self._group.keep_snapshots()
 
     def snapshot(self) -> Snapshot:
@@ -159,6 +176,7 @@ class OffloadedParameters:
         Raises:
             SnapshotsBusyError: If as many as there can be are held.
         """
+        self._finish_update()
         return self._group.snapshot()
 
     @property
@@ -168,6 +186,7 @@ class OffloadedParameters:
 
     def places(self) -> Iterator[tuple[torch.nn.Parameter, str, int, int]]:
         """Where what lies: parameter, name of its state or "" for its value, number of the tensor, of its array."""
+        self._finish_update()
         for index, parameter in enumerate(self._parameters):
             yield parameter, "", index, 0
             if self._has_state(index):
@@ -176,17 +195,24 @@ class OffloadedParameters:
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """The numbers of parameters that have state, and how often each was updated."""
+        self._finish_update()
         for index, num_updates in enumerate(self._num_updates.tolist()):
             if self._has_state(index):
                 yield index, num_updates
 
     def which_have_state(self) -> bytes:
         """Changes when a parameter gets its first state."""
+        self._finish_update()
         return (self._num_updates > 0).tobytes()
 
-    def counted(self, num_updates: int) -> Mapping[str, torch.Tensor]:
+    def counted(self, num_updates: int) -> Mapping[str, Any]:
         """What torch's state has beside what is in the memory devices, after so many updates."""
         return self._rule.counted(num_updates)
+
+    def _settle(self) -> None:
+        """Returns when what was written to shared memory is there, if a GPU writes it: others read it next."""
+        if self._views[0].is_cuda:
+            torch.cuda.current_stream(self._views[0].device).synchronize()
 
     def _has_state(self, index: int) -> bool:
         return bool(self._kept_names[index]) and bool(

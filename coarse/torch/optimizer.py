@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from coarse.client.parameter_cache import CacheStatistics
 from coarse.client.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
-from coarse.torch.gradients import measure_gradient
 from coarse.torch.layout import DTYPE_NAMES
+from coarse.torch.measures import measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
-from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, find_rule
+from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -24,8 +25,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     `load_state_dict()` work as before, and checkpoints are the optimizer's own. Every worker must construct it
     alike, between two steps; that is collective. The first worker's parameters win.
 
-    Memory devices run torch's SGD, Adam, AdamW and Adagrad and coarse.torch.optim.Lion, on parameters of float32,
-    bfloat16 and float16 in host memory, on one node, where gradients are reduced by `auto`, `direct` or `gather`.
+    Memory devices run torch's SGD, Adam, AdamW, Adagrad and SparseAdam and coarse.torch.optim.Lion, on parameters
+    of float32, bfloat16 and float16 in host memory, on one node, where gradients are reduced by `auto`, `direct` or
+    `gather`; of sparse gradients SGD without momentum, Adagrad and SparseAdam, which update their rows alone.
     Anything else runs on the workers as usual; a warning says so and why, and `runs_in_memory_devices` is False.
 
     State is float32. A 16-bit parameter is the rounding of float32 master weights, which are what is updated; what
@@ -56,11 +58,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         on_nonfinite: What NaN or Inf in an averaged gradient leads to: "ignore" updates all the same, as torch does;
             "raise" has step() raise NonFiniteGradientError on every worker, which names the worker and parameter;
             "skip" leaves parameters and state as they are, on every worker.
+        staleness: How many updates the parameters of a forward may not know of. With 0 they are exact. Else every
+            worker has copies of its own, which it pulls again when they are older; with overlap=True it does not
+            wait for an update before the end of its next forward, and so not for slower workers. pull() makes
+            copies exact, as does state_dict() of the model; do so before evaluating.
 
     Raises:
         TypeError: If the model is not wrapped.
         ValueError: If an option of the optimizer cannot be offloaded, it does not hold the model's parameters, or
-            memory devices are to be kept and overlap is True.
+            memory devices are to be kept and overlap is True or staleness above 0.
         SchemaMismatchError: If workers construct different ones.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
@@ -73,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         overlap: bool = False,
         max_grad_norm: float | None = None,
         on_nonfinite: OnNonFinite = "ignore",
+        staleness: int = 0,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -85,6 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "max_grad_norm and on_nonfinite need all gradients before the first update, which overlap=True makes "
                 "during backward; pass overlap=False"
             )
+        if staleness < 0:
+            raise ValueError(f"staleness={staleness} must be at least 0; 0 trains with exact parameters")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer = optimizer
         self._model = model
@@ -109,7 +118,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "are not complete yet, so that after a crash neither the step before nor the step after could be "
                 "had; pass overlap=False, or unset COARSE_KEEP_DEVICES"
             )
-        self._offloaded = model.offload(optimizer, rule, overlap=overlap, measures=policy.needs_measures)
+        if staleness and model.keeps_devices:
+            raise ValueError(
+                f"staleness={staleness} does not go with COARSE_KEEP_DEVICES: copies on workers die with them; pass "
+                "staleness=0, or unset COARSE_KEEP_DEVICES"
+            )
+        self._offloaded = model.offload(
+            optimizer, rule, overlap=overlap, measures=policy.needs_measures, staleness=staleness
+        )
         # Read by GradScaler, which then hands scale and found_inf to step().
         self._step_supports_amp_scaling = not overlap
 
@@ -122,6 +138,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def offloaded(self) -> OffloadedParameters | None:
         """What the memory devices hold; None if the optimizer runs on the workers."""
         return self._offloaded
+
+    def pull(self) -> None:
+        """Makes this worker's parameters exact, once the last update is complete; without staleness they are."""
+        if self._model.cached_parameters is not None:
+            self._model.cached_parameters.pull()
+
+    @property
+    def cache_statistics(self) -> CacheStatistics | None:
+        """How often this worker could go on with the parameters it had; None without staleness."""
+        cached = self._model.cached_parameters
+        return None if cached is None else cached.statistics()
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -271,6 +298,10 @@ def _obstacle(
     for name, parameter in model.trained_parameters:
         if not parameter.is_cpu:
             return f"parameter {name!r} is on {parameter.device}, not in host memory"
+        if parameter not in model.tables and isinstance(optimizer, torch.optim.SparseAdam):
+            return f"parameter {name!r} is no table, and SparseAdam updates only tables"
+        if parameter in model.tables and (reason := cannot_update_rows(optimizer)):
+            return f"parameter {name!r}: {reason}"
         if DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()

@@ -105,23 +105,13 @@ def check_unsupported(
 def trainable_parameters(
     module: torch.nn.Module, ignored: Collection[str]
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters that require a gradient, in module order, tied ones once, ignored and empty ones left out.
-
-    Raises:
-        ValueError: If an embedding produces sparse gradients.
-    """
+    """Parameters that require a gradient, in module order, tied ones once, ignored and empty ones left out."""
     seen: set[torch.nn.Parameter] = set()
     for module_name, layer in module.named_modules():
         for parameter_name, parameter in layer.named_parameters(recurse=False):
             name = f"{module_name}.{parameter_name}" if module_name else parameter_name
             if name in ignored or not parameter.requires_grad or parameter in seen:
                 continue
-            if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
-                raise ValueError(
-                    f"parameter {name!r}: sparse gradients cannot be averaged. Build the layer with "
-                    "sparse=False, or list the parameter in module._ddp_params_and_buffers_to_ignore and "
-                    "average it yourself."
-                )
             seen.add(parameter)
             if parameter.numel():
                 yield name, parameter

@@ -47,8 +47,8 @@ class Refusals(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
     def _update_process_group(self, new_process_group: Any) -> NoReturn:
         _refuse("changing the process group", "Wrap model.module again with the new process group")
 
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> NoReturn:
-        _refuse("sparse gradients", "Build embeddings with sparse=False")
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Nothing to set: rows travel with their numbers."""
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to set: outputs are neither cloned nor wrapped here."""

@@ -35,7 +35,7 @@ class GroupSession:
 
     session: Session
     num_models: int = 0
-    dropped: deque[Callable[[], None]] = field(default_factory=deque)
+    dropped: deque[Callable[[], object]] = field(default_factory=deque)
 
     def next_model_name(self) -> str:
         """A name that is the same on every worker, as long as all wrap their models in the same order."""
@@ -61,13 +61,13 @@ def session_of_group(process_group: Any) -> GroupSession:
     """
     shared = _SESSIONS.get(process_group)
     if shared is None:
-        shared = GroupSession(_join(process_group))
+        shared = _join(process_group)
         _SESSIONS[process_group] = shared
     shared.free_dropped()
     return shared
 
 
-def _join(process_group: Any) -> Session:
+def _join(process_group: Any) -> GroupSession:
     torch_store = store_of_group(process_group)
     # A launcher's store may outlive process groups: keys of an earlier session must not be taken for ours.
     rank = dist.get_rank(process_group)
@@ -76,18 +76,22 @@ def _join(process_group: Any) -> Session:
     session = Session.join(
         identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
     )
-    atexit.register(_close, session, os.getpid())
-    weakref.finalize(process_group, _close, session, os.getpid()).atexit = False
-    return session
+    shared = GroupSession(session)
+    atexit.register(_close, shared, os.getpid())
+    weakref.finalize(process_group, _close, shared, os.getpid()).atexit = False
+    return shared
 
 
-def _close(session: Session, owner_pid: int) -> None:
+def _close(shared: GroupSession, owner_pid: int) -> None:
     # Forked children inherit exit handlers; the session is not theirs to close.
-    if os.getpid() == owner_pid:
-        session.close(is_finished=not _is_failing())
+    if os.getpid() != owner_pid:
+        return
+    if not is_failing():
+        shared.free_dropped()
+    shared.session.close(is_finished=not is_failing())
 
 
-def _is_failing() -> bool:
+def is_failing() -> bool:
     """Whether this runs because an exception is on its way through the script, or has ended it."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 

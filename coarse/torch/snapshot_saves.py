@@ -140,7 +140,7 @@ class SnapshotSaves:
         """How often parameters were updated, for optimizers that count; most have the same number."""
         encoded = {
             number: {
-                state: as_bytes(value.float()).numpy().tobytes()
+                state: as_bytes(torch.tensor(float(value), dtype=torch.float32)).numpy().tobytes()
                 for state, value in self._offloaded.counted(number).items()
             }
             for number in set(numbers.values())

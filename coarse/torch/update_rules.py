@@ -31,7 +31,7 @@ class UpdateRule(Protocol):
     def num_updates(self, state: Mapping[str, Any]) -> int:
         """How many updates torch's state of a parameter has seen; for rules that do not count them, 0 or 1."""
 
-    def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
+    def counted(self, num_updates: int) -> Mapping[str, Any]:
         """What torch's state has beside `state_names` after so many updates."""
 
     @property
@@ -130,6 +130,36 @@ class AdamRule(_CountsUpdates):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SparseAdamRule:
+    """torch.optim.SparseAdam: Adam of the rows that have a gradient, with epsilon beside the uncorrected moment."""
+
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    has_state_at_once: bool = False
+
+    def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
+        beta1, beta2 = map(float, options["betas"])
+        corrections = (1.0 - beta2**update_number) ** 0.5 / (1.0 - beta1**update_number)
+        return {
+            "rule": _ADAM,
+            "gradient_scale": _sign(options),
+            "parameter_scale": 1.0,
+            "step_size": float(options["lr"]) * corrections,
+            "first_weight": 1.0 - beta1,
+            "second_decay": beta2,
+            "second_weight": 1.0 - beta2,
+            "second_scale": 1.0,
+            "epsilon": float(options["eps"]),
+            "update_number": update_number,
+        }
+
+    def num_updates(self, state: Mapping[str, Any]) -> int:
+        return int(state.get("step", 0))
+
+    def counted(self, num_updates: int) -> dict[str, Any]:
+        return {"step": num_updates}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdagradRule(_CountsUpdates):
     """torch.optim.Adagrad, whose sums of squares begin with its initial_accumulator_value."""
 
@@ -178,8 +208,26 @@ class LionRule:
         return {}
 
 
-KNOWN_OPTIMIZERS = "SGD, Adam, AdamW and Adagrad of torch.optim, and coarse.torch.optim.Lion"
+KNOWN_OPTIMIZERS = "SGD, Adam, AdamW, Adagrad and SparseAdam of torch.optim, and coarse.torch.optim.Lion"
 """What memory devices can run, in words."""
+
+
+_DENSE_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
+
+
+def cannot_update_rows(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot be applied to sparse gradients; "" if it can.
+
+    Those of torch that it refuses too, and momentum, which moves rows without a gradient.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)):
+        return f"{name} does not update tables by their rows; SGD, Adagrad and SparseAdam do"
+    for options in optimizer.param_groups:
+        for option in ("momentum", "weight_decay"):
+            if options.get(option):
+                return f"{name}({option}={options[option]}) changes rows of a table that have no gradient"
+    return ""
 
 
 def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
@@ -189,7 +237,8 @@ def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
         ValueError: For an option of a known optimizer that its rule does not have; names it and the alternative.
     """
     kind = type(optimizer)
-    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion):
+    known = (*_DENSE_OPTIMIZERS, torch.optim.SparseAdam)
+    if kind not in known:
         return None
     for options in optimizer.param_groups:
         for option in ("differentiable", "capturable"):
@@ -204,6 +253,8 @@ def find_rule(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
         return AdagradRule()
     if kind is Lion:
         return LionRule()
+    if kind is torch.optim.SparseAdam:
+        return SparseAdamRule()
     # Older versions of torch have AdamW's decay in its class alone.
     if kind is torch.optim.AdamW:
         for options in optimizer.param_groups:

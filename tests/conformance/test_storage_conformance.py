@@ -6,30 +6,41 @@ import mmap
 import os
 import struct
 
+import pytest
 from storage_suite import VALUE_BYTES, run_storage_suite, storage_machine
 
 from coarse.errors import SnapshotLostError
 from coarse.kernels import _native
-from coarse.proxy.memory import HostMemory
+from coarse.machine.host import read_numa_nodes
+from coarse.proxy.memory import DeviceMemory, HostMemory
+from coarse.proxy.memory.dax import DaxMemory
+from coarse.proxy.memory.numa import NumaMemory
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS
 from coarse.proxy.storage import VersionedStorage
 
 _PATIENCE_S = 0.01
+_DEVICE_BYTES = 256 << 20  # sparse
 _VERSION = struct.Struct("<I")
 
 
 class Replaced:
-    """VersionedStorage: each value in a segment of its own, which a new one replaces."""
+    """VersionedStorage: each value in a segment of its own, which a new one replaces.
 
-    def __init__(self, pool_bytes: int) -> None:
+    Args:
+        pool_bytes: What old versions may take.
+        memory: Where values lie.
+    """
+
+    def __init__(self, pool_bytes: int, memory: DeviceMemory | None = None) -> None:
+        self._memory = memory or HostMemory()
         self._storage = VersionedStorage(pool_bytes)
         for key, num_bytes in VALUE_BYTES.items():
             self.put(key, bytes(num_bytes))
 
     def put(self, key: str, value: bytes) -> int:
-        segment = HostMemory().allocate("test", len(value))
+        segment = self._memory.allocate("test", len(value))
         try:
-            with mmap.mmap(segment.fd, len(value)) as target:
+            with segment.map() as target:
                 target[:] = value
             return self._storage.put(key, segment)
         except BaseException:
@@ -39,7 +50,7 @@ class Replaced:
     def get(self, key: str, snapshot: int = 0) -> tuple[int, bytes]:
         found = self._storage.get(key, snapshot)
         assert found.segment is not None
-        with mmap.mmap(found.segment.fd, found.segment.num_bytes, prot=mmap.PROT_READ) as mapped:
+        with found.segment.map(read_only=True) as mapped:
             return found.version, bytes(mapped)
 
     def snapshot(self) -> int:
@@ -115,6 +126,23 @@ class UpdatedInPlace:
 
 def test_storage_that_replaces_values():
     run_storage_suite(Replaced)
+
+
+@pytest.mark.skipif(not read_numa_nodes(), reason="this kernel knows no NUMA nodes")
+def test_storage_on_a_numa_node():
+    memory = NumaMemory(read_numa_nodes()[0].node)
+    run_storage_suite(lambda pool_bytes: Replaced(pool_bytes, memory))
+
+
+def test_storage_on_a_dax_device(tmp_path):
+    """A file stands for the device; when all values are given up, all of it is free again."""
+    device = tmp_path / "dax0.0"
+    device.touch()
+    os.truncate(device, _DEVICE_BYTES)
+    memory = DaxMemory(str(device))
+    run_storage_suite(lambda pool_bytes: Replaced(pool_bytes, memory))
+    assert memory.available_bytes() == _DEVICE_BYTES
+    memory.close()
 
 
 def test_storage_that_is_updated_in_place():

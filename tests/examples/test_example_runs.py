@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -31,20 +32,40 @@ LAUNCHERS = {
 }
 
 
-def run(launcher: str, script: str, *arguments: str) -> str:
+def run(launcher: str, script: str, *arguments: str, timeout_s: float = 150) -> str:
     """Runs the script to its end and returns what it printed; a failure shows all of it."""
     module = ("-m", *LAUNCHERS[launcher]) if LAUNCHERS[launcher] else ()
-    done = subprocess.run(
+    job = subprocess.Popen(
         [sys.executable, *module, str(EXAMPLES / script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout
-    assert "Traceback" not in done.stdout
-    return done.stdout
+    try:
+        shown, _ = job.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        # Workers of torchrun have sessions of their own, and outlive it.
+        for each in (*psutil.Process(job.pid).children(recursive=True), job):
+            each.kill()
+        job.communicate()
+        raise
+    assert job.returncode == 0, shown
+    assert "Traceback" not in shown
+    return shown
+
+
+def run_ddp(launcher: str, name: str) -> str:
+    """Runs an example under torch DDP, which hangs now and then as it ends.
+
+    Seen with torch 2.13: a Reducer that is freed after destroy_process_group() joins gloo's thread and holds the
+    interpreter's lock meanwhile, for which that thread waits.
+    """
+    script = f"torch_{name}_ddp.py"
+    try:
+        return run(launcher, script, *SHORT[name], timeout_s=60)
+    except subprocess.TimeoutExpired:
+        return run(launcher, script, *SHORT[name], timeout_s=60)
 
 
 def test_an_example_runs_on_two_nodes_of_torchrun(tmp_path: Path) -> None:
@@ -98,13 +119,13 @@ def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "launcher"), [("digits", "coarse run"), ("digits", "by hand")])
 def test_ddp_example_runs(name: str, launcher: str) -> None:
-    shown = run(launcher, f"torch_{name}_ddp.py", *SHORT[name])
+    shown = run_ddp(launcher, name)
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
 
 
 @pytest.mark.parametrize("name", ["bert_squad", "resnet_imagenet"])
 def test_ddp_example_runs_under_torchrun(name: str) -> None:
-    shown = run("torchrun", f"torch_{name}_ddp.py", *SHORT[name])
+    shown = run_ddp("torchrun", name)
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
 
 

@@ -176,7 +176,7 @@ MISBEHAVIOURS = {
 
 
 def registration(**changes):
-    specs = [["a", "float32", 1, "sum"]]
+    specs = [["a", "float32", 1, "sum", 0]]
     sizes = {"shard_bytes": 1, "gather_bytes": 1, "window_bytes": 0}
     usual = {"name": "x", "specs": specs, **sizes, "algorithm": "auto"}
     return {"type": "register", "group": 7, **usual, **changes}
@@ -187,10 +187,12 @@ MISBEHAVIOURS |= {
     for field, value in (
         ("specs", [1]),
         ("specs", [["a", "float32", 1]]),
-        ("specs", [["a", "float32", float("inf"), "sum"]]),
-        ("specs", [["a", "float32", 0, "sum"]]),
-        ("specs", [["a", "float8", 1, "sum"]]),
-        ("specs", [["a", "float32", 1, "xor"]]),
+        ("specs", [["a", "float32", float("inf"), "sum", 0]]),
+        ("specs", [["a", "float32", 0, "sum", 0]]),
+        ("specs", [["a", "float8", 1, "sum", 0]]),
+        ("specs", [["a", "float32", 1, "xor", 0]]),
+        ("specs", [["a", "float32", 6, "mean", 4]]),
+        ("specs", [["a", "float32", 6, "mean", -3]]),
         ("specs", {"a": 1}),
         ("shard_bytes", 0),
         ("shard_bytes", "1"),

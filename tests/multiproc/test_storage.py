@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 
-from coarse.errors import OutOfDeviceMemoryError
+from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError, SnapshotsBusyError
 
 _MAP_NORESERVE = 0x4000  # of Linux; the module does not name it in every Python
 
@@ -57,5 +57,48 @@ def test_a_value_that_does_not_fit_leaves_the_one_before(job):
                 ):
                     session.store("w", huge)
                 assert session.load("w").version == 1
+
+    job.run(2, worker)
+
+
+@pytest.mark.parametrize("memory_devices", [1, 3])
+def test_a_snapshot_has_all_values_as_they_were(job, memory_devices):
+    keys = [f"layer {number}" for number in range(12)]  # of all memory devices
+
+    def worker(me):
+        with me.join(memory_devices=memory_devices) as session:
+            if me.rank == 0:
+                for number, key in enumerate(keys):
+                    session.store(key, np.full(3, float(number)))
+            session.barrier()
+            with session.snapshot_stored() as snapshot:
+                session.barrier()
+                if me.rank == 1:
+                    for key in (*keys, "new"):
+                        session.store(key, np.full(5, -1.0))
+                session.barrier()
+                for number, key in enumerate(keys):
+                    kept = snapshot.load(key)
+                    assert (kept.version, np.frombuffer(kept.value).tolist()) == (1, [float(number)] * 3)
+                    assert session.load(key).version == 2
+                assert snapshot.load("new").version == 0
+            with pytest.raises(SnapshotLostError, match="was released"):
+                snapshot.load(keys[0])
+            with session.snapshot_stored() as later:
+                assert later.load(keys[0]).version == 2
+
+    job.run(2, worker)
+
+
+def test_snapshots_of_stored_values_are_so_many_and_free_their_places(job):
+    def worker(me):
+        with me.join(memory_devices=1) as session:
+            held = [session.snapshot_stored() for _ in range(16)]
+            with pytest.raises(SnapshotsBusyError, match="holds 16 snapshots"):
+                session.snapshot_stored()
+            held.pop().release()
+            held.append(session.snapshot_stored())
+            for snapshot in held:
+                snapshot.release()
 
     job.run(2, worker)

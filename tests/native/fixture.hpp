@@ -27,6 +27,7 @@
 
 #include "coarse/client.hpp"
 #include "coarse/proxy.hpp"
+#include "deferred_memory.hpp"
 
 namespace coarse::test {
 
@@ -76,6 +77,7 @@ class Fd {
     if (fd_ >= 0) ::close(std::exchange(fd_, -1));
   }
   operator int() const { return fd_; }
+  operator Region() const noexcept { return fd_; }
 
  private:
   int fd_;
@@ -94,6 +96,11 @@ inline std::vector<int> fdsOf(const std::vector<Memory>& memories) {
   std::vector<int> fds;
   for (const Memory& memory : memories) fds.push_back(memory.fd);
   return fds;
+}
+
+inline std::vector<Region> regionsOf(const std::vector<Memory>& memories) {
+  const std::vector<int> fds = fdsOf(memories);
+  return {fds.begin(), fds.end()};
 }
 
 struct TensorSpec {
@@ -140,16 +147,21 @@ struct ClusterShape {
   std::size_t numDevices = 1;
   std::size_t numSyncCores = 1;
   Scheduling scheduling = Scheduling::kQueues;
+  bool isDeferred = false;  // memory devices have others compute (deferred_memory.hpp)
 };
+
+template <std::size_t numClients, std::size_t numDevices, std::size_t numSyncCores>
+inline constexpr ClusterShape kDeferred{numClients, numDevices, numSyncCores, Scheduling::kQueues, true};
 
 inline void PrintTo(const ClusterShape& shape, std::ostream* out) {
   *out << shape.numClients << " clients, " << shape.numDevices << " devices, " << shape.numSyncCores
-       << " sync cores";
+       << " sync cores" << (shape.isDeferred ? ", deferred" : "");
 }
 
 inline std::string nameOf(const testing::TestParamInfo<ClusterShape>& info) {
   return std::to_string(info.param.numClients) + "clients_" + std::to_string(info.param.numDevices) +
-         "devices_" + std::to_string(info.param.numSyncCores) + "cores";
+         "devices_" + std::to_string(info.param.numSyncCores) + "cores" +
+         (info.param.isDeferred ? "_deferred" : "");
 }
 
 /// The memory that devices and workers of one job share.
@@ -175,6 +187,7 @@ class Cluster {
   /// @param links those that are emulated; none without.
   explicit Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links = std::nullopt)
       : shape_(shape), shared_(shape) {
+    if (shape.isDeferred) tensorMemory_ = std::make_shared<DeferredMemory>(gate_);
     if (links) {
       shared_.linkTable.emplace(Pacer::numBytes(links->paths.size(), links->gbytesPerSecond.size()));
       Pacer::write(shared_.linkTable->fd, *links);
@@ -214,6 +227,8 @@ class Cluster {
   }
 
   const ClusterShape& shape() const { return shape_; }
+  /// Of deferred memory.
+  Gate& gate() { return gate_; }
   Pacer pacer() const { return Pacer(shared_.linkTable->fd); }
   Proxy& proxy(std::size_t device) { return *proxies_[device]; }
   Client& client(std::size_t client) { return *clients_[client]; }
@@ -242,8 +257,9 @@ class Cluster {
   void addToProxies(const GroupPlan& plan) {
     auto memory = std::make_unique<GroupMemory>(plan, index_);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
-      proxies_[device]->addGroup(plan, memory->control.fd, fdsOf(memory->slots), device == 0,
-                                 memory->nodeSegment.fd, memory->optimizerFds());
+      proxies_[device]->addGroup(plan, memory->control.fd, regionsOf(memory->slots), device == 0,
+                                 memory->nodeSegment.fd, memory->optimizerFds(), {}, memory->rowsFds(),
+                                 tensorMemory_);
     const std::lock_guard<std::mutex> lock(memoryMutex_);
     memory_[plan.id] = std::move(memory);
   }
@@ -258,13 +274,29 @@ class Cluster {
                                        std::vector<std::uint16_t> routes) {
     const GroupMemory& memory = memoryOf(plan);
     const Fd readOnly(reopenReadOnly(memory.control.fd));
+    if (shape_.isDeferred && !plan.hasOptimizer && !plan.shards[0].isDynamic) {
+      const Fd viewFd(createSealedMemory("view", plan.slotBytes));
+      auto view = std::make_shared<Mapping>(viewFd, plan.slotBytes, Mapping::Access::kReadWrite);
+      auto slots = hostMemory()->map(memory.slots[client].fd, plan.slotBytes, "slots");
+      clients_[client]->addGroup(plan, client, readOnly, view,
+                                 std::make_shared<HostSlotCopies>(std::move(slots), view), std::move(routes));
+      return view;
+    }
     return clients_[client]->addGroup(plan, client, readOnly, memory.slots[client].fd, std::move(routes));
   }
-  /// A client's slots, and its settings behind them where the group has an optimizer.
   std::byte* slots(const GroupPlan& plan, std::size_t client) const {
     return memoryOf(plan).slots[client].data();
   }
-  std::vector<int> slotFds(const GroupPlan& plan) const { return fdsOf(memoryOf(plan).slots); }
+  /// A client's settings for the tensors of a group that has an optimizer.
+  UpdateSettings* settings(const GroupPlan& plan, std::size_t client) const {
+    return reinterpret_cast<UpdateSettings*>(memoryOf(plan).settings[client].data());
+  }
+  std::vector<Region> slotsOf(const GroupPlan& plan) const { return regionsOf(memoryOf(plan).slots); }
+  /// A client's rows of a table.
+  RowBuffer rows(const GroupPlan& plan, std::size_t client, std::uint32_t tensor) const {
+    const RowTable table = plan.rowTables().at(tensor);
+    return {memoryOf(plan).rows[client].data() + table.offset, table.numRows, table.rowBytes};
+  }
   std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
   SnapshotTrigger snapshotTrigger(const GroupPlan& plan) const {
     const OptimizerFds fds = memoryOf(plan).optimizerFds();
@@ -303,14 +335,25 @@ class Cluster {
           snapshotControl(SnapshotControl::numBytes(GroupSnapshots::blockBytes(plan).size())),
           snapshotPool(createSparseSealedMemory(
               "test", std::max<std::size_t>(SnapshotStore::poolBytes(GroupSnapshots::blockBytes(plan)), 1))) {
-      for (std::size_t i = 0; i < plan.numClients; ++i) slots.emplace_back(plan.clientBytes());
+      for (std::size_t i = 0; i < plan.numClients; ++i) {
+        slots.emplace_back(plan.clientBytes());
+        settings.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));
+      }
+      for (std::size_t i = 0; plan.rowsBytes() > 0 && i < plan.numClients; ++i) {
+        rowFds.emplace_back(createSparseSealedMemory("test", plan.rowsBytes()));
+        rows.emplace_back(rowFds.back(), plan.rowsBytes(), Mapping::Access::kReadWrite);
+      }
     }
+    std::vector<int> rowsFds() const { return {rowFds.begin(), rowFds.end()}; }
     OptimizerFds optimizerFds() const {
-      return {parameters.fd, states.fd, {snapshotRequest.fd, snapshotControl.fd, snapshotPool}};
+      return {
+          fdsOf(settings), parameters.fd, states.fd, {snapshotRequest.fd, snapshotControl.fd, snapshotPool}};
     }
     Memory control, nodeSegment, parameters, states, snapshotRequest, snapshotControl;
     Fd snapshotPool;
-    std::vector<Memory> slots;
+    std::vector<Memory> slots, settings;
+    std::vector<Fd> rowFds;  // these two only where there are tables
+    std::vector<Mapping> rows;
   };
 
   const GroupMemory& memoryOf(const GroupPlan& plan) const {
@@ -337,6 +380,8 @@ class Cluster {
   }
 
   ClusterShape shape_;
+  Gate gate_;
+  std::shared_ptr<const TensorMemory> tensorMemory_ = hostMemory();
   NodeIndex index_;
   SharedState shared_;
   std::vector<Fd> clientSockets_, deviceSockets_, eventFds_;

@@ -50,10 +50,7 @@ struct Training {
 
   void push(std::size_t client, std::uint32_t step) {
     std::byte* const slots = cluster.slots(plan, client);
-    for (std::uint32_t tensor = 0; tensor < plan.numTensors(); ++tensor) {
-      const UpdateSettings settings = settingsOf(step);
-      std::memcpy(slots + plan.settingsOffset() + tensor * sizeof(settings), &settings, sizeof(settings));
-    }
+    std::fill_n(cluster.settings(plan, client), plan.numTensors(), settingsOf(step));
     for (const Shard& shard : plan.shards)
       std::fill_n(reinterpret_cast<float*>(slots + shard.offset), shard.numElements, 1.F);
     for (std::uint32_t tensor = 0; tensor < plan.numTensors(); ++tensor)

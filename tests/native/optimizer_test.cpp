@@ -54,8 +54,7 @@ class Job {
   float* parameter(std::uint32_t tensor) { return floats(cluster.parameters(plan), tensor); }
   float* gradient(std::size_t client, std::uint32_t tensor) { return floats(slots[client], tensor); }
   void set(std::size_t client, std::uint32_t tensor, const UpdateSettings& settings) {
-    std::memcpy(slots[client] + plan.settingsOffset() + tensor * sizeof(settings), &settings,
-                sizeof(settings));
+    cluster.settings(plan, client)[tensor] = settings;
   }
   void fill(std::size_t client, float value) {
     for (std::uint32_t tensor = 0; tensor < 2; ++tensor)
@@ -187,7 +186,8 @@ TEST_P(Optimizers, TouchNoParameterBeforeTheLastWorkersPush) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, Optimizers,
-                         testing::Values(ClusterShape{2, 1, 1}, ClusterShape{2, 2, 1}, ClusterShape{3, 2, 2}),
+                         testing::Values(ClusterShape{2, 1, 1}, ClusterShape{2, 2, 1}, ClusterShape{3, 2, 2},
+                                         kDeferred<3, 2, 2>),
                          nameOf);
 
 // ---- what is refused ----
@@ -285,8 +285,9 @@ TEST(OptimizerPlans, KeepStatesAndMasterWeightsTensorByTensor) {
   EXPECT_EQ(plan.keptBytes(), 5 * kArrayBytes);
 
   const Memory control(GroupControl::numBytes(plan.shards.size(), 2)), parameters(plan.parameterBytes()),
-      states(plan.keptBytes()), slots(plan.clientBytes());
-  const TensorGroup group(plan, control.fd, {slots.fd, slots.fd}, {parameters.fd, states.fd});
+      states(plan.keptBytes()), slots(plan.slotBytes), settings(plan.settingsBytes());
+  const TensorGroup group(plan, control.fd, {slots.fd, slots.fd},
+                          {{settings.fd, settings.fd}, parameters.fd, states.fd});
   const Shard& second = plan.shards[3];  // elements 64 to 99 of the bfloat16 tensor
   const auto distance = [&](const float* array) {
     return reinterpret_cast<const std::byte*>(array) -
@@ -310,7 +311,7 @@ TEST(OptimizerProxy, UpdatesNarrowParametersByTheirMasterWeights) {
     together(2, [&](std::size_t client) {
       UpdateSettings settings = momentumSettings(step);
       settings.stepSize = 1.F / 512;  // a quarter of the last place below 1
-      std::memcpy(cluster.slots(plan, client) + plan.settingsOffset(), &settings, sizeof(settings));
+      *cluster.settings(plan, client) = settings;
       auto* const gradient = reinterpret_cast<std::uint16_t*>(cluster.slots(plan, client));
       std::fill_n(gradient, kTensorElements[0],
                   static_cast<std::uint16_t>(client == 0 ? 0x4000 : 0));  // mean 1

@@ -91,7 +91,7 @@ class WorkersReduce : public testing::TestWithParam<Case> {
   static void open(Cluster& cluster, const GroupPlan& plan) {
     cluster.addGroup(plan);
     for (std::size_t client = 0; client < plan.numClients; ++client)
-      cluster.client(client).addPeers(plan.id, cluster.slotFds(plan));
+      cluster.client(client).addPeers(plan.id, cluster.slotsOf(plan));
     cluster.start();
   }
 };
@@ -142,8 +142,8 @@ TEST(OwnPieces, NeedTheSlotsOfAllWorkers) {
   Client& client = cluster.client(0);
   EXPECT_THROW(client.reducePieces(plan.id, {0}), std::invalid_argument);
   EXPECT_THROW(client.copyPieces(plan.id, {0}), std::invalid_argument);
-  EXPECT_THROW(client.addPeers(plan.id, {cluster.slotFds(plan)[0]}), std::invalid_argument);
-  client.addPeers(plan.id, cluster.slotFds(plan));
+  EXPECT_THROW(client.addPeers(plan.id, {cluster.slotsOf(plan)[0]}), std::invalid_argument);
+  client.addPeers(plan.id, cluster.slotsOf(plan));
   EXPECT_THROW(client.reducePieces(plan.id, {1}), std::invalid_argument) << "there is one shard";
   EXPECT_THROW(client.setPathFlags(plan.id, {}), std::invalid_argument);
   EXPECT_THROW(client.setPathFlags(plan.id, {kPresent}), std::invalid_argument) << "not of a path";

@@ -24,7 +24,7 @@ class Ring {
         doorbells_(new Doorbell[clientsOf.size()]()),
         numDone_(clientsOf.size()) {
     for (std::size_t i = 0; i < plan_.numClients; ++i) slots_.emplace_back(plan_.slotBytes);
-    group_ = std::make_unique<TensorGroup>(plan_, control_.fd, fdsOf(slots_));
+    group_ = std::make_unique<TensorGroup>(plan_, control_.fd, regionsOf(slots_));
     group_->control().initialise();
     const std::size_t p = clientsOf.size();
     for (std::size_t device = 0; device < p; ++device) {

@@ -177,6 +177,42 @@ TEST(MapSealed, RefusesLessThanIsNeededAndSaysHowMuch) {
   }
 }
 
+/// A file stands for a device: both are mapped by extents, and neither has seals.
+class DeviceFile : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kUnit = 2 << 20;
+
+  DeviceFile() { EXPECT_EQ(::ftruncate(file_, 4 * kUnit), 0); }
+
+  const Fd file_{::memfd_create("device", MFD_CLOEXEC)};
+};
+
+TEST_F(DeviceFile, IsMappedFromItsOffsetOnInWholeUnits) {
+  const Mapping all(Region(file_, 0, 4 * kUnit), 4 * kUnit, kReadWrite);
+  const Mapping part = mapShared(Region(file_, kUnit, kUnit), 100, kReadWrite, "slots");
+  EXPECT_EQ(part.numBytes(), 100u);
+  part.data()[kUnit - 1] = std::byte{7};  // mapped, though it was not asked for
+  EXPECT_EQ(all.data()[2 * kUnit - 1], std::byte{7});
+}
+
+TEST_F(DeviceFile, ThatIsTooSmallForAnExtentIsRefused) {
+  EXPECT_THROW(mapShared(Region(file_, kUnit, kUnit), kUnit + 1, kReadWrite, "slots"), std::invalid_argument);
+  EXPECT_THROW(mapShared(Region(file_, 3 * kUnit, 2 * kUnit), 1, kReadWrite, "slots"), std::invalid_argument);
+  EXPECT_THROW(mapShared(Region(file_, 5 * kUnit, kUnit), 1, kReadWrite, "slots"), std::invalid_argument);
+  EXPECT_THROW(Region(file_, 0, 0), std::invalid_argument);
+}
+
+TEST_F(DeviceFile, WithoutAnExtentIsTakenForSealedMemoryAndRefused) {
+  EXPECT_THROW(mapShared(file_, 1, kReadWrite, "slots"), std::invalid_argument);
+}
+
+TEST(MapShared, RefusesAnExtentOfWhatIsNoDevice) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const Fd in(ends[0]), out(ends[1]);
+  EXPECT_THROW(mapShared(Region(in, 0, 1), 1, kReadWrite, "slots"), std::invalid_argument);
+}
+
 TEST(Mapping, MovesItsMemory) {
   const Fd fd(createSealedMemory("test", kBytes));
   Mapping a(fd, kBytes, kReadWrite);

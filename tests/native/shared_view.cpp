@@ -1,7 +1,7 @@
 // For the thread sanitizer only. Processes see shared memory at addresses of their own, and so do the devices
 // and workers of a test; the sanitizer tells memory by its address and would see neither their accesses meet
-// nor the orders between them. Here every mapping of the same memory gets the same address (linked with
-// --wrap), so that it judges the whole protocol across devices.
+// nor the orders between them. Here every mapping of the same memory, from its start on, gets the same
+// address (linked with --wrap), so that it judges the whole protocol across devices.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -40,7 +40,7 @@ Views& views() {
 
 void* __wrap_mmap(void* address, std::size_t numBytes, int protection, int flags, int fd, off_t offset) {
   struct stat file{};
-  const bool isShared = fd >= 0 && (flags & MAP_SHARED) != 0 && ::fstat(fd, &file) == 0;
+  const bool isShared = fd >= 0 && offset == 0 && (flags & MAP_SHARED) != 0 && ::fstat(fd, &file) == 0;
   const bool isRefused = (protection & PROT_WRITE) != 0 && (::fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDONLY;
   if (!isShared || isRefused) return __real_mmap(address, numBytes, protection, flags, fd, offset);
   const std::lock_guard<std::mutex> lock(views().mutex);

@@ -33,6 +33,20 @@ def own_path_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def stand_in_gpu_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, stand-in GPU")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def stand_in_gpu_with_slots_pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, stand-in GPU that has slots")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def two_node_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool("coarse", num_nodes=2)
     yield pool

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from gpu_stand_in import build_driver
+
 WORLD_SIZE = 2
 START_TIMEOUT_S = 120.0
 SCENARIO_TIMEOUT_S = 60.0
@@ -29,8 +31,10 @@ class ScenarioError(AssertionError):
 class WorkerPool:
     """Two workers of one strategy that run scenarios together, on one node or on one each.
 
-    Strategies are "ddp", "coarse", and "coarse, own path", where workers reduce everything themselves after the first
-    steps.
+    Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
+    steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
+    GPU that has slots", where memory devices are on it too. "ddp, cuda" and "coarse, cuda" have the models of both
+    workers on the first GPU.
 
     A pool whose workers failed to answer in time is killed; the next scenario starts a new one.
     """
@@ -73,6 +77,11 @@ class WorkerPool:
         environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="30")
         if self._strategy == "coarse, own path":
             environment["COARSE_DUAL_SYNC"] = "0"
+        if self._strategy.startswith("coarse, stand-in GPU"):
+            build_driver(Path(self._directory.name))
+            environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = self._directory.name
+        if self._strategy == "coarse, stand-in GPU that has slots":
+            environment["COARSE_MEMORY_DEVICES"] = "cuda:0,cuda:0"
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(_HERE.parents[1]), os.environ.get("PYTHONPATH")])
         )

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from coarse.profiler import replanner
 
 OWN_PATH = "coarse, own path"
+STAND_IN_GPU = "coarse, stand-in GPU"
+ON_CUDA = ", cuda"
 
 
 def wrapper_of(strategy: str) -> Any:
     """The class under test, or the one it is compared with."""
-    if strategy == "ddp":
+    if strategy.startswith("ddp"):
         return torch.nn.parallel.DistributedDataParallel
     from coarse.torch import DistributedDataParallel
 
@@ -33,25 +35,39 @@ def main() -> None:
     torch.set_num_threads(1)
     if strategy == OWN_PATH:  # before scenarios end, which have few steps
         replanner.TIMED_STEPS = 1
+    if strategy.startswith(STAND_IN_GPU):
+        import gpu_stand_in
+
+        gpu_stand_in.install()
+    if strategy.endswith(ON_CUDA):
+        torch.set_default_device("cuda:0")
     os.environ.update(RANK=rank, WORLD_SIZE=world_size)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world_size)
     )
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
-    from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS
+    from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
     from parity_scenarios import SCENARIOS, Context
+    from staleness_scenarios import STALENESS_SCENARIOS
+    from table_scenarios import TABLE_SCENARIOS
 
     scenarios = {
         **SCENARIOS,
         **OPTIMIZER_SCENARIOS,
         **BERT_SCENARIOS,
+        **SAME_GRADIENTS_SCENARIOS,
         **CHECKPOINT_SCENARIOS,
         **EMBEDDING_SCENARIOS,
+        **TABLE_SCENARIOS,
+        **STALENESS_SCENARIOS,
     }
 
     context = Context(
-        rank=int(rank), world_size=int(world_size), wrap=wrapper_of(strategy), is_coarse=strategy != "ddp"
+        rank=int(rank),
+        world_size=int(world_size),
+        wrap=wrapper_of(strategy),
+        is_coarse=strategy.startswith("coarse"),
     )
     connection = Connection(int(pipe))
     connection.send("ready")

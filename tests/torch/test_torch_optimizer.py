@@ -11,7 +11,7 @@ import importlib.util
 import numpy as np
 import pytest
 from comparison import assert_equal_results, run_under_both
-from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS
+from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
 from parity_pool import WorkerPool
 
 PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
@@ -28,6 +28,13 @@ def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) 
     assert_equal_results(name, ddp_pool, coarse_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_where_memory_devices_are_on_a_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize("name", BERT_SCENARIOS)
 def test_trains_bert_as_torch_does(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
@@ -37,6 +44,13 @@ def test_trains_bert_as_torch_does(name: str, ddp_pool: WorkerPool, coarse_pool:
         distance = np.linalg.norm(moved - expected) / np.linalg.norm(expected)
         assert distance < tolerance, f"parameters are {distance:.1e} of the way apart"
         np.testing.assert_allclose(ours["losses"][1], theirs["losses"][1], atol=tolerance)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize("name", SAME_GRADIENTS_SCENARIOS)
+def test_updates_16_bit_bert_as_exactly_as_float32(name: str, coarse_pool: WorkerPool) -> None:
+    coarse_pool.submit(name)
+    coarse_pool.collect()
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

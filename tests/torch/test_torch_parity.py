@@ -50,6 +50,20 @@ def test_equals_torch_where_workers_reduce_themselves(
     assert_equal_results(name, ddp_pool, own_path_pool, SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_on_a_gpu_that_is_stood_in_for(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_where_memory_devices_are_on_that_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", COARSE_ONLY)
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)

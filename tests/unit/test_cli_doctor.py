@@ -10,7 +10,7 @@ import pytest
 
 from coarse.cli import doctor
 from coarse.cli.sync_probe import SyncLatency, SyncProbeError
-from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, NumaNode, read_host
+from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, MemoryAccess, NumaNode, read_host
 
 MEMORY = Memory(
     total_bytes=64 << 30,
@@ -55,16 +55,42 @@ def test_huge_pages_that_are_off_come_with_the_command():
     assert "shmem_enabled" in pages.advice
 
 
+def test_the_pool_of_snapshots_is_half_of_what_is_left(monkeypatch):
+    monkeypatch.delenv("COARSE_SNAPSHOT_POOL_BYTES", raising=False)
+    assert doctor.pool_finding(MEMORY).value == "as large as a model with its state, at most 16 GiB now"
+    limited = replace(MEMORY, cgroup_limit_bytes=4 << 30, cgroup_used_bytes=1 << 30)
+    assert "at most 1.5 GiB now" in doctor.pool_finding(limited).value
+
+
+def test_a_pool_of_more_than_there_is_is_noted(monkeypatch):
+    monkeypatch.setenv("COARSE_SNAPSHOT_POOL_BYTES", "8GiB")
+    assert doctor.pool_finding(MEMORY).status == doctor.GOOD
+    limited = replace(MEMORY, cgroup_limit_bytes=4 << 30)
+    finding = doctor.pool_finding(limited)
+    assert finding.value == "8 GiB for each model, by COARSE_SNAPSHOT_POOL_BYTES"
+    assert (finding.status, "lower COARSE_SNAPSHOT_POOL_BYTES" in finding.advice) == (doctor.NOTE, True)
+
+
 def test_memory_without_cores_is_named_as_possible_cxl():
     node = NumaNode(node=1, cores=(), memory_bytes=128 << 30)
-    assert values(doctor.numa_findings([node])) == {"node 1": "128 GiB, no cores: possibly CXL memory"}
+    assert values(doctor.numa_findings([node])) == {
+        "node 1": "128 GiB, no cores: possibly CXL memory (--memory-devices numa:1)"
+    }
+
+
+def test_what_the_firmware_says_of_memory_is_shown():
+    access = MemoryAccess(read_latency_ns=250, read_gbytes_per_s=24.5, write_gbytes_per_s=18)
+    node = NumaNode(node=0, cores=(0, 1), memory_bytes=128 << 30, access=access)
+    assert values(doctor.numa_findings([node])) == {
+        "node 0": "128 GiB, 2 cores, reads 250 ns 24.5 GB/s by its firmware, writes 18 GB/s by its firmware"
+    }
 
 
 def test_devices_are_listed():
     dax = DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2)
     gpu = Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
     assert values(doctor.device_findings([dax], [gpu])) == {
-        "dax0.0": "64 GiB, NUMA node 2",
+        "dax0.0": "64 GiB, NUMA node 2 (--memory-devices dax:/dev/dax0.0)",
         "GPU 0": "NVIDIA H200, 139 GiB, driver 570.1",
     }
 

@@ -82,6 +82,8 @@ def test_without_variables_the_defaults_hold():
         ("COARSE_MEMORY_DEVICES", "many"),
         ("COARSE_MEMORY_DEVICES", "-1"),
         ("COARSE_MEMORY_DEVICES", "65"),
+        ("COARSE_MEMORY_DEVICES", "host,tape"),
+        ("COARSE_MEMORY_DEVICES", ",".join(["host"] * 65)),
         ("COARSE_SYNC_CORES", "1.5"),
         ("COARSE_SHARD_BYTES", "4M"),
         ("COARSE_SHARD_BYTES", "63"),

@@ -32,7 +32,7 @@ def test_sessions_of_jobs_have_directories_of_their_own():
 def test_what_is_left_there_is_found_and_forgotten(temporary):
     directory = make_session_directory("job", "session")
     assert KeptDevices.read(directory) is None
-    kept = KeptDevices(workers=((0,), (1, 2)), pids=(11, 12))
+    kept = KeptDevices(workers=((0,), (1, 2)), memories=("host", "numa:2"), pids=(11, 12))
     kept.write(directory)
     assert KeptDevices.read(directory) == kept
     assert kept_pids("job") == {11, 12}

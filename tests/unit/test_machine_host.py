@@ -88,6 +88,26 @@ def test_limits_of_the_first_cgroup_version(tmp_path):
     assert host.read_cpu(root).quota_cores == 0.5
 
 
+def test_the_tightest_cgroup_allows_what_it_has_left_and_can_drop(tmp_path):
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/job\n",
+            "sys/fs/cgroup/pod/memory.max": "2000\n",
+            "sys/fs/cgroup/pod/memory.current": "1900\n",
+            "sys/fs/cgroup/pod/memory.stat": "anon 1500\ninactive_file 400\n",
+            "sys/fs/cgroup/pod/job/memory.max": "1500\n",
+            "sys/fs/cgroup/pod/job/memory.current": "100\n",
+        },
+    )
+    assert host.read_cgroup_available_bytes(root) == 500
+
+
+def test_without_a_limit_cgroups_say_nothing(tmp_path):
+    root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"})
+    assert host.read_cgroup_available_bytes(root) is None
+
+
 @pytest.mark.parametrize(("quota_cores", "granted"), [(None, 8), (2.5, 2), (0.5, 1), (32.0, 8)])
 def test_mask_and_quota_both_bound_the_cores(quota_cores, granted):
     cpu = host.Cpu(model="", num_cores=16, num_cores_allowed=8, quota_cores=quota_cores, vector_flags=())
@@ -122,6 +142,45 @@ def test_a_node_with_memory_and_no_cores_stands_out(tmp_path):
     near, far = host.read_numa_nodes(root)
     assert (near.node, near.cores, near.memory_bytes, near.is_memory_only) == (0, (0, 1), 4096, False)
     assert (far.node, far.cores, far.memory_bytes, far.is_memory_only) == (10, (), 8192, True)
+
+
+def test_what_the_firmware_says_of_a_nodes_memory(tmp_path):
+    folder = "sys/devices/system/node/node2"
+    root = tree(
+        tmp_path,
+        {
+            f"{folder}/distance": "17 28 10\n",
+            f"{folder}/access0/initiators/read_latency": "250\n",
+            f"{folder}/access0/initiators/read_bandwidth": "24000\n",
+            f"{folder}/access0/initiators/write_bandwidth": "0\n",
+        },
+    )
+    (node,) = host.read_numa_nodes(root)
+    assert node.distances == (17, 28, 10)
+    assert node.access == host.MemoryAccess(read_latency_ns=250, read_gbytes_per_s=24)
+
+
+def numa_node(number, cores, distances):
+    return host.NumaNode(node=number, cores=cores, memory_bytes=1 << 30, distances=distances)
+
+
+@pytest.mark.parametrize(
+    ("node", "cores"),
+    [(0, (0, 1)), (1, (2, 3)), (3, (2, 3)), (4, (0, 1, 2, 3))],
+)
+def test_the_nearest_cores_of_a_node_are_its_own_or_those_at_the_least_distance(node, cores):
+    nodes = (
+        numa_node(0, (0, 1), (10, 21, 24, 14)),
+        numa_node(1, (2, 3), (21, 10, 14, 24)),
+        numa_node(3, (), (24, 14, 10, 26)),  # numbers have gaps, distances have none
+        numa_node(4, (), (17, 17, 26, 10)),
+    )
+    assert host.nearest_cores(nodes, node) == cores
+
+
+def test_without_distances_no_cores_are_near_to_a_node_that_has_none():
+    nodes = (numa_node(0, (0, 1), ()), numa_node(1, (), ()))
+    assert host.nearest_cores(nodes, 1) == ()
 
 
 def test_dax_devices(tmp_path):

@@ -55,14 +55,14 @@ def test_it_is_zero_and_shared_by_all_who_map_it(segment):
 
 
 def test_it_does_not_pass_to_programs_that_are_started(segment):
-    read_only = segment.read_only_fd()
+    read_only = segment.to_read()
     assert not os.get_inheritable(segment.fd)
-    assert not os.get_inheritable(read_only)
-    os.close(read_only)
+    assert not os.get_inheritable(read_only.fd)
+    read_only.close()
 
 
 def test_a_read_only_descriptor_cannot_write(segment):
-    fd = segment.read_only_fd()
+    fd = segment.to_read().fd
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.pwrite(fd, b"x", 0)

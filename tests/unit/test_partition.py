@@ -149,3 +149,24 @@ def test_a_threshold_below_one_byte_is_refused():
 def test_an_unknown_algorithm_is_refused_with_the_choices():
     with pytest.raises(ValueError, match="'magic' is none of auto, gather, direct, ring"):
         plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, algorithm="magic")
+
+
+def test_tables_have_no_slots_and_are_cut_at_rows():
+    whole = TensorSpec(name="whole", dtype="float32", num_elements=100)
+    table = TensorSpec(name="table", dtype="float32", num_elements=7 * 100_001, row_elements=7)
+    plan = plan_partition([table, whole, table], shard_bytes=1024, gather_bytes=4096)
+    assert plan.slot_bytes == 448
+    assert plan.tensor_offsets[1] == 0
+    assert plan.tensor_offsets[0] == plan.slot_bytes
+    assert plan.tensor_offsets[2] >= plan.tensor_offsets[0] + table.nbytes
+    for shards in (s for s in shards_by_tensor(plan, 3) if len(s) > 1):
+        assert len(shards) == 16
+        assert sum(shard.num_elements for shard in shards) == table.num_elements
+        assert all(shard.num_elements % 7 == 0 for shard in shards)
+        assert all(shard.offset % 64 == 0 for shard in shards)
+
+
+@pytest.mark.parametrize(("row_elements", "op"), [(3, "mean"), (-1, "mean"), (5, "sum")])
+def test_rows_that_cannot_be_are_refused(row_elements, op):
+    with pytest.raises(ValueError, match="table 't'"):
+        TensorSpec(name="t", dtype="float32", num_elements=10, op=op, row_elements=row_elements)

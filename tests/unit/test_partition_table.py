@@ -2,6 +2,7 @@
 
 import pytest
 
+from coarse.machine.memory_name import parse_memory_devices
 from coarse.machine.partition_table import PartitionTable, choose_partition_table, partition_table_names
 
 
@@ -18,7 +19,7 @@ def test_workers_are_dealt_out_in_even_blocks(num_workers, num_devices, expected
 def test_a_file_says_which_device_serves_which_workers(tmp_path):
     path = tmp_path / "table.toml"
     path.write_text('[[memory_device]]\nworkers = [0, 2]\n[[memory_device]]\nkind = "host"\nworkers = [1]\n')
-    table = choose_partition_table(str(path), num_workers=3, num_devices=0)
+    table = choose_partition_table(str(path), num_workers=3, devices=0)
     assert [device.workers for device in table.devices] == [(0, 2), (1,)]
 
 
@@ -41,6 +42,33 @@ DEVICE = "[[memory_device]]\n"
         (DEVICE + "workers = []\n", 1, "no memory device has a worker"),
         (DEVICE + 'kind = "tape"\nworkers = [0]\n', 2, "kind 'tape' is none of host"),
         (DEVICE + "size = 3\n", 1, "expected `workers` and `kind`"),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\n', 1, "node '' is no number of a NUMA node"),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = -1\n', 4, "node '-1' is no number"),
+        (
+            DEVICE + 'kind = "numa"\nworkers = [0]\npath = "/dev/dax0.0"\n',
+            4,
+            "path has no meaning for kind 'numa'",
+        ),
+        (DEVICE + "workers = [0]\nnode = 0\n", 3, "node has no meaning for kind 'host'"),
+        (DEVICE + 'kind = "dax"\nworkers = [0]\npath = 3\n', 4, "path '3' is no path from /"),
+        (
+            DEVICE
+            + 'kind = "dax"\nworkers = [0]\npath = "/dev/dax0.0"\n'
+            + DEVICE
+            + 'kind = "dax"\npath = "/dev/dax0.0"\n',
+            7,
+            "memory devices 0 and 1 both have /dev/dax0.0, which is for one alone",
+        ),
+        (
+            DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "cuda:0"\n' + DEVICE,
+            1,
+            "some memory devices are on GPUs, others are not: cuda:0, host",
+        ),
+        (
+            DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "gpu0"\n',
+            4,
+            "device 'gpu0' is no ordinal of a GPU",
+        ),
         ("[[gpu]]\nworkers = [0]\n", 1, "found gpu"),
         ("\nmemory_device = 3\n", 2, "found memory_device"),
         ("", 1, "at least one memory device"),
@@ -71,11 +99,48 @@ def test_a_wrong_file_is_named_with_line_and_what_is_wrong(tmp_path, text, line,
     assert str(error.value).startswith(f"partition table {path}:{line}: ")
 
 
+def test_a_gpu_is_named_as_pytorch_does(tmp_path):
+    path = tmp_path / "table.toml"
+    path.write_text(DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "cuda:4"\n')
+    table = PartitionTable.load(path)
+    assert table.memories == ("cuda:4",)
+    assert table.is_on_gpus
+
+
+def test_a_file_gives_each_memory_device_its_memory(tmp_path):
+    path = tmp_path / "table.toml"
+    path.write_text(
+        DEVICE
+        + 'kind = "numa"\nnode = 2\nworkers = [0, 1]\n'
+        + DEVICE
+        + 'kind = "dax"\npath = "/dev/dax0.0"\n'
+        + DEVICE
+    )
+    table = PartitionTable.load(path)
+    assert table.memories == ("numa:2", "dax:/dev/dax0.0", "host")
+    assert [device.workers for device in table.devices] == [(0, 1), (), ()]
+
+
+def test_an_even_table_deals_workers_out_to_the_memories_that_are_named():
+    table = choose_partition_table("", num_workers=4, devices=parse_memory_devices("host,numa:2"))
+    assert [(str(device.memory), device.workers) for device in table.devices] == [
+        ("host", (0, 1)),
+        ("numa:2", (2, 3)),
+    ]
+
+
+def test_workers_are_found_by_the_memory_that_their_slots_lie_in():
+    table = choose_partition_table("", num_workers=3, devices=parse_memory_devices("numa:0,numa:1,numa:0"))
+    assert table.workers_in("numa:0") == (0, 2)
+    assert table.workers_in("numa:1") == (1,)
+    assert table.workers_in("host") == ()
+
+
 def test_tables_of_the_papers_runs_come_by_name():
     assert partition_table_names() == ["aws-g4dn", "aws-p3", "aws-p3-2to1", "sdsc-p100"]
-    one_to_one = choose_partition_table("aws-p3", num_workers=4, num_devices=0)
+    one_to_one = choose_partition_table("aws-p3", num_workers=4, devices=0)
     assert [device.workers for device in one_to_one.devices] == [(0,), (1,), (2,), (3,)]
-    two_to_one = choose_partition_table("aws-p3-2to1", num_workers=4, num_devices=0)
+    two_to_one = choose_partition_table("aws-p3-2to1", num_workers=4, devices=0)
     assert [device.workers for device in two_to_one.devices] == [(0, 1), (2, 3)]
     assert two_to_one.worker_gpus == one_to_one.worker_gpus
 
@@ -95,7 +160,7 @@ def test_a_table_for_another_number_of_workers_is_refused(tmp_path):
     path = tmp_path / "table.toml"
     path.write_text("[[memory_device]]\nworkers = [0, 1]\n")
     with pytest.raises(ValueError, match="is for 2 workers, this job has 3"):
-        choose_partition_table(str(path), num_workers=3, num_devices=0)
+        choose_partition_table(str(path), num_workers=3, devices=0)
 
 
 def test_a_missing_file_is_named(tmp_path):

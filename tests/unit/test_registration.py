@@ -178,10 +178,10 @@ def test_an_optimizer_lays_out_what_is_kept_beside_the_slots():
     plain = schema(spec("a", 100), spec("b", 3))
     plan = replace(plain, state_names=("exp_avg", "exp_avg_sq")).native_plan(1, 2)
     slot_bytes = plain.partition().slot_bytes
-    assert (plan.slot_bytes, plan.settings_offset) == (slot_bytes, slot_bytes)
-    assert plan.client_bytes == slot_bytes + 2 * SETTINGS_DTYPE.itemsize
+    assert plan.slot_bytes == slot_bytes
+    assert plan.settings_bytes == 2 * SETTINGS_DTYPE.itemsize
     assert plan.kept_bytes == 2 * slot_bytes
-    assert plain.native_plan(1, 2).client_bytes == slot_bytes
+    assert plain.native_plan(1, 2).settings_bytes == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 5000)), min_size=1, max_size=5))

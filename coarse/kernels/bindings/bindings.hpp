@@ -5,13 +5,17 @@
 namespace coarse {
 
 /// One function per header: each translates, none thinks.
+void registerCudaDriver(pybind11::module_& module);
 void registerSharedMemory(pybind11::module_& module);
+void registerTensorMemory(pybind11::module_& module);
 void registerTensorGroup(pybind11::module_& module);
 void registerProxy(pybind11::module_& module);
 void registerClient(pybind11::module_& module);
+void registerGpuTransfers(pybind11::module_& module);
 void registerHeartbeat(pybind11::module_& module);
 void registerPacer(pybind11::module_& module);
 void registerReduce(pybind11::module_& module);
 void registerSnapshot(pybind11::module_& module);
+void registerCudaBatches(pybind11::module_& module);
 
 }  // namespace coarse

@@ -74,9 +74,16 @@ void registerClient(py::module_& module) {
            py::arg("num_devices"), py::arg("segment_fd"), py::arg("doorbells_fd"), py::arg("watch_fds"),
            py::arg("spin_us"), py::arg("bytes_per_ring"), py::arg("is_emulated") = false,
            py::arg("heartbeat_ms") = 0)
-      .def("add_group", &Client::addGroup, py::arg("plan"), py::arg("client"), py::arg("control_fd"),
-           py::arg("slots_fd"), py::arg("routes"))
-      .def("add_peers", &Client::addPeers, py::arg("group"), py::arg("slot_fds"))
+      .def("add_group",
+           py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
+               &Client::addGroup),
+           py::arg("plan"), py::arg("client"), py::arg("control_fd"), py::arg("slots"), py::arg("routes"))
+      .def("add_group_elsewhere",
+           py::overload_cast<GroupPlan, std::size_t, int, std::shared_ptr<Mapping>,
+                             std::shared_ptr<SlotCopies>, std::vector<std::uint16_t>>(&Client::addGroup),
+           py::arg("plan"), py::arg("client"), py::arg("control_fd"), py::arg("view"), py::arg("copies"),
+           py::arg("routes"))
+      .def("add_peers", &Client::addPeers, py::arg("group"), py::arg("slots"))
       .def("reduce_pieces", &Client::reducePieces, py::arg("group"), py::arg("shards"), ReleaseGil())
       .def("copy_pieces", &Client::copyPieces, py::arg("group"), py::arg("shards"), ReleaseGil())
       .def("remove_group", &Client::removeGroup, py::arg("group"))
@@ -89,7 +96,7 @@ void registerClient(py::module_& module) {
             return client.push(group, tensor, flags, reinterpret_cast<const void*>(source));
           },
           py::arg("group"), py::arg("tensor"), py::arg("flags"), py::arg("source"), ReleaseGil())
-      .def("flush", &Client::flush)
+      .def("flush", &Client::flush, ReleaseGil())
       .def(
           "pull",
           [](Client& client, std::uint32_t group, std::uint32_t tensor, std::uintptr_t destination,

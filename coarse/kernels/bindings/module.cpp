@@ -15,12 +15,16 @@ PYBIND11_MODULE(_native, module) {
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }
   });
+  coarse::registerCudaDriver(module);
   coarse::registerSharedMemory(module);
+  coarse::registerTensorMemory(module);
   coarse::registerTensorGroup(module);
   coarse::registerProxy(module);
   coarse::registerClient(module);
+  coarse::registerGpuTransfers(module);
   coarse::registerHeartbeat(module);
   coarse::registerPacer(module);
   coarse::registerReduce(module);
   coarse::registerSnapshot(module);
+  coarse::registerCudaBatches(module);
 }

@@ -46,21 +46,28 @@ void registerProxy(py::module_& module) {
       .def("stop", &Proxy::stop, ReleaseGil())
       .def(
           "add_group",
-          [](Proxy& proxy, GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-             int nodeSegmentFd, int parametersFd, int statesFd, int snapshotRequestFd, int snapshotControlFd,
-             int snapshotPoolFd, std::uint32_t step, std::vector<std::uint32_t> updateNumbers) {
+          [](Proxy& proxy, GroupPlan plan, int controlFd, const std::vector<Region>& slots, bool initialise,
+             const Region& nodeSegment, const Region& parameters, const Region& states, int snapshotRequestFd,
+             int snapshotControlFd, int snapshotPoolFd, std::uint32_t step,
+             std::vector<std::uint32_t> updateNumbers, const std::vector<int>& rowsFds,
+             std::vector<int> settingsFds, const std::shared_ptr<TensorMemory>& memory) {
             GroupUpdates updates;
             updates.step = step;
             updates.updateNumbers = std::move(updateNumbers);
-            proxy.addGroup(std::move(plan), controlFd, slotFds, initialise, nodeSegmentFd,
-                           {parametersFd, statesFd, {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}},
-                           updates);
+            proxy.addGroup(std::move(plan), controlFd, slots, initialise, nodeSegment,
+                           {std::move(settingsFds),
+                            parameters,
+                            states,
+                            {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}},
+                           updates, rowsFds, memory == nullptr ? hostMemory() : memory);
           },
-          py::arg("plan"), py::arg("control_fd"), py::arg("slot_fds"), py::arg("initialise"),
-          py::arg("node_segment_fd") = -1, py::arg("parameters_fd") = -1, py::arg("states_fd") = -1,
-          py::arg("snapshot_request_fd") = -1, py::arg("snapshot_control_fd") = -1,
-          py::arg("snapshot_pool_fd") = -1, py::kw_only(), py::arg("step") = 0,
-          py::arg("update_numbers") = std::vector<std::uint32_t>(), ReleaseGil())
+          py::arg("plan"), py::arg("control_fd"), py::arg("slots"), py::arg("initialise"),
+          py::arg("node_segment") = Region(-1), py::arg("parameters") = Region(-1),
+          py::arg("states") = Region(-1), py::arg("snapshot_request_fd") = -1,
+          py::arg("snapshot_control_fd") = -1, py::arg("snapshot_pool_fd") = -1, py::kw_only(),
+          py::arg("step") = 0, py::arg("update_numbers") = std::vector<std::uint32_t>(),
+          py::arg("rows_fds") = std::vector<int>(), py::arg("settings_fds") = std::vector<int>(),
+          py::arg("memory") = nullptr, ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
       .def("finish_updates",
            [](Proxy& proxy) {

@@ -13,13 +13,25 @@ void registerSharedMemory(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("create_sparse_sealed_memory", &createSparseSealedMemory, py::arg("label"), py::arg("num_bytes"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("create_bound_memory", &createBoundMemory, py::arg("label"), py::arg("num_bytes"),
+             py::arg("node"), py::arg("is_allocated"), py::call_guard<py::gil_scoped_release>());
   module.def("reopen_read_only", &reopenReadOnly, py::arg("fd"));
   module.def("sealed_bytes", &sealedBytes, py::arg("fd"));
+  py::class_<Region>(module, "Region")
+      .def(py::init<int>(), py::arg("fd"))
+      .def(py::init<int, std::size_t, std::size_t>(), py::arg("fd"), py::arg("offset"), py::arg("num_bytes"));
+  py::implicitly_convertible<py::int_, Region>();
   py::class_<Mapping, std::shared_ptr<Mapping>>(module, "Mapping", py::buffer_protocol())
+      .def(py::init([](const Region& region, std::size_t numBytes, bool readOnly) {
+             const auto access = readOnly ? Mapping::Access::kReadOnly : Mapping::Access::kReadWrite;
+             return std::make_shared<Mapping>(mapShared(region, numBytes, access, "a mapping"));
+           }),
+           py::arg("region"), py::arg("num_bytes"), py::kw_only(), py::arg("read_only") = false)
       .def_buffer([](Mapping& mapping) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(mapping.data()),
-                               static_cast<py::ssize_t>(mapping.numBytes()));
+                               static_cast<py::ssize_t>(mapping.numBytes()), mapping.isReadOnly());
       })
+      .def("populate", &Mapping::populate, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly(
           "address", [](const Mapping& mapping) { return reinterpret_cast<std::uintptr_t>(mapping.data()); });
 }

@@ -19,12 +19,12 @@ namespace {
 /// The snapshots of a group as somebody sees them who is not its proxy: with mappings of its own.
 class GroupReader {
  public:
-  GroupReader(const GroupPlan& plan, int parametersFd, int statesFd, SnapshotFds fds,
+  GroupReader(const GroupPlan& plan, const Region& parameters, const Region& states, SnapshotFds fds,
               std::chrono::milliseconds patience)
-      : parameters_(mapSealed(parametersFd, plan.parameterBytes(), Mapping::Access::kReadOnly, "parameters")),
+      : parameters_(mapShared(parameters, plan.parameterBytes(), Mapping::Access::kReadOnly, "parameters")),
         states_(plan.keptBytes() == 0
                     ? Mapping()
-                    : mapSealed(statesFd, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),
+                    : mapShared(states, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),
         snapshots_(plan, parameters_.data(), states_.data(), fds, patience) {}
 
   bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, const py::buffer& destination) {
@@ -81,13 +81,13 @@ void registerSnapshot(py::module_& module) {
       .def_readonly("waited_s", &SnapshotStatistics::waitedSeconds)
       .def_readonly("num_lost", &SnapshotStatistics::numLost);
   py::class_<GroupReader>(module, "SnapshotReader")
-      .def(py::init([](const GroupPlan& plan, int parametersFd, int statesFd, int requestFd, int controlFd,
-                       int poolFd, double patienceSeconds) {
+      .def(py::init([](const GroupPlan& plan, const Region& parameters, const Region& states, int requestFd,
+                       int controlFd, int poolFd, double patienceSeconds) {
              return std::make_unique<GroupReader>(
-                 plan, parametersFd, statesFd, SnapshotFds{requestFd, controlFd, poolFd},
+                 plan, parameters, states, SnapshotFds{requestFd, controlFd, poolFd},
                  std::chrono::milliseconds(static_cast<int>(patienceSeconds * 1000)));
            }),
-           py::arg("plan"), py::arg("parameters_fd"), py::arg("states_fd"), py::arg("request_fd"),
+           py::arg("plan"), py::arg("parameters"), py::arg("states"), py::arg("request_fd"),
            py::arg("control_fd"), py::arg("pool_fd"),
            py::arg("patience_s") = std::chrono::duration<double>(SnapshotStore::kPatience).count())
       .def(

@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <tuple>
+#include <utility>
 
 #include "bindings.hpp"
 #include "coarse/node_segment.hpp"
@@ -28,7 +30,8 @@ Shard toShard(const ShardTuple& values) {
 }
 
 GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotBytes,
-                   const std::vector<ShardTuple>& shards, int numStates) {
+                   const std::vector<ShardTuple>& shards, int numStates,
+                   std::vector<std::uint32_t> rowElements) {
   GroupPlan plan;
   plan.id = id;
   plan.numClients = numClients;
@@ -36,6 +39,7 @@ GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotByt
   for (const ShardTuple& shard : shards) plan.shards.push_back(toShard(shard));
   plan.hasOptimizer = numStates >= 0;
   plan.numStates = static_cast<std::size_t>(std::max(0, numStates));
+  plan.rowElements = std::move(rowElements);
   plan.validate();
   return plan;
 }
@@ -45,12 +49,13 @@ GroupPlan makePlan(std::uint32_t id, std::size_t numClients, std::size_t slotByt
 void registerTensorGroup(py::module_& module) {
   py::class_<GroupPlan>(module, "GroupPlan")
       .def(py::init(&makePlan), py::arg("id"), py::arg("num_clients"), py::arg("slot_bytes"),
-           py::arg("shards"), py::arg("num_states") = -1)
+           py::arg("shards"), py::arg("num_states") = -1,
+           py::arg("row_elements") = std::vector<std::uint32_t>())
       .def_readonly("id", &GroupPlan::id)
       .def_readonly("num_clients", &GroupPlan::numClients)
       .def_readonly("slot_bytes", &GroupPlan::slotBytes)
       .def_property_readonly("client_bytes", &GroupPlan::clientBytes)
-      .def_property_readonly("settings_offset", &GroupPlan::settingsOffset)
+      .def_property_readonly("settings_bytes", &GroupPlan::settingsBytes)
       .def_property_readonly("parameter_bytes", &GroupPlan::parameterBytes)
       .def("parameter_offsets",
            [](const GroupPlan& plan) {
@@ -66,6 +71,18 @@ void registerTensorGroup(py::module_& module) {
                arrays.emplace_back(tensor.offset, tensor.arrayBytes, tensor.numArrays);
              return arrays;
            })
+      .def_property_readonly("rows_bytes", &GroupPlan::rowsBytes)
+      .def(
+          "row_buffers",
+          [](const GroupPlan& plan) {
+            std::vector<std::array<std::size_t, 5>> buffers;
+            for (const RowTable& table : plan.rowTables()) {
+              const RowBuffer::ArrayPlaces places(table.numRows, table.rowBytes);
+              buffers.push_back({table.offset, table.offset + places.given, table.offset + places.givenValues,
+                                 table.offset + places.mean, table.offset + places.meanValues});
+            }
+            return buffers;
+          })
       .def_property_readonly("num_shards", [](const GroupPlan& plan) { return plan.shards.size(); });
   module.def("client_segment_bytes", &ClientSegment::numBytes, py::arg("num_devices"));
   module.def(

@@ -8,6 +8,9 @@
 namespace coarse {
 namespace {
 
+// A kernel takes so many contributions, and as many slots.
+constexpr std::size_t kMostClientsOfGpu = 128;
+
 std::string describe(const ShardShape& shape) {
   return std::to_string(shape.numElements) + " elements of dtype " +
          std::to_string(static_cast<int>(shape.dtype)) + " with op " +
@@ -101,19 +104,31 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
 bool hasOwnPath(const TensorGroup& group, const Shard& shard) noexcept {
   if (shard.algorithm == Algorithm::kExchange) return true;
   const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
-  return isCoherent && !shard.isDynamic && !group.plan().hasOptimizer;
+  return isCoherent && !shard.isDynamic && !group.plan().hasOptimizer && !group.plan().isTable(shard);
 }
 
 }  // namespace
 
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
+  if (!paths.isHostMemory && plan.numClients > kMostClientsOfGpu)
+    return "memory devices on GPUs serve at most " + std::to_string(kMostClientsOfGpu) + " workers";
   for (const Shard& shard : plan.shards) {
     const Algorithm algorithm = shard.algorithm;
+    if (!paths.isHostMemory && algorithm == Algorithm::kProbe)
+      return "links to the memory of GPUs cannot be probed yet; set COARSE_PROFILE=off";
+    if (!paths.isHostMemory && paths.hasNodes)
+      return "memory devices on GPUs synchronise one node only; this session has several";
+    if (!paths.isHostMemory && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
+      return "memory devices on GPUs reduce by the algorithm auto, direct or gather";
+    if (!paths.isHostMemory && plan.isTable(shard))
+      return "memory devices on GPUs take whole gradients, not rows of tables";
     if (algorithm == Algorithm::kProbe) continue;
     if (plan.hasOptimizer && paths.hasNodes)
       return "optimizers run in the memory devices of one node only; this session has several";
     if (plan.hasOptimizer && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
       return "optimizers run in coherent memory only; choose the algorithm auto, direct or gather";
+    if (plan.isTable(shard) && paths.hasNodes)
+      return "rows of tables do not lead to other nodes; this session has several";
     if (paths.hasNodes && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
       return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
              "starts";

@@ -21,6 +21,11 @@ constexpr std::chrono::milliseconds kHealthInterval{100};
 // Shards that are waited for together before they are copied out.
 constexpr std::uint32_t kShardsPerCopy = 4;
 
+// Shards that are copied to slots elsewhere while the next ones are copied to where they can be copied from.
+constexpr std::uint32_t kShardsPerBring = 16;
+
+std::uint64_t endOf(const Shard& shard) { return shard.offset + shard.numElements * itemBytes(shard.dtype); }
+
 }  // namespace
 
 Client::Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt)
@@ -39,17 +44,27 @@ Client::Client(ClientConfig config, int segmentFd, int doorbellsFd, std::functio
     producers_.emplace_back(segment_.queue(device));
 }
 
-std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
-                                          std::vector<std::uint16_t> routes) {
+std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd,
+                                          const Region& slotMemory, std::vector<std::uint16_t> routes) {
+  auto slots = std::make_shared<Mapping>(
+      mapShared(slotMemory, plan.clientBytes(), Mapping::Access::kReadWrite, "slots"));
+  addGroup(std::move(plan), client, controlFd, slots, nullptr, std::move(routes));
+  return slots;
+}
+
+void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::shared_ptr<Mapping> view,
+                      std::shared_ptr<SlotCopies> copies, std::vector<std::uint16_t> routes) {
   plan.validate();
   checkRoutes(plan, routes);
+  if (copies != nullptr && !plan.shards.empty() && plan.shards[0].isDynamic)
+    throw std::invalid_argument("buffers that are not registered need slots which the worker sees");
   auto group = std::make_unique<Group>();
   group->client = client;
   group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
                                     Mapping::Access::kReadOnly, "group control");
   group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
-  group->slots =
-      std::make_shared<Mapping>(mapSealed(slotsFd, plan.clientBytes(), Mapping::Access::kReadWrite, "slots"));
+  group->slots = std::move(view);
+  group->copies = std::move(copies);
   for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
     const std::uint32_t tensor = plan.shards[shard].tensor;
     if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});
@@ -58,17 +73,20 @@ std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, in
   group->routes = std::move(routes);
   group->pathFlags.assign(plan.shards.size(), 0);
   group->plan = std::move(plan);
-  std::shared_ptr<Mapping> slots = group->slots;
   const std::uint32_t id = group->plan.id;
+  const std::lock_guard lock(groupsMutex_);
   groups_[id] = std::move(group);
-  return slots;
 }
 
-void Client::removeGroup(std::uint32_t group) { groups_.erase(group); }
+void Client::removeGroup(std::uint32_t group) {
+  const std::lock_guard lock(groupsMutex_);
+  groups_.erase(group);
+}
 
 void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes) {
   Group& group = find(groupId);
   checkRoutes(group.plan, routes);
+  const std::lock_guard lock(postMutex_);
   group.routes = std::move(routes);
 }
 
@@ -78,6 +96,7 @@ void Client::setPathFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags
   for (const std::uint8_t each : flags) {
     if ((each & ~kPathFlags) != 0) throw std::invalid_argument("flags that say nothing of a path");
   }
+  const std::lock_guard lock(postMutex_);
   group.pathFlags = std::move(flags);
 }
 
@@ -96,29 +115,82 @@ WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::u
   ClientTensor& tensor = tensorOf(group, tensorIndex);
   if (tensor.isPending)
     throw std::logic_error("the tensor was pushed again before its last result was pulled");
-  tensor.isPending = true;
-  ++tensor.step;
+  const ShardRange shards = beginPush(groupId, tensorIndex);
+  const bool isElsewhere = group.copies != nullptr;
+  if (isElsewhere && (flags & kPresent) != 0) bringTensor(group, tensor, source);
   const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
-  for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
     const Shard& shard = group.plan.shards[i];
-    const std::size_t numBytes = shard.numElements * itemBytes(shard.dtype);
-    if (source != nullptr) {
+    if (source != nullptr && !isElsewhere) {
+      if (group.plan.isTable(shard)) throw std::invalid_argument("a table has no slot to copy to");
       copyBytes(group.slots->data() + shard.offset,
-                static_cast<const std::byte*>(source) + (shard.offset - tensorOffset), numBytes);
+                static_cast<const std::byte*>(source) + (shard.offset - tensorOffset),
+                shard.numElements * itemBytes(shard.dtype));
     }
-    Descriptor descriptor;
-    descriptor.group = groupId;
-    descriptor.shard = i;
-    descriptor.step = tensor.step;
-    descriptor.flags = static_cast<std::uint8_t>(flags | group.pathFlags[i]);
-    if (const WaitStatus status = post(group.routes[i], descriptor, numBytes); status != WaitStatus::kDone) {
-      return status;
-    }
+    const std::lock_guard lock(postMutex_);
+    const WaitStatus status = postShard(group, i, shards.step, flags, &Client::health);
+    if (status != WaitStatus::kDone) return status;
   }
   return WaitStatus::kDone;
 }
 
-WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes) {
+ShardRange Client::beginPush(std::uint32_t groupId, std::uint32_t tensorIndex) {
+  ClientTensor& tensor = tensorOf(find(groupId), tensorIndex);
+  tensor.isPending = true;
+  ++tensor.step;
+  return {tensor.firstShard, tensor.firstShard + tensor.numShards, tensor.step};
+}
+
+WaitStatus Client::post(std::uint32_t groupId, const ShardRange& shards, std::uint8_t flags) {
+  const Group& group = find(groupId);
+  const std::lock_guard lock(postMutex_);
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
+    const WaitStatus status = postShard(group, i, shards.step, flags, &Client::checkPeers);
+    if (status != WaitStatus::kDone) return status;
+  }
+  ringHeldBack();
+  return WaitStatus::kDone;
+}
+
+bool Client::areDone(std::uint32_t groupId, const ShardRange& shards) const {
+  const Group& group = find(groupId);
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
+    if (group.control.done(group.client, i).load(std::memory_order_acquire) != shards.step) return false;
+  }
+  return true;
+}
+
+WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint32_t step, std::uint8_t flags,
+                             Health health) {
+  Descriptor descriptor;
+  descriptor.group = group.plan.id;
+  descriptor.shard = shard;
+  descriptor.step = step;
+  descriptor.flags = static_cast<std::uint8_t>(flags | group.pathFlags[shard]);
+  const Shard& plan = group.plan.shards[shard];
+  return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
+}
+
+/// Has a tensor in slots that lie elsewhere, before any of its shards is told: to start and await a copy of
+/// each would cost more than the overlap gains.
+void Client::bringTensor(const Group& group, const ClientTensor& tensor, const void* source) {
+  const std::uint32_t end = tensor.firstShard + tensor.numShards;
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t first = tensor.firstShard; first < end; first += kShardsPerBring) {
+    const std::uint32_t last = std::min(first + kShardsPerBring, end);
+    const std::uint64_t offset = group.plan.shards[first].offset;
+    const std::size_t numBytes = endOf(group.plan.shards[last - 1]) - offset;
+    if (source != nullptr) {
+      copyBytes(group.slots->data() + offset, static_cast<const std::byte*>(source) + (offset - tensorOffset),
+                numBytes);
+    }
+    group.copies->bring(offset, numBytes);
+  }
+  group.copies->settle();
+}
+
+WaitStatus Client::postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
+                                  Health health) {
   if (config_.isEmulated) descriptor.sentAt = stampOf(monotonicNow());
   while (!producers_[device].push(descriptor)) {
     // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
@@ -126,14 +198,10 @@ WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t
     heldBackBytes_[device] = 0;
     YieldingSpin spin(kHealthInterval);
     while (spin.yield()) {
-      if (producers_[device].push(descriptor)) {
-        ++numPosted_;
-        return WaitStatus::kDone;
-      }
+      if (producers_[device].push(descriptor)) return WaitStatus::kDone;
     }
-    if (const WaitStatus status = health(); status != WaitStatus::kDone) return status;
+    if (const WaitStatus status = (this->*health)(); status != WaitStatus::kDone) return status;
   }
-  ++numPosted_;
   heldBackBytes_[device] += numBytes + 1;
   if (heldBackBytes_[device] >= config_.bytesPerRing) {
     heldBackBytes_[device] = 0;
@@ -143,6 +211,11 @@ WaitStatus Client::post(std::uint16_t device, Descriptor descriptor, std::size_t
 }
 
 void Client::flush() noexcept {
+  const std::lock_guard lock(postMutex_);
+  ringHeldBack();
+}
+
+void Client::ringHeldBack() noexcept {
   for (std::size_t device = 0; device < config_.numDevices; ++device) {
     if (std::exchange(heldBackBytes_[device], 0) > 0) doorbells_[device].ring();
   }
@@ -156,11 +229,13 @@ WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* 
   ClientTensor& tensor = tensorOf(group, tensorIndex);
   const std::uint32_t end = tensor.firstShard + tensor.numShards;
   // A copy starts as soon as a few shards are there; without one there is nothing to do before all are.
-  const std::uint32_t batch = destination == nullptr ? tensor.numShards : kShardsPerCopy;
+  const bool isCopied = destination != nullptr || group.copies != nullptr;
+  const std::uint32_t batch = isCopied ? kShardsPerCopy : tensor.numShards;
   for (std::uint32_t first = tensor.firstShard; first < end; first += batch) {
     const std::uint32_t last = std::min(first + batch, end);
     const WaitStatus status = waitForShards(group, first, last, timeoutSeconds);
     if (status != WaitStatus::kDone) return status;
+    if (group.copies != nullptr) fetchShards(group, first, last);
     if (destination != nullptr) copyOut(group, first, last, tensor, static_cast<std::byte*>(destination));
   }
   tensor.isPending = false;
@@ -184,8 +259,29 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
   const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
   const WaitStatus status = waitForShards(group, 0, numShards, timeoutSeconds);
   if (status != WaitStatus::kDone) return status;
+  if (group.copies != nullptr) fetchPending(group);
   for (ClientTensor& tensor : group.tensors) tensor.isPending = false;
   return WaitStatus::kDone;
+}
+
+/// Brings results of these shards to where this client sees its slots; what nobody contributed to stays.
+void Client::fetchShards(const Group& group, std::uint32_t first, std::uint32_t last) {
+  if (group.control.contributors(first).load(std::memory_order_relaxed) == 0) return;
+  const std::uint64_t offset = group.plan.shards[first].offset;
+  group.copies->fetch(offset, endOf(group.plan.shards[last - 1]) - offset);
+  group.copies->settle();
+}
+
+void Client::fetchPending(const Group& group) {
+  for (const ClientTensor& tensor : group.tensors) {
+    if (!tensor.isPending ||
+        group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed) == 0)
+      continue;
+    const std::uint64_t offset = group.plan.shards[tensor.firstShard].offset;
+    const Shard& last = group.plan.shards[tensor.firstShard + tensor.numShards - 1];
+    group.copies->fetch(offset, endOf(last) - offset);
+  }
+  group.copies->settle();
 }
 
 bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {
@@ -290,7 +386,8 @@ WaitStatus Client::contribute(Group& group, const BufferPieces& pieces, std::siz
     descriptor.flags = pieces.flags;
     descriptor.dtype = static_cast<std::uint8_t>(pieces.dtype);
     descriptor.op = static_cast<std::uint8_t>(pieces.op);
-    const WaitStatus status = post(group.routes[shard], descriptor, numBytes);
+    const std::lock_guard lock(postMutex_);
+    const WaitStatus status = postDescriptor(group.routes[shard], descriptor, numBytes);
     if (status != WaitStatus::kDone) return status;
   }
   flush();
@@ -312,12 +409,12 @@ WaitStatus Client::collect(const Group& group, const BufferPieces& pieces, std::
   return WaitStatus::kDone;
 }
 
-void Client::addPeers(std::uint32_t groupId, const std::vector<int>& slotFds) {
+void Client::addPeers(std::uint32_t groupId, const std::vector<Region>& slots) {
   Group& group = find(groupId);
-  if (slotFds.size() != group.plan.numClients)
+  if (slots.size() != group.plan.numClients)
     throw std::invalid_argument("workers that reduce themselves need the slots of every worker");
-  for (const int fd : slotFds)
-    group.peers.push_back(mapSealed(fd, group.plan.clientBytes(), Mapping::Access::kReadOnly, "slots"));
+  for (const Region& region : slots)
+    group.peers.push_back(mapShared(region, group.plan.clientBytes(), Mapping::Access::kReadOnly, "slots"));
 }
 
 void Client::reducePieces(std::uint32_t groupId, const std::vector<std::uint32_t>& shards) {
@@ -380,7 +477,8 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
     descriptor.step = ++tensor.step;
     probe.request.writeTo(descriptor);
     // A ring between two posts could cost the processor, so that the second one would come late.
-    if (const WaitStatus status = post(probe.device, descriptor, 0); status != WaitStatus::kDone)
+    const std::lock_guard lock(postMutex_);
+    if (const WaitStatus status = postDescriptor(probe.device, descriptor, 0); status != WaitStatus::kDone)
       return status;
   }
   flush();
@@ -455,6 +553,10 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
 
 WaitStatus Client::health() {
   if (interrupt_) interrupt_();
+  return checkPeers();
+}
+
+WaitStatus Client::checkPeers() {
   if (segment_.inbox().aborted.load(std::memory_order_acquire) != 0) return WaitStatus::kAborted;
   for (std::size_t device = 0; device < config_.watchFds.size(); ++device) {
     pollfd watched{config_.watchFds[device], POLLIN, 0};
@@ -463,6 +565,7 @@ WaitStatus Client::health() {
       return WaitStatus::kDeviceLost;
     }
   }
+  const std::lock_guard lock(peersMutex_);
   if (const auto silent = heartbeats_.look()) {
     lostDevice_ = *silent;
     return WaitStatus::kDeviceSilent;
@@ -473,6 +576,7 @@ WaitStatus Client::health() {
 bool Client::isForked() const noexcept { return ::getpid() != pid_; }
 
 Client::Group& Client::find(std::uint32_t group) {
+  const std::lock_guard lock(groupsMutex_);
   const auto found = groups_.find(group);
   if (found == groups_.end())
     throw std::invalid_argument("tensor group " + std::to_string(group) + " is closed");

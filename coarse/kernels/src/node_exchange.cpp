@@ -102,9 +102,9 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
 
 // ---- groups ----
 
-void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, int segmentFd) {
+void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& memory) {
   const std::uint32_t id = group->plan().id;
-  NodeSegment segment(group->plan(), index_, segmentFd);
+  NodeSegment segment(group->plan(), index_, memory);
   auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
   const std::lock_guard<std::mutex> lock(groupsMutex_);
   groups_[id] = std::move(added);

@@ -13,10 +13,10 @@ std::size_t shardBytes(const Shard& shard) {
 
 }  // namespace
 
-NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, int fd)
+NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory)
     : index_(index),
       placeOffsets_(placeOffsets(plan, index)),
-      mapping_(mapSealed(fd, numBytes(plan, index), Mapping::Access::kReadWrite, "node segment")) {
+      mapping_(mapShared(memory, numBytes(plan, index), Mapping::Access::kReadWrite, "node segment")) {
   const std::size_t numShards = plan.shards.size();
   ArrayCursor cursor(mapping_.data());
   rounds_ = cursor.take<std::atomic<std::uint32_t>>(numShards);

@@ -62,7 +62,7 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
   cores.needsExactSleeps = links_.isPaced();
   syncCores_ = std::make_unique<SyncCores>(
       cores, doorbells_[config_.device], [this](std::size_t core) { return work(core); },
-      [this](std::size_t core) { return core == 0 ? links_.untilNext() : std::nullopt; });
+      [this](std::size_t core) { return core == 0 ? untilNext() : std::nullopt; });
 }
 
 void Proxy::openLinks() {
@@ -159,46 +159,73 @@ void Proxy::stop() noexcept {
     if (group->snapshots() != nullptr) group->snapshots()->store().stopWaiting();
   }
   syncCores_->stop();
+  for (const Compute& each : computes_) each.compute->drain();
   if (nodeExchange_) nodeExchange_->stop();
 }
 
-void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                     int nodeSegmentFd, OptimizerFds optimizerFds, const GroupUpdates& updates) {
+void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots, bool initialise,
+                     const Region& nodeSegment, const OptimizerFds& optimizerFds, const GroupUpdates& updates,
+                     const std::vector<int>& rowsFds, const std::shared_ptr<const TensorMemory>& memory) {
   const std::uint32_t id = plan.id;
   if (plan.numClients != config_.numClients)
     throw std::invalid_argument("a tensor group belongs to all clients");
-  if (std::string reason = unsupported(plan, paths()); !reason.empty()) throw std::invalid_argument(reason);
+  if (std::string reason = unsupported(plan, paths(*memory)); !reason.empty())
+    throw std::invalid_argument(reason);
   if (groups_.find(id) != nullptr)
     throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
-  auto group = std::make_shared<TensorGroup>(std::move(plan), controlFd, slotFds, optimizerFds);
+  auto group =
+      std::make_shared<TensorGroup>(std::move(plan), controlFd, slots, optimizerFds, rowsFds, memory);
   if (initialise) group->control().initialise();
   if (group->snapshots() != nullptr)
     group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
   if (initialise && updates.step > 0) noteUpdates(*group, updates.step, updates.updateNumbers);
-  if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegmentFd);
-  syncCores_->whilePaused([&] { groups_.add(std::move(group)); });
+  if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
+  syncCores_->whilePaused([&] {
+    addCompute(memory);
+    groups_.add(std::move(group));
+  });
 }
 
-SessionPaths Proxy::paths() const noexcept {
+void Proxy::addCompute(const std::shared_ptr<const TensorMemory>& memory) {
+  for (const Compute& each : computes_) {
+    if (each.memory == memory) return;
+  }
+  computes_.push_back({memory, memory->makeCompute([this](TensorGroup& group, const RingEntry& entry) {
+                         concludeShard(group, entry);
+                       })});
+}
+
+ShardCompute& Proxy::computeOf(const TensorGroup& group) const noexcept {
+  const auto found = std::find_if(computes_.begin(), computes_.end(),
+                                  [&](const Compute& each) { return each.memory.get() == &group.memory(); });
+  return *found->compute;
+}
+
+SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
   SessionPaths paths;
   paths.numDevices = config_.numDevices;
   paths.hasNodes = nodeExchange_ != nullptr;
   paths.hasRings = !ringCores_.empty();
   paths.hasExchange = deviceExchange_ != nullptr;
   paths.isPaced = links_.isPaced();
+  paths.isHostMemory = memory.isHost();
   return paths;
 }
 
 void Proxy::removeGroup(std::uint32_t id) {
   if (nodeExchange_) nodeExchange_->removeGroup(id);
+  GroupTable::Groups unused;  // unmapped after the sync cores run again
+  syncCores_->whilePaused(
+      [&] { unused = groups_.remove(id, [this](const TensorGroup& group) { return isWorkingOn(group); }); });
+}
+
+bool Proxy::isWorkingOn(const TensorGroup& group) const noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
   // its last step around the ring before it.
-  const auto isInUse = [this](const TensorGroup& group) {
-    return std::any_of(ringCores_.begin(), ringCores_.end(),
-                       [&](const auto& ringCore) { return ringCore->isWorkingOn(group); });
-  };
-  GroupTable::Groups unused;  // unmapped after the sync cores run again
-  syncCores_->whilePaused([&] { unused = groups_.remove(id, isInUse); });
+  for (const auto& ringCore : ringCores_) {
+    if (ringCore->isWorkingOn(group)) return true;
+  }
+  return computeOf(group).isWorkingOn(group);
 }
 
 std::vector<GroupUpdates> Proxy::finishGroupUpdates() {
@@ -274,6 +301,7 @@ bool Proxy::work(std::size_t core) {
   bool progressed = servesQueues && intake_.drain();
   if (servesQueues) wakeOthers();
   progressed |= runReadyShard();
+  if (servesQueues) progressed |= advanceComputes();
   progressed |= advanceRings(core);
   if (servesQueues) progressed |= links_.runDue();
   if (servesQueues && deviceExchange_ != nullptr) progressed |= deviceExchange_->advance();
@@ -361,7 +389,8 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
-  } else if (algorithm == Algorithm::kGather || numPresent == 0) {
+  } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
+    // What computes elsewhere takes many shards at once: other sync cores could only divide them.
     runShard(group, entry);
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1) {
     appendToRing((*ringLogs_)[entry.shard % kNumRings], entry);
@@ -385,19 +414,31 @@ bool Proxy::runReadyShard() {
   return false;
 }
 
-/// Brings a shard that lies in one memory to its end, or on its way to the other nodes.
+bool Proxy::advanceComputes() {
+  bool progressed = false;
+  for (const Compute& each : computes_) progressed |= each.compute->advance();
+  return progressed;
+}
+
+/// How long until something happens that nobody rings for.
+std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
+  for (const Compute& each : computes_) {
+    if (each.compute->isBusy()) return 0;
+  }
+  return links_.untilNext();
+}
+
+/// Brings a shard that lies in one memory to its end, or on its way there, or to the other nodes.
 void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   if (nodeExchange_) {
     nodeExchange_->contribute(group, entry);
-    return;
-  }
-  if (group.plan().hasOptimizer && group.isUpdate(entry.shard)) {
-    advanceUpdate(group, entry.shard);
-  } else if (group.isMeasured(entry.shard)) {
-    reduceAndMeasureShard(group, entry.shard);
   } else {
-    reduceShard(group, entry.shard);
+    computeOf(group).begin(group, entry);
   }
+}
+
+void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
+  if (group.isUpdate(entry.shard)) noteUpdate(group, entry.shard);
   finishForAll(group, entry, group.shape(entry.shard));
 }
 

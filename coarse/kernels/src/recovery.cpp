@@ -4,7 +4,6 @@
 #include <stdexcept>
 
 #include "coarse/acceptance.hpp"
-#include "coarse/shard_reducer.hpp"
 
 namespace coarse {
 namespace {
@@ -31,14 +30,16 @@ std::string catchUp(TensorGroup& group, std::uint32_t shard, std::uint32_t step)
   }
   contributeForAll(group, shard);
   if (std::string difference = disagreement(group, shard, {}); !difference.empty()) return difference;
-  advanceUpdate(group, shard);
+  const auto compute = group.memory().makeCompute(
+      [](TensorGroup& of, const RingEntry& entry) { noteUpdate(of, entry.shard); });
+  compute->begin(group, {group.plan().id, shard, step, 0});
+  compute->drain();
   return {};
 }
 
 }  // namespace
 
-void advanceUpdate(TensorGroup& group, std::uint32_t shard) noexcept {
-  updateShard(group, shard);
+void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept {
   UpdateRecord& record = group.control().update(shard);
   if (group.numPresent(shard) > 0)
     record.updateNumber.store(group.settings(shard, 0).updateNumber, std::memory_order_relaxed);

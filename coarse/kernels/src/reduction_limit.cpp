@@ -65,9 +65,9 @@ void reducePiece(const Buffers& buffers, std::size_t begin, std::size_t end) {
 }
 
 /// Takes pieces until none is left, as sync cores take shards.
-void reduceShare(const Buffers& buffers, std::atomic<std::size_t>& next, std::size_t numElements) {
-  const std::size_t evenShare = numElements / buffers.mappings.size() + 1;
-  const std::size_t piece = std::min(kMostPieceElements, evenShare);
+void reduceShare(const Buffers& buffers, std::atomic<std::size_t>& next, std::size_t numElements,
+                 std::size_t numThreads) {
+  const std::size_t piece = std::min(kMostPieceElements, numElements / numThreads + 1);
   while (true) {
     const std::size_t begin = next.fetch_add(piece, std::memory_order_relaxed);
     if (begin >= numElements) return;
@@ -88,28 +88,29 @@ void verify(const Buffers& buffers) {
 }  // namespace
 
 std::vector<double> measureReductionLimit(std::size_t numWorkers, std::size_t numBytes,
-                                          std::size_t numIterations) {
+                                          std::size_t numIterations, std::size_t numThreads) {
+  if (numThreads == 0) throw std::invalid_argument("a reduction needs a thread");
   const std::size_t numElements = numBytes / sizeof(float);
   const Buffers buffers(numWorkers, numElements * sizeof(float));
-  Barrier barrier(numWorkers);
+  Barrier barrier(numThreads);
   std::atomic<std::size_t> next{0};
   std::vector<double> seconds(numIterations);
-  const auto work = [&](std::size_t worker) {
+  const auto work = [&](std::size_t thread) {
     auto previous = Clock::now();
     // The first round warms up; means of means stay what they are.
     for (std::size_t iteration = 0; iteration <= numIterations; ++iteration) {
-      if (worker == 0) next.store(0, std::memory_order_relaxed);
+      if (thread == 0) next.store(0, std::memory_order_relaxed);
       barrier.wait();
-      reduceShare(buffers, next, numElements);
+      reduceShare(buffers, next, numElements, numThreads);
       barrier.wait();
-      if (worker != 0) continue;
+      if (thread != 0) continue;
       const auto now = Clock::now();
       if (iteration > 0) seconds[iteration - 1] = std::chrono::duration<double>(now - previous).count();
       previous = now;
     }
   };
   std::vector<std::thread> threads;
-  for (std::size_t worker = 1; worker < numWorkers; ++worker) threads.emplace_back(work, worker);
+  for (std::size_t thread = 1; thread < numThreads; ++thread) threads.emplace_back(work, thread);
   work(0);
   for (std::thread& thread : threads) thread.join();
   verify(buffers);

@@ -6,32 +6,13 @@
 #include <cstring>
 
 #include "coarse/reduce.hpp"
+#include "coarse/row_reducer.hpp"
 
 namespace coarse {
 namespace {
 
 // A tile stays in the first-level cache beside what passes through it.
 constexpr std::size_t kTileBytes = 8192;
-
-/// The present contributions to a shard, in the order of the clients, and the slots of all.
-struct Contributions {
-  Contributions(const TensorGroup& group, std::uint32_t shardIndex) noexcept {
-    const Shard& shard = group.plan().shards[shardIndex];
-    numSlots = group.plan().numClients;
-    for (std::size_t client = 0; client < numSlots; ++client) {
-      slots[client] = group.slot(client, shard);
-      if (!group.isPresent(shardIndex, client)) continue;
-      clients[numInputs] = client;
-      inputs[numInputs++] = slots[client];
-    }
-  }
-
-  std::array<void*, kMostClients> slots;
-  std::array<const void*, kMostClients> inputs;
-  std::array<std::size_t, kMostClients> clients;  // whose inputs they are
-  std::size_t numSlots = 0;
-  std::size_t numInputs = 0;
-};
 
 const void* at(const void* array, std::size_t offset) noexcept {
   return static_cast<const std::byte*>(array) + offset;
@@ -48,7 +29,31 @@ std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t o
 
 }  // namespace
 
+Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex) noexcept
+    : numSlots(group.plan().numClients) {
+  const Shard& shard = group.plan().shards[shardIndex];
+  for (std::size_t client = 0; client < numSlots; ++client) {
+    slots[client] = group.slot(client, shard);
+    if (!group.isPresent(shardIndex, client)) continue;
+    clients[numInputs] = client;
+    inputs[numInputs++] = slots[client];
+  }
+}
+
+UpdateInputs::UpdateInputs(const TensorGroup& group, std::uint32_t shardIndex) noexcept
+    // Looked at again: a client can have written to them since they were compared.
+    : settings(group.settings(shardIndex, 0)), hasRule(coarse::isRunnable(settings, group.plan().numStates)) {
+  const bool isReduced = group.isReduced(shardIndex);
+  const Shard& shard = group.plan().shards[shardIndex];
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    if (!group.isPresent(shardIndex, client) || (isReduced && numGradients == 1)) continue;
+    gradients[numGradients++] = group.slot(client, shard);
+  }
+  if (!isReduced) divisor = group.divisor(shardIndex);
+}
+
 void reduceShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
+  if (group.plan().isTable(group.plan().shards[shardIndex])) return reduceRows(group, shardIndex);
   const Contributions all(group, shardIndex);
   if (all.numInputs == 0) return;
   const ShardShape shape = group.shape(shardIndex);
@@ -58,9 +63,14 @@ void reduceShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
 
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   const Shard& shard = group.plan().shards[shardIndex];
+  GradientMeasure measure{0, kNobody, 0};
+  if (group.plan().isTable(shard)) {
+    reduceRows(group, shardIndex, &measure);
+    group.control().measure(shardIndex) = measure;
+    return;
+  }
   const Contributions all(group, shardIndex);
   const std::size_t itemSize = itemBytes(shard.dtype);
-  GradientMeasure measure{0, kNobody, 0};
   alignas(kCacheLineBytes) std::array<std::byte, kTileBytes> tile;
   void* const mean[] = {tile.data()};
   std::array<const void*, kMostClients> inputs;
@@ -83,27 +93,30 @@ void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcep
 
 void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   const Shard& shard = group.plan().shards[shardIndex];
-  const bool isReduced = group.isReduced(shardIndex);
-  std::array<const void*, kMostClients> gradients;
-  std::size_t numGradients = 0;
-  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
-    if (!group.isPresent(shardIndex, client) || (isReduced && numGradients == 1)) continue;
-    gradients[numGradients++] = group.slot(client, shard);
-  }
-  // Looked at again: a client can have written to them since they were compared.
-  const UpdateSettings settings = group.settings(shardIndex, 0);
-  if (numGradients == 0 || !isRunnable(settings, group.plan().numStates)) return;
+  const UpdateInputs inputs(group, shardIndex);
+  if (!inputs.isRunnable()) return;
+  if (group.plan().isTable(shard)) return updateRows(group, shardIndex, inputs.settings);
   group.keepForSnapshots(shardIndex);
   std::array<float*, kMostStates> states;
   for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
   UpdateArrays arrays;
-  arrays.gradients = gradients.data();
-  arrays.numGradients = numGradients;
+  arrays.gradients = inputs.gradients.data();
+  arrays.numGradients = inputs.numGradients;
   arrays.parameter = group.parameter(shard);
   if (group.plan().hasMaster(shard)) arrays.master = group.master(shard);
   arrays.states = states.data();
   arrays.numElements = shard.numElements;
-  update(settings, shard.dtype, arrays, isReduced ? 1 : group.divisor(shardIndex));
+  update(inputs.settings, shard.dtype, arrays, inputs.divisor);
+}
+
+void runShard(TensorGroup& group, std::uint32_t shard) noexcept {
+  if (group.isUpdate(shard)) {
+    updateShard(group, shard);
+  } else if (group.isMeasured(shard)) {
+    reduceAndMeasureShard(group, shard);
+  } else {
+    reduceShard(group, shard);
+  }
 }
 
 }  // namespace coarse

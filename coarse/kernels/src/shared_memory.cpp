@@ -3,12 +3,16 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <fstream>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace coarse {
 namespace {
@@ -32,40 +36,101 @@ int fallocateRestarting(int fd, std::size_t numBytes) {
   return error;
 }
 
-int createMemory(const std::string& label, std::size_t numBytes, bool isAllocated) {
+/// The policy belongs to the memory, not to a mapping: pages follow it whoever takes them, and however.
+int bindToNode(int fd, std::size_t numBytes, unsigned node) {
+  constexpr unsigned kBitsPerWord = 8 * sizeof(unsigned long);
+  constexpr int kBind = 2;  // MPOL_BIND of <linux/mempolicy.h>, which not every system has
+  std::vector<unsigned long> nodes(node / kBitsPerWord + 1, 0);
+  nodes[node / kBitsPerWord] = 1UL << (node % kBitsPerWord);
+  void* const address = ::mmap(nullptr, numBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (address == MAP_FAILED) return errno;
+  // One bit more than there are: the kernel takes the last for the end.
+  const auto count = static_cast<unsigned long>(nodes.size() * kBitsPerWord + 1);
+  const long status = ::syscall(SYS_mbind, address, numBytes, kBind, nodes.data(), count, 0);
+  const int error = status == 0 ? 0 : errno;
+  ::munmap(address, numBytes);
+  return error;
+}
+
+int createMemory(const std::string& label, std::size_t numBytes, bool isAllocated, int node = -1) {
   const std::string what = "allocating " + std::to_string(numBytes) + " bytes for " + label;
   const int fd = ::memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throwErrno(errno, what);
   if (::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) closeAndThrow(fd, errno, what);
+  if (node >= 0) {
+    const int unbound = bindToNode(fd, numBytes, static_cast<unsigned>(node));
+    if (unbound != 0) closeAndThrow(fd, unbound, what + " on NUMA node " + std::to_string(node));
+  }
   const int error = isAllocated ? fallocateRestarting(fd, numBytes) : 0;
   if (error != 0) closeAndThrow(fd, error, what);
   if (::fcntl(fd, F_ADD_SEALS, kSeals) != 0) closeAndThrow(fd, errno, what);
   return fd;
 }
 
+/// Sysfs knows the size of a character device; that of a file on a DAX file system is its own.
+std::size_t deviceBytes(int fd) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) throwErrno(errno, "reading the size of device memory");
+  if (S_ISREG(status.st_mode)) return static_cast<std::size_t>(status.st_size);
+  if (!S_ISCHR(status.st_mode))
+    throw std::invalid_argument("a descriptor of no device was offered as device memory");
+  std::size_t numBytes = 0;
+  std::ifstream("/sys/dev/char/" + std::to_string(major(status.st_rdev)) + ":" +
+                std::to_string(minor(status.st_rdev)) + "/size") >>
+      numBytes;
+  return numBytes;
+}
+
+std::size_t availableBytes(const Region& region) {
+  if (region.isSealed()) return sealedBytes(region.fd);
+  const std::size_t all = deviceBytes(region.fd);
+  return region.offset <= all && region.numBytes <= all - region.offset ? region.numBytes : 0;
+}
+
 }  // namespace
 
-Mapping::Mapping(int fd, std::size_t numBytes, Access access) : numBytes_(numBytes) {
+Region::Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes)
+    : fd(deviceFd), offset(rangeOffset), numBytes(rangeBytes) {
+  if (rangeBytes == 0) throw std::invalid_argument("a range of a device file has no bytes");
+}
+
+Mapping::Mapping(const Region& region, std::size_t numBytes, Access access)
+    : numBytes_(numBytes), access_(access), mappedBytes_(region.isSealed() ? numBytes : region.numBytes) {
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* address = ::mmap(nullptr, numBytes, protection, MAP_SHARED, fd, 0);
+  void* address =
+      ::mmap(nullptr, mappedBytes_, protection, MAP_SHARED, region.fd, static_cast<off_t>(region.offset));
   if (address == MAP_FAILED)
     throwErrno(errno, "mapping " + std::to_string(numBytes) + " bytes of device memory");
   data_ = static_cast<std::byte*>(address);
   // Advice only: without huge pages for shared memory the mapping works all the same.
-  ::madvise(address, numBytes, MADV_HUGEPAGE);
+  ::madvise(address, mappedBytes_, MADV_HUGEPAGE);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), numBytes_(std::exchange(other.numBytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      numBytes_(std::exchange(other.numBytes_, 0)),
+      access_(other.access_),
+      mappedBytes_(std::exchange(other.mappedBytes_, 0)) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(numBytes_, other.numBytes_);
+  std::swap(access_, other.access_);
+  std::swap(mappedBytes_, other.mappedBytes_);
   return *this;
 }
 
 Mapping::~Mapping() {
-  if (data_ != nullptr) ::munmap(data_, numBytes_);
+  if (data_ != nullptr) ::munmap(data_, mappedBytes_);
+}
+
+void Mapping::populate() const {
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ of Linux 5.14
+  if (::madvise(data_, mappedBytes_, kPopulateRead) == 0) return;
+  if (errno != EINVAL) throwErrno(errno, "mapping the pages of device memory");
+  const auto pageBytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  for (std::size_t at = 0; at < mappedBytes_; at += pageBytes)
+    static_cast<void>(*static_cast<const volatile std::byte*>(data_ + at));
 }
 
 int createSealedMemory(const std::string& label, std::size_t numBytes) {
@@ -74,6 +139,10 @@ int createSealedMemory(const std::string& label, std::size_t numBytes) {
 
 int createSparseSealedMemory(const std::string& label, std::size_t numBytes) {
   return createMemory(label, numBytes, false);
+}
+
+int createBoundMemory(const std::string& label, std::size_t numBytes, unsigned node, bool isAllocated) {
+  return createMemory(label, numBytes, isAllocated, static_cast<int>(node));
 }
 
 int reopenReadOnly(int fd) {
@@ -91,6 +160,16 @@ std::size_t sealedBytes(int fd) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) throwErrno(errno, "reading the size of device memory");
   return static_cast<std::size_t>(status.st_size);
+}
+
+Mapping mapShared(const Region& region, std::size_t numBytes, Mapping::Access access,
+                  const std::string& what) {
+  const std::size_t available = availableBytes(region);
+  if (available < numBytes) {
+    throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes, the descriptor has " +
+                                std::to_string(available));
+  }
+  return Mapping(region, numBytes, access);
 }
 
 }  // namespace coarse

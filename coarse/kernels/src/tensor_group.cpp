@@ -14,6 +14,11 @@ std::uint32_t pieceBegin(std::uint32_t numElements, std::size_t piece, std::size
   return static_cast<std::uint32_t>(begin / kCacheLineBytes * kCacheLineBytes);
 }
 
+bool isFloating(DType dtype) noexcept {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat64 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat16;
+}
+
 }  // namespace
 
 ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept {
@@ -25,13 +30,17 @@ void GroupPlan::validate() const {
     throw std::invalid_argument("an optimizer keeps at most " + std::to_string(kMostStates) +
                                 " states per parameter, not " + std::to_string(numStates));
   }
+  if (!rowElements.empty() && rowElements.size() != numTensors())
+    throw std::invalid_argument("every tensor needs the length of its rows, or none has one");
   for (std::size_t i = 0; i < shards.size(); ++i) {
     const Shard& shard = shards[i];
     const std::size_t itemSize = shard.isDynamic ? 1 : itemBytes(shard.dtype);
     const std::size_t end = shard.offset + shard.numElements * itemSize;
     if (i > 0 && shard.tensor < shards[i - 1].tensor)
       throw std::invalid_argument("shard " + std::to_string(i) + " is not in the order of the tensors");
-    if (end > slotBytes || shard.offset > slotBytes || shard.offset % itemSize != 0) {
+    if (isTable(shard)) {
+      validateTable(shard);
+    } else if (end > slotBytes || shard.offset > slotBytes || shard.offset % itemSize != 0) {
       throw std::invalid_argument("shard " + std::to_string(i) + " ends at byte " + std::to_string(end) +
                                   " of slots of " + std::to_string(slotBytes) + " bytes");
     }
@@ -41,6 +50,44 @@ void GroupPlan::validate() const {
                                   "a parameter");
     }
   }
+}
+
+void GroupPlan::validateTable(const Shard& shard) const {
+  const auto refuse = [&](const std::string& what) {
+    throw std::invalid_argument("table " + std::to_string(shard.tensor) + ": " + what);
+  };
+  if (shard.numElements % rowElements[shard.tensor] != 0) refuse("shards are whole rows");
+  if (shard.isDynamic || shard.op != ReduceOp::kMean || !isFloating(shard.dtype))
+    refuse("only means of floating-point numbers travel as rows");
+  if (shard.algorithm != Algorithm::kDirect && shard.algorithm != Algorithm::kGather)
+    refuse("rows are reduced in coherent memory only; choose the algorithm auto, direct or gather");
+}
+
+std::vector<RowTable> GroupPlan::rowTables() const {
+  if (rowElements.empty()) return {};
+  std::vector<RowTable> tables(numTensors());
+  for (const Shard& shard : shards) {
+    if (!isTable(shard)) continue;
+    RowTable& table = tables[shard.tensor];
+    table.rowElements = rowElements[shard.tensor];
+    table.rowBytes = table.rowElements * itemBytes(shard.dtype);
+    table.numRows += shard.numElements / table.rowElements;
+  }
+  std::size_t offset = 0;
+  for (RowTable& table : tables) {
+    if (table.rowElements == 0) continue;
+    table.offset = offset;
+    offset += RowBuffer::ArrayPlaces(table.numRows, table.rowBytes).end;
+  }
+  return tables;
+}
+
+std::size_t GroupPlan::rowsBytes() const {
+  std::size_t end = 0;
+  for (const RowTable& table : rowTables()) {
+    if (table.rowElements > 0) end = table.offset + RowBuffer::ArrayPlaces(table.numRows, table.rowBytes).end;
+  }
+  return end;
 }
 
 std::vector<KeptArrays> GroupPlan::keptArrays() const {
@@ -75,42 +122,54 @@ std::size_t GroupPlan::keptBytes() const {
   return arrays.empty() ? 0 : arrays.back().offset + arrays.back().numArrays * arrays.back().arrayBytes;
 }
 
-Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what) {
-  const std::size_t available = sealedBytes(fd);
-  if (available < numBytes) {
-    throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes, the descriptor has " +
-                                std::to_string(available));
-  }
-  return Mapping(fd, numBytes, access);
-}
-
-TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds,
-                         OptimizerFds optimizerFds)
-    : plan_(std::move(plan)) {
+TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots,
+                         const OptimizerFds& optimizerFds, const std::vector<int>& rowsFds,
+                         std::shared_ptr<const TensorMemory> memory)
+    : plan_(std::move(plan)), memory_(std::move(memory)) {
   plan_.validate();
-  if (slotFds.size() != plan_.numClients)
+  if (slots.size() != plan_.numClients)
     throw std::invalid_argument("a tensor group needs the slots of every client");
   const std::size_t numShards = plan_.shards.size();
   controlMapping_ = mapSealed(controlFd, GroupControl::numBytes(numShards, plan_.numClients),
                               Mapping::Access::kReadWrite, "group control");
   control_ = GroupControl(controlMapping_.data(), numShards, plan_.numClients);
-  for (const int fd : slotFds)
-    slots_.push_back(mapSealed(fd, plan_.clientBytes(), Mapping::Access::kReadWrite, "slots"));
-  if (!plan_.hasOptimizer) return;
-  parameters_ =
-      mapSealed(optimizerFds.parameters, plan_.parameterBytes(), Mapping::Access::kReadWrite, "parameters");
+  for (const Region& region : slots) slots_.push_back(memory_->map(region, plan_.clientBytes(), "slots"));
+  mapRows(rowsFds);
+  if (plan_.hasOptimizer) mapOptimizer(optimizerFds);
+}
+
+void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
+  if (fds.settings.size() != plan_.numClients)
+    throw std::invalid_argument("a tensor group with an optimizer needs the settings of every client");
+  for (const int fd : fds.settings)
+    settings_.push_back(mapSealed(fd, plan_.settingsBytes(), Mapping::Access::kReadOnly, "settings"));
+  parameters_ = memory_->map(fds.parameters, plan_.parameterBytes(), "parameters");
   kept_ = plan_.keptArrays();
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
-    states_ = mapSealed(optimizerFds.states, keptBytes, Mapping::Access::kReadWrite, "states");
-  if (optimizerFds.snapshots.control >= 0)
-    snapshots_ =
-        std::make_unique<GroupSnapshots>(plan_, parameters_.data(), states_.data(), optimizerFds.snapshots);
+    states_ = memory_->map(fds.states, keptBytes, "states");
+  if (fds.snapshots.control >= 0)
+    snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
+}
+
+void TensorGroup::mapRows(const std::vector<int>& fds) {
+  tables_ = plan_.rowTables();
+  if (tables_.empty()) return;
+  if (fds.size() != plan_.numClients)
+    throw std::invalid_argument("a group with tables needs the rows of every client");
+  std::uint64_t next = 0;
+  for (std::size_t i = 0; i < plan_.shards.size(); ++i) {
+    if (i > 0 && plan_.shards[i].tensor != plan_.shards[i - 1].tensor) next = 0;
+    firstElements_.push_back(next);
+    next += plan_.shards[i].numElements;
+  }
+  for (const int fd : fds)
+    rows_.push_back(mapSealed(fd, plan_.rowsBytes(), Mapping::Access::kReadWrite, "rows"));
 }
 
 float* TensorGroup::state(const Shard& shard, std::size_t number) const noexcept {
   const KeptArrays& kept = kept_[shard.tensor];
   const std::size_t element = (shard.offset - kept.slotOffset) / itemBytes(shard.dtype);
-  return reinterpret_cast<float*>(states_.data() + kept.offset + number * kept.arrayBytes) + element;
+  return reinterpret_cast<float*>(states_.get() + kept.offset + number * kept.arrayBytes) + element;
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
@@ -160,8 +219,8 @@ bool TensorGroup::isReduced(std::uint32_t shard) const noexcept {
 
 UpdateSettings TensorGroup::settings(std::uint32_t shard, std::size_t client) const noexcept {
   UpdateSettings copy;
-  const std::byte* const all = slots_[client].data() + plan_.settingsOffset();
-  std::memcpy(&copy, all + plan_.shards[shard].tensor * sizeof(UpdateSettings), sizeof(UpdateSettings));
+  std::memcpy(&copy, settings_[client].data() + plan_.shards[shard].tensor * sizeof(UpdateSettings),
+              sizeof(UpdateSettings));
   return copy;
 }
 

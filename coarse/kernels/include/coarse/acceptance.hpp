@@ -21,6 +21,7 @@ struct SessionPaths {
   bool hasRings = false;     // memory for rings over the devices
   bool hasExchange = false;  // logs of an exchange between distinct memories
   bool isPaced = false;      // emulated links
+  bool isHostMemory = true;  // the group's tensors lie where the host itself reads and writes
 };
 
 /// Why a session cannot synchronise such a group.

@@ -3,10 +3,12 @@
 #include <sys/types.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "coarse/layout.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/shared_memory.hpp"
+#include "coarse/slot_copies.hpp"
 #include "coarse/tensor_group.hpp"
 
 namespace coarse {
@@ -35,6 +38,13 @@ struct ClientTensor {
   std::uint32_t numShards = 0;
   std::uint32_t step = 0;  // pushed last
   bool isPending = false;  // pushed and not pulled
+};
+
+/// Shards of one tensor that follow each other, in one of its steps.
+struct ShardRange {
+  std::uint32_t first = 0;
+  std::uint32_t last = 0;  // behind the last one
+  std::uint32_t step = 0;
 };
 
 /// A transfer that measures a link; `tensor` is of a group for probes, each shard of which is a tensor.
@@ -59,7 +69,8 @@ struct ClientConfig {
 
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
 ///
-/// Thread safety: one caller at a time, whichever thread it is.
+/// Thread safety: one caller at a time, whichever thread it is; beside it other threads may call post(),
+/// areDone() and checkPeers().
 class Client {
  public:
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
@@ -68,9 +79,14 @@ class Client {
 
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
-  std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd, int slotsFd,
-                                    std::vector<std::uint16_t> routes);
+  std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd,
+                                    const Region& slotMemory, std::vector<std::uint16_t> routes);
+  /// The same where slots lie elsewhere: this client sees its tensors in `view`, and they are copied.
+  /// @throws std::invalid_argument for dynamic shards.
+  void addGroup(GroupPlan plan, std::size_t client, int controlFd, std::shared_ptr<Mapping> view,
+                std::shared_ptr<SlotCopies> copies, std::vector<std::uint16_t> routes);
   void removeGroup(std::uint32_t group);
+  const GroupPlan& plan(std::uint32_t group) const { return find(group).plan; }
   /// Changes the memory devices that take shards which are pushed from now on.
   /// @throws std::invalid_argument unless there is one for each shard.
   void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
@@ -85,6 +101,16 @@ class Client {
   WaitStatus push(std::uint32_t group, std::uint32_t tensor, std::uint8_t flags, const void* source);
   /// Tells memory devices what push() may have held back to spare wake-ups.
   void flush() noexcept;
+  /// The first half of a push(), for tensors that are brought to their slots by somebody else.
+  /// @returns all its shards, each of which is to be given to post() once, when its contribution is there.
+  ShardRange beginPush(std::uint32_t group, std::uint32_t tensor);
+  /// The second half: tells memory devices, at once, that these contributions lie in their slots. @pre the
+  /// group stays meanwhile.
+  WaitStatus post(std::uint32_t group, const ShardRange& shards, std::uint8_t flags);
+  /// Whether the results of these shards are there. @pre as for post().
+  bool areDone(std::uint32_t group, const ShardRange& shards) const;
+  /// Whether everybody is there that results could come from: kDone, or what became of them.
+  WaitStatus checkPeers();
   /// Waits for the result, copies it to `destination` unless that is null, shard by shard as they complete.
   WaitStatus pull(std::uint32_t group, std::uint32_t tensor, void* destination, double timeoutSeconds);
   /// Waits for everything that was pushed to `group` and not pulled.
@@ -108,7 +134,7 @@ class Client {
   /// Maps the slots of all clients, of which reducePieces() and copyPieces() read; descriptors stay the
   /// caller's.
   /// @throws std::invalid_argument unless there is one for each client, sealed and large enough.
-  void addPeers(std::uint32_t group, const std::vector<int>& slotFds);
+  void addPeers(std::uint32_t group, const std::vector<Region>& slots);
   /// Reduces this client's piece of each of these shards, from all slots into its own one: the first
   /// half of an all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Only this
   /// client reads its piece of any slot until the second half, so that it can be written in place.
@@ -134,8 +160,9 @@ class Client {
     std::size_t client;
     Mapping controlMapping;
     GroupControl control;
-    std::shared_ptr<Mapping> slots;
-    std::vector<Mapping> peers;  // slots of all clients, read-only; none where devices alone reduce
+    std::shared_ptr<Mapping> slots;      // where this client sees them
+    std::shared_ptr<SlotCopies> copies;  // null where it sees the slots themselves
+    std::vector<Mapping> peers;          // slots of all clients, read-only; none where devices alone reduce
     std::vector<std::uint16_t> routes;
     std::vector<std::uint8_t> pathFlags;  // of each shard
     std::vector<ClientTensor> tensors;
@@ -172,9 +199,18 @@ class Client {
   template <typename Visit>
   static void forEachShard(const Group& group, const std::vector<std::uint32_t>& shards, Visit visit);
   static bool isShardDone(const Group& group, std::uint32_t shard) noexcept;
-  WaitStatus post(std::uint16_t device, Descriptor descriptor, std::size_t numBytes);
+  using Health = WaitStatus (Client::*)();
+
+  WaitStatus postShard(const Group& group, std::uint32_t shard, std::uint32_t step, std::uint8_t flags,
+                       Health health);
+  WaitStatus postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
+                            Health health = &Client::health);
+  void ringHeldBack() noexcept;
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
                            double timeoutSeconds);
+  static void bringTensor(const Group& group, const ClientTensor& tensor, const void* source);
+  static void fetchShards(const Group& group, std::uint32_t first, std::uint32_t last);
+  static void fetchPending(const Group& group);
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
                       std::byte* destination) noexcept;
   template <typename IsDone>
@@ -189,11 +225,14 @@ class Client {
   Doorbell* doorbells_;
   HeartbeatWatch heartbeats_;
   std::function<void()> interrupt_;
+  // Lock order: postMutex_, then either of the others.
+  std::mutex postMutex_;  // guards producers_, heldBackBytes_ and the groups' routes
   std::vector<DescriptorProducer> producers_;
   std::vector<std::size_t> heldBackBytes_;  // per device, told but not rung for
+  mutable std::mutex groupsMutex_;          // guards the table, not what is in it
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
-  std::uint32_t numPosted_ = 0;
-  std::size_t lostDevice_ = 0;
+  std::mutex peersMutex_;  // guards heartbeats_
+  std::atomic<std::size_t> lostDevice_ = 0;
   pid_t pid_;
 };
 

@@ -44,7 +44,7 @@ class NodeExchange {
   void stop() noexcept { links_.stop(); }
 
   /// @throws std::invalid_argument if the segment is unsealed or too small.
-  void addGroup(std::shared_ptr<TensorGroup> group, int segmentFd);
+  void addGroup(std::shared_ptr<TensorGroup> group, const Region& memory);
   /// Frames that are under way keep the group's memory mapped until they have gone.
   void removeGroup(std::uint32_t group);
 

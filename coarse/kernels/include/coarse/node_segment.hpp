@@ -39,8 +39,8 @@ static_assert(sizeof(NodeContribution) == 20);
 /// the result of the last, so a place is never needed twice at once.
 class NodeSegment {
  public:
-  /// Maps `fd`, which stays the caller's. @throws std::invalid_argument if it is unsealed or too small.
-  NodeSegment(const GroupPlan& plan, NodeIndex index, int fd);
+  /// Maps `memory`, whose descriptor stays the caller's. @throws std::invalid_argument as mapShared().
+  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory);
   static std::size_t numBytes(const GroupPlan& plan, NodeIndex index);
 
   /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,9 +19,11 @@
 #include "coarse/probe.hpp"
 #include "coarse/recovery.hpp"
 #include "coarse/ring.hpp"
+#include "coarse/shard_compute.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/sync_cores.hpp"
 #include "coarse/tensor_group.hpp"
+#include "coarse/tensor_memory.hpp"
 
 namespace coarse {
 
@@ -81,13 +84,17 @@ class Proxy {
   void stop() noexcept;
 
   /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory;
-  /// `nodeSegmentFd` is needed where there are several nodes, `optimizerFds` for a group that has an
-  /// optimizer, `updates` where parameters and states are not new.
-  /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already.
-  void addGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, bool initialise,
-                int nodeSegmentFd = -1, OptimizerFds optimizerFds = {}, const GroupUpdates& updates = {});
-  /// Unmaps a tensor group, unless a ring is still at it: then the next call unmaps it. @pre every shard that
-  /// was pushed is complete, and no client will push to it any more.
+  /// `nodeSegment` is needed where there are several nodes, `optimizerFds` for a group that has an
+  /// optimizer, `updates` where parameters and states are not new, `rowsFds` where there are tables; `memory`
+  /// is where tensors lie.
+  /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already;
+  /// as TensorMemory::map().
+  void addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots, bool initialise,
+                const Region& nodeSegment = -1, const OptimizerFds& optimizerFds = {},
+                const GroupUpdates& updates = {}, const std::vector<int>& rowsFds = {},
+                const std::shared_ptr<const TensorMemory>& memory = hostMemory());
+  /// Unmaps a tensor group, unless a sync core is still at it: then the next call unmaps it. @pre every shard
+  /// that was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
 
   /// Brings each group that has an optimizer to one step, and tells which. @pre stop() was called, on all
@@ -113,9 +120,17 @@ class Proxy {
   ProxyStatistics statistics() const noexcept;
 
  private:
+  struct Compute {
+    std::shared_ptr<const TensorMemory> memory;
+    std::unique_ptr<ShardCompute> compute;
+  };
+
   void openRings(int ringLogsFd, const std::vector<int>& ringFds);
   void openLinks();
-  SessionPaths paths() const noexcept;
+  SessionPaths paths(const TensorMemory& memory) const noexcept;
+  void addCompute(const std::shared_ptr<const TensorMemory>& memory);
+  ShardCompute& computeOf(const TensorGroup& group) const noexcept;
+  bool isWorkingOn(const TensorGroup& group) const noexcept;
 
   bool work(std::size_t core);
   bool advanceRings(std::size_t core);
@@ -124,7 +139,10 @@ class Proxy {
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
   bool runReadyShard();
+  bool advanceComputes();
+  std::optional<MonotonicNs> untilNext() const noexcept;
   void runShard(TensorGroup& group, const RingEntry& entry);
+  void concludeShard(TensorGroup& group, const RingEntry& entry) noexcept;
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept;
   void count(const ShardShape& shape) noexcept;
@@ -142,7 +160,8 @@ class Proxy {
   std::vector<RingSegment*> ringSegments_;
   std::vector<std::unique_ptr<RingCore>> ringCores_;
   Mapping exchangeMapping_;
-  GroupTable groups_;  // read by sync cores; changed only while they are parked
+  GroupTable groups_;              // these two are read by sync cores, changed only while they are parked
+  std::vector<Compute> computes_;  // of each memory, in the order in which groups came to lie there
   // Driven by core 0.
   DeviceLinks links_;
   DescriptorIntake intake_;

@@ -19,8 +19,8 @@ struct GroupUpdates {
   std::string problem;  // why they are of no step at all; empty if they are not
 };
 
-/// updateShard(), and notes that the shard has seen one more step. @pre as for updateShard().
-void advanceUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
+/// Notes that a shard's parameter and states have seen one more step. @pre its update is complete.
+void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// Notes in a group control that is new what parameters and states hold that are not.
 /// @throws std::invalid_argument unless there is a number for each tensor.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -14,6 +15,31 @@ namespace coarse {
 /// Clients that one memory device can serve.
 inline constexpr std::size_t kMostClients = 256;
 
+/// The present contributions to a shard, in the order of the clients, and the slots of all.
+/// @pre all contributions have arrived and agree.
+struct Contributions {
+  Contributions(const TensorGroup& group, std::uint32_t shard) noexcept;
+
+  std::array<void*, kMostClients> slots;
+  std::array<const void*, kMostClients> inputs;
+  std::array<std::size_t, kMostClients> clients;  // whose inputs they are
+  std::size_t numSlots = 0;
+  std::size_t numInputs = 0;
+};
+
+/// By what a shard is updated. @pre as for Contributions, and they are an update.
+struct UpdateInputs {
+  UpdateInputs(const TensorGroup& group, std::uint32_t shard) noexcept;
+  /// Whether there is a gradient, and a rule for which the group keeps states.
+  bool isRunnable() const noexcept { return numGradients > 0 && hasRule; }
+
+  UpdateSettings settings;
+  bool hasRule = false;
+  std::array<const void*, kMostClients> gradients;
+  std::size_t numGradients = 0;
+  std::uint32_t divisor = 1;
+};
+
 /// Writes the reduction of the contributions to every client's slot; leaves slots alone if there is none.
 /// @pre all contributions have arrived and agree.
 void reduceShard(TensorGroup& group, std::uint32_t shard) noexcept;
@@ -24,5 +50,8 @@ void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and
 /// they are an update.
 void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;
+
+/// Whichever of these the contributions ask for. @pre as for reduceShard().
+void runShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 }  // namespace coarse

@@ -6,27 +6,48 @@
 
 namespace coarse {
 
+/// Where memory lies that other processes can map: all of what a descriptor opens, or a range of a device
+/// file. The descriptor stays whoever's it is.
+struct Region {
+  int fd = -1;
+  std::size_t offset = 0;
+  std::size_t numBytes = 0;  // what has to be mapped of a device file; 0 stands for sealed memory, all of it
+
+  // Implicit: most memory is sealed.
+  Region(int sealedFd) : fd(sealedFd) {}  // NOLINT(google-explicit-constructor)
+  /// @throws std::invalid_argument if `rangeBytes` is 0.
+  Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes);
+
+  bool isSealed() const noexcept { return numBytes == 0; }
+};
+
 /// A mapping of shared memory; unmaps itself. Movable, not copyable.
 class Mapping {
  public:
   enum class Access { kReadOnly, kReadWrite };
 
   Mapping() = default;
-  /// Maps the first `numBytes` of `fd`. The descriptor stays the caller's and may be closed at once.
+  /// Maps `numBytes` from the start of `region`. Its descriptor may be closed at once.
   /// @throws std::system_error if mmap fails.
-  Mapping(int fd, std::size_t numBytes, Access access);
+  Mapping(const Region& region, std::size_t numBytes, Access access);
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
+  /// Has every page mapped now. @throws std::system_error if one can't be.
+  void populate() const;
+
   std::byte* data() const noexcept { return data_; }
   std::size_t numBytes() const noexcept { return numBytes_; }
+  bool isReadOnly() const noexcept { return access_ == Access::kReadOnly; }
 
  private:
   std::byte* data_ = nullptr;
   std::size_t numBytes_ = 0;
+  Access access_ = Access::kReadOnly;
+  std::size_t mappedBytes_ = 0;  // device files are mapped in whole units of their alignment
 };
 
 /// Makes a memfd of `numBytes` that is fully allocated (so that a later write can't die with SIGBUS),
@@ -40,6 +61,11 @@ int createSealedMemory(const std::string& label, std::size_t numBytes);
 /// none.
 int createSparseSealedMemory(const std::string& label, std::size_t numBytes);
 
+/// The same as both above with all pages on one NUMA node, whoever touches them first.
+/// @throws std::system_error as above; with EINVAL if this process can't have memory of that node, with EPERM
+/// or ENOSYS if it may not say where its memory lies.
+int createBoundMemory(const std::string& label, std::size_t numBytes, unsigned node, bool isAllocated);
+
 /// Opens the same memory read-only, for peers that must not write it. The caller closes the descriptor.
 /// @throws std::system_error if that fails.
 int reopenReadOnly(int fd);
@@ -47,5 +73,16 @@ int reopenReadOnly(int fd);
 /// Size of the memory behind `fd`, and that it carries the seals of createSealedMemory().
 /// @throws std::invalid_argument if it is not sealed, so that its size could change under a mapping.
 std::size_t sealedBytes(int fd);
+
+/// Maps the first `numBytes` of a region after checking that they are there: a device file has no seals, but
+/// a size.
+/// @throws std::invalid_argument if they are not; the message begins with `what`.
+Mapping mapShared(const Region& region, std::size_t numBytes, Mapping::Access access,
+                  const std::string& what);
+
+/// The same of memory that must be sealed.
+inline Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what) {
+  return mapShared(fd, numBytes, access, what);
+}
 
 }  // namespace coarse

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,7 +11,9 @@
 #include "coarse/group_snapshots.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/reduce.hpp"
+#include "coarse/row_buffer.hpp"
 #include "coarse/shared_memory.hpp"
+#include "coarse/tensor_memory.hpp"
 #include "coarse/update.hpp"
 
 namespace coarse {
@@ -30,7 +33,9 @@ enum class Algorithm : std::uint8_t {
 struct Shard {
   std::uint32_t tensor = 0;
   std::uint32_t numElements = 0;  // of a dynamic shard: bytes it can hold
-  std::uint64_t offset = 0;       // bytes from the start of a client's slots, a multiple of the item size
+  // Bytes from the start of a client's slots, a multiple of the item size. Tables have no slots: theirs go on
+  // behind.
+  std::uint64_t offset = 0;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kMean;
   Algorithm algorithm = Algorithm::kDirect;
@@ -67,20 +72,29 @@ struct GroupPlan {
   std::vector<Shard> shards;
   bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
   std::size_t numStates = 0;  // state tensors per parameter
+  // Of each tensor: the length of its rows if it is a table, else 0. Empty where there is no table.
+  std::vector<std::uint32_t> rowElements;
 
-  /// Where a client's settings for each tensor lie in its segment, behind its slots.
-  std::size_t settingsOffset() const noexcept { return roundUp(slotBytes, kCacheLineBytes); }
   std::size_t numTensors() const noexcept {
     return shards.empty() ? 0 : shards.back().tensor + std::size_t{1};
   }
-  /// Length of the segment that one client shares with the memory devices.
-  std::size_t clientBytes() const noexcept {
-    return hasOptimizer ? settingsOffset() + numTensors() * sizeof(UpdateSettings) : slotBytes;
+  /// Length of the segment with one client's slots, which is never empty.
+  std::size_t clientBytes() const noexcept { return std::max(slotBytes, kCacheLineBytes); }
+  /// Length of one client's settings for all tensors.
+  std::size_t settingsBytes() const noexcept {
+    return hasOptimizer ? numTensors() * sizeof(UpdateSettings) : 0;
   }
   /// Whether master weights are kept for a shard's parameter.
   bool hasMaster(const Shard& shard) const noexcept { return hasOptimizer && shard.dtype != DType::kFloat32; }
   /// Where the float32 arrays of each tensor lie: its states, then its master weights if it has some.
   std::vector<KeptArrays> keptArrays() const;
+  bool isTable(const Shard& shard) const noexcept {
+    return !rowElements.empty() && rowElements[shard.tensor] > 0;
+  }
+  /// Where the rows of each tensor lie that is a table; empty where there is none.
+  std::vector<RowTable> rowTables() const;
+  /// Length of the sparse segment with the rows of one client; 0 without tables.
+  std::size_t rowsBytes() const;
   /// Length of all parameters.
   std::size_t parameterBytes() const;
   /// Length of the float32 arrays of all tensors.
@@ -88,6 +102,9 @@ struct GroupPlan {
 
   /// @throws std::invalid_argument if a shard leaves the slots or is misaligned.
   void validate() const;
+
+ private:
+  void validateTable(const Shard& shard) const;
 };
 
 /// What a shard is in this very step: the plan's numbers, or those of the contributions of a dynamic shard.
@@ -100,23 +117,37 @@ struct ShardShape {
 /// What the devices and workers of a node share beside the slots of a group that has an optimizer.
 /// Descriptors stay the caller's.
 struct OptimizerFds {
-  int parameters = -1;      // GroupPlan::parameterBytes()
-  int states = -1;          // GroupPlan::keptBytes(); none where that is 0
-  SnapshotFds snapshots{};  // of parameters and states; none without snapshots
+  std::vector<int> settings{};  // of each client, GroupPlan::settingsBytes() of host memory
+  Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots
+  Region states = -1;           // GroupPlan::keptBytes(), likewise; none where that is 0
+  SnapshotFds snapshots{};      // of parameters and states; none without snapshots
 };
 
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
 class TensorGroup {
  public:
-  /// Maps `controlFd` and one slot descriptor per client; the descriptors stay the caller's.
-  /// @throws std::invalid_argument if a descriptor is not sealed or too small.
-  TensorGroup(GroupPlan plan, int controlFd, const std::vector<int>& slotFds, OptimizerFds optimizerFds = {});
+  /// Maps `controlFd` and the slots of every client, which are of `memory`; descriptors stay the caller's.
+  /// @throws std::invalid_argument if memory is not sealed, and no device's, or too small; as
+  /// TensorMemory::map().
+  /// @param rowsFds one per client, of GroupPlan::rowsBytes(), sealed; none without tables.
+  TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots,
+              const OptimizerFds& optimizerFds = {}, const std::vector<int>& rowsFds = {},
+              std::shared_ptr<const TensorMemory> memory = hostMemory());
 
   const GroupPlan& plan() const noexcept { return plan_; }
+  /// Where slots, parameters and states lie.
+  const TensorMemory& memory() const noexcept { return *memory_; }
   const GroupControl& control() const noexcept { return control_; }
   std::byte* slot(std::size_t client, const Shard& shard) const noexcept {
-    return slots_[client].data() + shard.offset;
+    return slots_[client].get() + shard.offset;
   }
+  /// The table that a shard is of. @pre plan().isTable().
+  const RowTable& table(std::uint32_t shard) const noexcept { return tables_[plan_.shards[shard].tensor]; }
+  RowBuffer rows(std::size_t client, const RowTable& table) const noexcept {
+    return {rows_[client].data() + table.offset, table.numRows, table.rowBytes};
+  }
+  /// Of the tensor that it is a piece of: where a shard begins. @pre as for table().
+  std::uint64_t firstElement(std::uint32_t shard) const noexcept { return firstElements_[shard]; }
   /// @pre all contributions to `shard` have arrived and agree.
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
@@ -143,7 +174,7 @@ class TensorGroup {
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
   std::byte* parameter(const Shard& shard) const noexcept {
     const KeptArrays& kept = kept_[shard.tensor];
-    return parameters_.data() + kept.parameterOffset + (shard.offset - kept.slotOffset);
+    return parameters_.get() + kept.parameterOffset + (shard.offset - kept.slotOffset);
   }
   float* state(const Shard& shard, std::size_t number) const noexcept;
   /// @pre plan().hasMaster(shard).
@@ -156,18 +187,22 @@ class TensorGroup {
   }
 
  private:
+  void mapRows(const std::vector<int>& fds);
+  void mapOptimizer(const OptimizerFds& fds);
+
   GroupPlan plan_;
+  std::shared_ptr<const TensorMemory> memory_;
   Mapping controlMapping_;
   GroupControl control_;
-  std::vector<Mapping> slots_;
-  Mapping parameters_;
-  Mapping states_;
+  std::vector<TensorBytes> slots_;
+  std::vector<RowTable> tables_;              // by tensor; these three are empty without tables
+  std::vector<std::uint64_t> firstElements_;  // by shard
+  std::vector<Mapping> rows_;
+  std::vector<Mapping> settings_;  // of each client
+  TensorBytes parameters_;
+  TensorBytes states_;
   std::vector<KeptArrays> kept_;  // by tensor
   std::unique_ptr<GroupSnapshots> snapshots_;
 };
-
-/// Maps sealed memory after checking that it holds at least `numBytes`.
-/// @throws std::invalid_argument if it does not.
-Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what);
 
 }  // namespace coarse

@@ -1,0 +1,110 @@
+"""The bytes of tensors where this worker sees them: in the host's memory, or in that of a GPU."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any, TypeAlias
+
+from coarse.errors import CoarseError
+from coarse.kernels import _native
+from coarse.proxy.memory import Segment
+
+
+class GpuBytes:
+    """A piece of the memory of a GPU, mapped as long as this or a slice of it lives.
+
+    Args:
+        memory: What it is a piece of.
+        device: Ordinal of the GPU that works on it, in this process.
+        start, num_bytes: Which piece.
+    """
+
+    def __init__(self, memory: _native.CudaMemory, device: int, start: int, num_bytes: int) -> None:
+        self._memory = memory
+        self._start = start
+        self.device = device
+        self.nbytes = num_bytes
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, piece: slice) -> GpuBytes:
+        start, stop, step = piece.indices(self.nbytes)
+        if step != 1:
+            raise ValueError(f"a slice of the memory of a GPU has step 1, not {step}")
+        return GpuBytes(self._memory, self.device, self._start + start, max(0, stop - start))
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, for work on the GPU."""
+        return self._memory.address + self._start
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """By which PyTorch and CuPy make arrays of it without a copy."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+TensorBytes: TypeAlias = memoryview | GpuBytes
+"""Bytes that this worker, or its GPU, reads and writes."""
+
+
+def map_tensors(segment: Segment) -> TensorBytes:
+    """Maps a segment where its memory can be reached.
+
+    Raises:
+        CoarseError: If it is memory of a GPU that this process does not see.
+    """
+    if not segment.gpu:
+        return segment.map()
+    return gpu_bytes(segment)
+
+
+def gpu_bytes(segment: Segment) -> GpuBytes:
+    """A segment that is memory of a GPU.
+
+    Raises:
+        CoarseError, _native.CudaError: As import_memory().
+    """
+    return GpuBytes(import_memory(segment), _context(segment.gpu).device, 0, segment.num_bytes)
+
+
+def host_view(num_bytes: int) -> _native.Mapping:
+    """Memory of the host in which a worker sees slots that lie on a GPU."""
+    fd = _native.create_sealed_memory("coarse-view of slots on a GPU", num_bytes)
+    try:
+        return _native.Mapping(fd, num_bytes)
+    finally:
+        os.close(fd)
+
+
+def import_memory(segment: Segment) -> _native.CudaMemory:
+    """Maps a segment that is memory of a GPU, for that GPU to work on.
+
+    Raises:
+        CoarseError: If this process does not see the GPU.
+        _native.CudaError: If CUDA cannot map it.
+    """
+    region = segment.extent
+    assert region is not None
+    return _native.CudaMemory.import_fd(_context(segment.gpu), segment.fd, region.num_bytes)
+
+
+def gpu_uuid(device: int) -> str:
+    """The GPU that CUDA counts as `device` in this process; "" if there is none."""
+    if _native.cuda_unavailable_reason() or device >= _native.cuda_num_devices():
+        return ""
+    return _native.cuda_device_uuid(device)
+
+
+@cache  # a context is several hundred MB of the GPU's memory, and lasts as long as the process in any case
+def _context(gpu: str) -> _native.CudaContext:
+    if reason := _native.cuda_unavailable_reason():
+        raise CoarseError(f"memory devices have slots on a GPU that this worker cannot use: {reason}")
+    for device in range(_native.cuda_num_devices()):
+        if _native.cuda_device_uuid(device) == gpu:
+            return _native.CudaContext(device)
+    raise CoarseError(
+        f"memory devices have slots on {gpu}, which this worker does not see; let CUDA_VISIBLE_DEVICES have it"
+    )

@@ -1,0 +1,168 @@
+#include "coarse/cuda_driver.hpp"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+cuda::StreamHandle toStream(std::uintptr_t stream) { return reinterpret_cast<cuda::StreamHandle>(stream); }
+
+/// Arguments of a kernel by their bytes, as the kernel takes them.
+void launchKernel(std::uintptr_t kernel, const std::array<unsigned int, 3>& grid,
+                  const std::array<unsigned int, 3>& block, unsigned int sharedBytes, std::uintptr_t stream,
+                  const std::vector<std::string>& arguments) {
+  cuda::LaunchShape shape;
+  std::copy(grid.begin(), grid.end(), shape.grid);
+  std::copy(block.begin(), block.end(), shape.block);
+  shape.sharedBytes = sharedBytes;
+  std::vector<void*> pointers;
+  for (const std::string& argument : arguments) pointers.push_back(const_cast<char*>(argument.data()));
+  cuda::launchKernel(reinterpret_cast<cuda::FunctionHandle>(kernel), shape, toStream(stream), pointers);
+}
+
+void registerStreams(py::module_& module) {
+  py::class_<cuda::Event>(module, "CudaEvent")
+      .def(py::init([](std::shared_ptr<cuda::Context> context, bool isTimed) {
+             return std::make_unique<cuda::Event>(
+                 std::move(context), isTimed ? cuda::Event::Timing::kMeasured : cuda::Event::Timing::kNone);
+           }),
+           py::arg("context"), py::kw_only(), py::arg("is_timed") = false)
+      .def(
+          "record", [](cuda::Event& event, std::uintptr_t stream) { event.record(toStream(stream)); },
+          py::arg("stream"))
+      .def("is_done", &cuda::Event::isDone)
+      .def("synchronize", &cuda::Event::synchronize, ReleaseGil())
+      .def("milliseconds_since", &cuda::Event::millisecondsSince, py::arg("start"));
+  py::class_<cuda::Stream>(module, "CudaStream")
+      .def(py::init([](std::shared_ptr<cuda::Context> context, int priority) {
+             return std::make_unique<cuda::Stream>(std::move(context), priority);
+           }),
+           py::arg("context"), py::kw_only(), py::arg("priority") = 0)
+      .def_property_readonly(
+          "handle",
+          [](const cuda::Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.handle()); })
+      .def("wait", &cuda::Stream::wait, py::arg("event"))
+      .def("wait_value", &cuda::Stream::waitValue, py::arg("address"), py::arg("value"))
+      .def("write_value", &cuda::Stream::writeValue, py::arg("address"), py::arg("value"))
+      .def(
+          "copy_to_device",
+          [](cuda::Stream& stream, std::uint64_t destination, std::uintptr_t source, std::size_t numBytes) {
+            stream.copyToDevice(destination, reinterpret_cast<const void*>(source), numBytes);
+          },
+          py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
+      .def(
+          "copy_to_host",
+          [](cuda::Stream& stream, std::uintptr_t destination, std::uint64_t source, std::size_t numBytes) {
+            stream.copyToHost(reinterpret_cast<void*>(destination), source, numBytes);
+          },
+          py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
+      .def("copy_on_device", &cuda::Stream::copyOnDevice, py::arg("destination"), py::arg("source"),
+           py::arg("num_bytes"), ReleaseGil())
+      .def("fill", &cuda::Stream::fill, py::arg("destination"), py::arg("value"), py::arg("num_bytes"),
+           ReleaseGil())
+      .def("synchronize", &cuda::Stream::synchronize, ReleaseGil())
+      .def("is_idle", &cuda::Stream::isIdle);
+}
+
+void registerMemory(py::module_& module) {
+  py::class_<cuda::HostRegistration>(module, "CudaHostRegistration")
+      .def(py::init([](std::shared_ptr<cuda::Context> context, std::uintptr_t address, std::size_t numBytes,
+                       bool isReadOnly) {
+             using Access = cuda::HostRegistration::Access;
+             return std::make_unique<cuda::HostRegistration>(
+                 std::move(context), reinterpret_cast<void*>(address), numBytes,
+                 isReadOnly ? Access::kReadOnly : Access::kReadWrite);
+           }),
+           py::arg("context"), py::arg("address"), py::arg("num_bytes"), py::kw_only(),
+           py::arg("is_read_only") = false, ReleaseGil())
+      .def_property_readonly("device_address", &cuda::HostRegistration::deviceAddress);
+  py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(module, "CudaMemory")
+      .def_static(
+          "allocate",
+          [](std::shared_ptr<cuda::Context> context, std::size_t numBytes) {
+            return std::make_shared<cuda::DeviceMemory>(
+                cuda::DeviceMemory::allocate(std::move(context), numBytes));
+          },
+          py::arg("context"), py::arg("num_bytes"), ReleaseGil())
+      .def_static(
+          "import_fd",
+          [](std::shared_ptr<cuda::Context> context, int fd, std::size_t numBytes) {
+            return std::make_shared<cuda::DeviceMemory>(
+                cuda::DeviceMemory::import(std::move(context), fd, numBytes));
+          },
+          py::arg("context"), py::arg("fd"), py::arg("num_bytes"), ReleaseGil())
+      .def("export_fd", &cuda::DeviceMemory::exportFd)
+      .def_property_readonly("address", &cuda::DeviceMemory::address)
+      .def_property_readonly("num_bytes", &cuda::DeviceMemory::numBytes);
+}
+
+}  // namespace
+
+void registerCudaDriver(py::module_& module) {
+  const auto error = py::register_exception<cuda::Error>(module, "CudaError", PyExc_RuntimeError);
+  py::register_exception<cuda::OutOfMemoryError>(module, "CudaOutOfMemoryError", error.ptr());
+  module.def("cuda_unavailable_reason", &cuda::unavailableReason, ReleaseGil());
+  module.def("cuda_driver_version", &cuda::driverVersion);
+  module.def("cuda_num_devices", &cuda::numDevices);
+  module.def("cuda_device_name", &cuda::deviceName, py::arg("device"));
+  module.def("cuda_device_uuid", &cuda::deviceUuid, py::arg("device"));
+  module.def(
+      "cuda_device_attribute",
+      [](int device, int attribute) {
+        return cuda::deviceAttribute(device, static_cast<cuda::DeviceAttribute>(attribute));
+      },
+      py::arg("device"), py::arg("attribute"));
+  module.def("cuda_can_access_peer", &cuda::canAccessPeer, py::arg("device"), py::arg("peer"));
+  module.def("cuda_launch_kernel", &launchKernel, py::arg("kernel"), py::arg("grid"), py::arg("block"),
+             py::arg("shared_bytes"), py::arg("stream"), py::arg("arguments"));
+  module.def(
+      "cuda_is_capturing", [](std::uintptr_t stream) { return cuda::isCapturing(toStream(stream)); },
+      py::arg("stream"));
+  py::class_<cuda::Context, std::shared_ptr<cuda::Context>>(module, "CudaContext")
+      .def(py::init<int>(), py::arg("device"), ReleaseGil())
+      .def_property_readonly("device", &cuda::Context::device)
+      .def("make_current", &cuda::Context::makeCurrent)
+      .def("synchronize", &cuda::Context::synchronize, ReleaseGil())
+      .def("memory_info",
+           [](const cuda::Context& context) {
+             const cuda::MemoryInfo info = context.memoryInfo();
+             return std::pair(info.freeBytes, info.totalBytes);
+           })
+      .def("priorities", &cuda::Context::priorities)
+      .def(
+          "load_module",
+          [](const cuda::Context& context, const std::string& code) {
+            return reinterpret_cast<std::uintptr_t>(cuda::loadModule(context, code.data()));
+          },
+          py::arg("code"), ReleaseGil())
+      .def(
+          "find_kernel",
+          [](const cuda::Context& context, std::uintptr_t loaded, const std::string& name) {
+            const auto handle = reinterpret_cast<cuda::ModuleHandle>(loaded);
+            return reinterpret_cast<std::uintptr_t>(cuda::findKernel(context, handle, name));
+          },
+          py::arg("module"), py::arg("name"))
+      .def(
+          "launch",
+          [](const cuda::Context& context, std::uintptr_t kernel, unsigned int numBlocks,
+             unsigned int numThreads, std::uintptr_t stream, const std::vector<std::string>& arguments) {
+            const cuda::ContextScope scope(context);
+            launchKernel(kernel, {numBlocks, 1, 1}, {numThreads, 1, 1}, 0, stream, arguments);
+          },
+          py::arg("kernel"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("stream"),
+          py::arg("arguments"));
+  registerStreams(module);
+  registerMemory(module);
+}
+
+}  // namespace coarse

@@ -1,0 +1,63 @@
+#include "coarse/gpu_transfers.hpp"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <utility>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+/// Tensor, flags, source, destination, result.
+using TensorTuple = std::tuple<std::uint32_t, std::uint8_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
+
+/// Address, bytes.
+using MemoryTuple = std::pair<std::uintptr_t, std::size_t>;
+
+HostMemory toMemory(const MemoryTuple& tuple) {
+  return {reinterpret_cast<std::byte*>(tuple.first), tuple.second};
+}
+
+WaitStatus push(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples, std::uintptr_t stream) {
+  std::vector<GpuTensor> tensors;
+  tensors.reserve(tuples.size());
+  for (const auto& [tensor, flags, source, destination, result] : tuples)
+    tensors.push_back({tensor, flags, source, destination, reinterpret_cast<const std::byte*>(result)});
+  return transfers.push(tensors, reinterpret_cast<cuda::StreamHandle>(stream));
+}
+
+}  // namespace
+
+void registerGpuTransfers(py::module_& module) {
+  using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<GpuTransfers>(module, "GpuTransfers")
+      .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
+                       MemoryTuple slots, const std::vector<MemoryTuple>& results, double timeoutSeconds,
+                       std::size_t batchBytes) {
+             GpuTransfersConfig config;
+             config.group = group;
+             config.timeoutSeconds = timeoutSeconds;
+             config.batchBytes = batchBytes;
+             std::vector<HostMemory> memories;
+             for (const MemoryTuple& each : results) memories.push_back(toMemory(each));
+             return std::make_unique<GpuTransfers>(client, config, std::move(context), toMemory(slots),
+                                                   memories);
+           }),
+           py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
+           py::arg("timeout_s"), py::arg("batch_bytes"), py::keep_alive<1, 2>(), ReleaseGil())
+      .def("push", &push, py::arg("tensors"), py::arg("stream"), ReleaseGil())
+      .def(
+          "join",
+          [](GpuTransfers& transfers, std::uintptr_t stream) {
+            return transfers.join(reinterpret_cast<cuda::StreamHandle>(stream));
+          },
+          py::arg("stream"), ReleaseGil())
+      .def("status", &GpuTransfers::status)
+      .def("close", &GpuTransfers::close, ReleaseGil());
+}
+
+}  // namespace coarse

@@ -1,0 +1,51 @@
+#include "coarse/tensor_memory.hpp"
+
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+
+#include "bindings.hpp"
+#include "coarse/cuda_slot_copies.hpp"
+#include "coarse/cuda_tensor_memory.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+/// By dtype; 0 where there is no kernel.
+using Handles = std::vector<std::uintptr_t>;
+
+CudaKernels::ByDType toFunctions(const Handles& handles) {
+  CudaKernels::ByDType functions{};
+  for (std::size_t dtype = 0; dtype < std::min(handles.size(), functions.size()); ++dtype)
+    functions[dtype] = reinterpret_cast<cuda::FunctionHandle>(handles[dtype]);
+  return functions;
+}
+
+}  // namespace
+
+void registerTensorMemory(py::module_& module) {
+  py::class_<TensorMemory, std::shared_ptr<TensorMemory>>(module, "TensorMemory");
+  py::class_<CudaTensorMemory, TensorMemory, std::shared_ptr<CudaTensorMemory>>(module, "CudaTensorMemory")
+      .def(py::init([](std::shared_ptr<cuda::Context> context, const Handles& reduceSum,
+                       const Handles& reduceMax, const Handles& measure, const Handles& update) {
+             CudaKernels kernels;
+             kernels.reduceSum = toFunctions(reduceSum);
+             kernels.reduceMax = toFunctions(reduceMax);
+             kernels.measure = toFunctions(measure);
+             kernels.update = toFunctions(update);
+             return std::make_shared<CudaTensorMemory>(std::move(context), kernels);
+           }),
+           py::arg("context"), py::kw_only(), py::arg("reduce_sum"), py::arg("reduce_max"),
+           py::arg("measure"), py::arg("update"));
+  py::class_<SlotCopies, std::shared_ptr<SlotCopies>>(module, "SlotCopies");
+  py::class_<CudaSlotCopies, SlotCopies, std::shared_ptr<CudaSlotCopies>>(module, "CudaSlotCopies")
+      .def(py::init([](std::shared_ptr<cuda::DeviceMemory> slots, std::shared_ptr<Mapping> view) {
+             return std::make_shared<CudaSlotCopies>(std::move(slots), std::move(view));
+           }),
+           py::arg("slots"), py::arg("view"), py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace coarse

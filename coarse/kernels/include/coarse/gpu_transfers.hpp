@@ -1,0 +1,166 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "coarse/client.hpp"
+#include "coarse/cuda_driver.hpp"
+#include "coarse/layout.hpp"
+#include "coarse/shared_memory.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+
+/// Memory that somebody else has mapped.
+struct HostMemory {
+  std::byte* data = nullptr;
+  std::size_t numBytes = 0;
+};
+
+struct GpuTransfersConfig {
+  std::uint32_t group = 0;
+  // How long results may take, counted from when the GPU has brought what they are of.
+  double timeoutSeconds = 0;
+  // Memory devices are told once per so many bytes; larger tensors are cut, so that their first shards come
+  // back while the last ones are on their way.
+  std::size_t batchBytes = 4 << 20;
+};
+
+/// A tensor in the memory of a GPU, on its way to the memory devices and back.
+struct GpuTensor {
+  std::uint32_t tensor = 0;
+  std::uint8_t flags = 0;               // of its contribution
+  cuda::DeviceAddress source = 0;       // what is copied to its slot first; 0 for nothing
+  cuda::DeviceAddress destination = 0;  // where its result is copied; 0 for nowhere
+  const std::byte* result = nullptr;    // where that lies in pinned memory; null for its slot
+};
+
+/// Brings the tensors of one group from a GPU to their slots and results back, while the GPU computes and the
+/// processor goes on; nobody waits for anybody but streams for streams, and a thread of this class.
+///
+/// A push copies tensors on a stream of their own, behind what has computed them. When the copies are done,
+/// the GPU counts in a word of pinned memory; the thread sees that, tells the memory devices, watches for the
+/// results, and counts in another word. What copies results to the GPU waits for that word, on a second
+/// stream, so that both directions of the bus are busy.
+///
+/// The thread never calls CUDA: whatever CUDA waits for, or holds locked, the thread goes on and with it all
+/// streams. They wait for the second word only behind all pushes of their step, since streams may share a
+/// hardware queue, in which a wait also stops what comes later.
+///
+/// If memory devices are lost or take too long, all streams are let go, results are what lies in the slots,
+/// and every later call says so.
+///
+/// Thread safety: one caller at a time, which is the client's.
+class GpuTransfers {
+ public:
+  /// @param client has the group; must outlive this, and so must the group.
+  /// @param slots of the group, as Client::addGroup() returned them; pinned from now on. They stay the
+  /// caller's, and must outlive this, or its close(). Without data where slots lie on the GPU: then whoever
+  /// computes writes to them, and GpuTensor has neither source nor destination.
+  /// @param results further memory in which results lie, pinned too; stays the caller's, and must outlive
+  /// this.
+  /// @throws cuda::Error if the memory cannot be pinned, or streams of the device cannot wait for words.
+  GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context, HostMemory slots,
+               const std::vector<HostMemory>& results = {});
+  GpuTransfers(const GpuTransfers&) = delete;
+  GpuTransfers& operator=(const GpuTransfers&) = delete;
+  ~GpuTransfers();
+  /// Lets all streams go, and waits for the copies that are under way. Idempotent; nothing can be pushed
+  /// later.
+  void close() noexcept;
+
+  /// Contributes tensors as `stream` has computed them when all that it was given before is done. They must
+  /// stay as they are, and allocated, until a stream has joined.
+  /// @returns kDone, also where results are never to come; else what has failed, and nothing was contributed.
+  /// @throws cuda::Error if `stream` is captured into a CUDA graph, std::invalid_argument for a tensor that
+  /// does not exist.
+  WaitStatus push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream);
+  /// Has what `stream` is given from now on wait for all results of what was pushed.
+  WaitStatus join(cuda::StreamHandle stream);
+  /// What has failed so far; kDone if nothing has.
+  WaitStatus status() const;
+
+ private:
+  /// Some shards of a tensor.
+  struct Piece {
+    ShardRange shards;
+    std::uint8_t flags = 0;
+    std::size_t numBytes = 0;
+    std::byte* slot = nullptr;
+    const std::byte* result = nullptr;
+    cuda::DeviceAddress source = 0;
+    cuda::DeviceAddress destination = 0;
+  };
+  /// What is told, and comes back, together.
+  struct Batch {
+    std::uint32_t number = 0;  // from 1, wraps around
+    std::vector<Piece> pieces;
+  };
+  using SharedBatch = std::shared_ptr<const Batch>;
+  /// How far GPU and thread are; each counts batches for the other.
+  struct Words {
+    alignas(kCacheLineBytes) std::atomic<std::uint32_t> brought;   // to the slots; written by the GPU
+    alignas(kCacheLineBytes) std::atomic<std::uint32_t> returned;  // results; written by the thread
+  };
+  /// Pinned memory for Words, which a fork does not copy.
+  class PinnedWords {
+   public:
+    explicit PinnedWords(const cuda::SharedContext& context);
+    Words& operator*() const noexcept { return *reinterpret_cast<Words*>(mapping_.data()); }
+    Words* operator->() const noexcept { return &**this; }
+    cuda::DeviceAddress brought() const noexcept;
+    cuda::DeviceAddress returned() const noexcept;
+
+   private:
+    Mapping mapping_;
+    cuda::HostRegistration registration_;
+  };
+
+  // In the caller's thread.
+  void tryWords();
+  std::vector<Batch> cut(const std::vector<GpuTensor>& tensors);
+  Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
+  void bring(const Batch& batch);
+  void fetch(const Batch& batch);
+
+  // In the thread.
+  void run();
+  void work();
+  bool announceBrought();
+  bool releaseReturned();
+  WaitStatus checkProgress(Clock::time_point now);
+  void fail(WaitStatus status);
+
+  Client& client_;
+  const GpuTransfersConfig config_;
+  const GroupPlan& plan_;
+  cuda::SharedContext context_;
+  HostMemory slots_;
+  std::deque<cuda::HostRegistration> pinned_;  // until close()
+  PinnedWords words_;
+  cuda::Stream pushStream_, pullStream_;
+  cuda::Event computed_, fetched_;
+  std::deque<SharedBatch> unfetched_;  // whose results no stream has been told to copy
+
+  mutable std::mutex mutex_;  // guards what follows, up to the next comment
+  std::condition_variable hasWork_;
+  std::deque<SharedBatch> pushed_;  // and not announced
+  std::uint32_t lastNumber_ = 0;
+  WaitStatus failure_ = WaitStatus::kDone;
+  bool isStopping_ = false;
+
+  // Of the thread alone.
+  std::deque<SharedBatch> announced_;  // and without results
+  Clock::time_point progressedAt_{};
+
+  std::unique_ptr<std::thread> thread_;  // last: all else is there when it starts
+};
+
+}  // namespace coarse

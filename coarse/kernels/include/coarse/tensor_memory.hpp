@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "coarse/shard_compute.hpp"
+#include "coarse/shared_memory.hpp"
+
+namespace coarse {
+
+/// Mapped memory, as long as this or a copy of it lives. The address is one of whoever computes there: of the
+/// host's, or of a GPU's, and then nothing that the host can read.
+using TensorBytes = std::shared_ptr<std::byte>;
+
+/// A kind of memory in which the tensors of a group lie: how one process maps it, and what reduces and
+/// updates there (docs/design/gpu.md). Control structures always lie in host memory.
+///
+/// Thread safety: any.
+class TensorMemory {
+ public:
+  virtual ~TensorMemory() = default;
+
+  /// Whether the host reads and writes it as its own.
+  virtual bool isHost() const noexcept { return false; }
+
+  /// Maps the first `numBytes` of a region of this kind of memory, the descriptor of which stays the
+  /// caller's.
+  /// @throws std::invalid_argument if there are fewer; std::system_error or another std::runtime_error if it
+  /// cannot be mapped.
+  virtual TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const = 0;
+
+  /// What a memory device reduces and updates with. It must not outlive this.
+  virtual std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const = 0;
+};
+
+/// Sealed memory of the host, on which sync cores work themselves.
+std::shared_ptr<const TensorMemory> hostMemory();
+
+}  // namespace coarse

@@ -1,0 +1,56 @@
+#include "coarse/batched_compute.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace coarse {
+
+BatchedCompute::BatchedCompute(std::unique_ptr<BatchRunner> runner, Finish finish)
+    : runner_(std::move(runner)), finish_(std::move(finish)) {}
+
+BatchedCompute::~BatchedCompute() = default;
+
+void BatchedCompute::begin(TensorGroup& group, const RingEntry& entry) {
+  waiting_.push_back({&group, entry});
+}
+
+bool BatchedCompute::advance() {
+  bool progressed = false;
+  while (finishOldest()) progressed = true;
+  return startNext() || progressed;
+}
+
+void BatchedCompute::drain() {
+  while (isBusy()) {
+    startNext();
+    runner_->wait();
+    finishOldest();
+  }
+}
+
+bool BatchedCompute::isWorkingOn(const TensorGroup& group) const noexcept {
+  const auto isOfGroup = [&](const ShardTask& task) { return task.group == &group; };
+  const auto hasSome = [&](const ShardBatch& batch) {
+    return std::any_of(batch.begin(), batch.end(), isOfGroup);
+  };
+  return hasSome(waiting_) || std::any_of(started_.begin(), started_.end(), hasSome);
+}
+
+bool BatchedCompute::finishOldest() {
+  if (started_.empty() || !runner_->conclude()) return false;
+  const ShardBatch done = std::move(started_.front());
+  started_.pop_front();
+  for (const ShardTask& task : done) finish_(*task.group, task.entry);
+  return true;
+}
+
+bool BatchedCompute::startNext() {
+  if (waiting_.empty() || started_.size() == kMostStarted) return false;
+  const auto end = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostShards));
+  started_.emplace_back(waiting_.begin(), end);
+  waiting_.erase(waiting_.begin(), end);
+  runner_->start(started_.back());
+  return true;
+}
+
+}  // namespace coarse

@@ -1,0 +1,346 @@
+#include "coarse/cuda_tensor_memory.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "batches.cuh"
+#include "coarse/batched_compute.hpp"
+#include "coarse/shard_reducer.hpp"
+#include "coarse/shard_runs.hpp"
+
+namespace coarse {
+namespace {
+
+// A block reads several tiles at once where there are enough of them; more blocks than run at once gain
+// nothing.
+constexpr std::uint32_t kBlocksPerMultiprocessor = 8;
+constexpr auto kMultiprocessorCount = static_cast<cuda::DeviceAttribute>(16);
+
+// Of the largest shard that there can be, 4 GiB.
+constexpr std::size_t kMostMeasuredTiles = (std::size_t{1} << 32) / cuda::kTileBytes;
+
+void* pointerTo(cuda::DeviceAddress address) noexcept {
+  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
+}
+
+/// Pages of the host that the GPU writes to.
+class PinnedPages {
+ public:
+  PinnedPages(const cuda::SharedContext& context, std::size_t numBytes)
+      : pages_(allocate(numBytes), [numBytes](void* pages) { ::munmap(pages, numBytes); }),
+        registration_(context, pages_.get(), numBytes) {}
+  void* data() const noexcept { return pages_.get(); }
+  void* onDevice() const noexcept { return pointerTo(registration_.deviceAddress()); }
+
+ private:
+  static void* allocate(std::size_t numBytes) {
+    void* pages = ::mmap(nullptr, numBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for measures");
+    return pages;
+  }
+
+  std::shared_ptr<void> pages_;
+  cuda::HostRegistration registration_;
+};
+
+/// Work space in which kernels measure gradients. Launches of one stream take turns.
+class MeasureSpace {
+ public:
+  MeasureSpace(const cuda::SharedContext& context, cuda::Stream& stream)
+      : memory_(cuda::DeviceMemory::allocate(context, kNumBytes)) {
+    stream.fill(memory_.address(), 0, memory_.numBytes());
+  }
+  static bool hasRoomFor(const cuda::ReduceBatch& batch, std::uint32_t numMoreTiles) noexcept {
+    return batch.numTiles + std::size_t{numMoreTiles} <= kMostMeasuredTiles;
+  }
+  void lendTo(cuda::MeasureBatch& batch) const noexcept {
+    auto* const base = static_cast<std::byte*>(pointerTo(memory_.address()));
+    batch.tileSums = reinterpret_cast<double*>(base);
+    batch.tileOffenders = reinterpret_cast<std::int32_t*>(base + kOffendersOffset);
+    batch.tilesDone = reinterpret_cast<std::uint32_t*>(base + kDoneOffset);
+  }
+
+ private:
+  static constexpr std::size_t kOffendersOffset = kMostMeasuredTiles * sizeof(double);
+  static constexpr std::size_t kDoneOffset = kOffendersOffset + kMostMeasuredTiles * sizeof(std::int32_t);
+  static constexpr std::size_t kNumBytes = kDoneOffset + cuda::kMostReduceShards * sizeof(std::uint32_t);
+
+  cuda::DeviceMemory memory_;
+};
+
+/// What the kernels of one batch of shards have measured.
+class Measures {
+ public:
+  explicit Measures(const cuda::SharedContext& context)
+      : pages_(context, BatchedCompute::kMostShards * sizeof(cuda::ShardMeasure)) {}
+
+  /// Where a launch leaves what it sees of these shards.
+  cuda::ShardMeasure* expect(const std::vector<ShardRun>& runs) {
+    auto* const next = static_cast<cuda::ShardMeasure*>(pages_.onDevice()) + measured_.size();
+    measured_.insert(measured_.end(), runs.begin(), runs.end());
+    return next;
+  }
+  /// Tells it to the groups. @pre the launches are done.
+  void note() {
+    const auto* result = static_cast<const cuda::ShardMeasure*>(pages_.data());
+    for (const ShardRun& run : measured_) {
+      const Contributions all(*run.group, run.firstShard);
+      const std::int32_t position = result->nonFiniteOf;
+      run.group->control().measure(run.firstShard) = {
+          result->sumOfSquares, position < 0 ? position : static_cast<std::int32_t>(all.clients[position]),
+          0};
+      ++result;
+    }
+    measured_.clear();
+  }
+
+ private:
+  PinnedPages pages_;
+  std::vector<ShardRun> measured_;
+};
+
+/// A kernel, and what it is to do next.
+template <class Batch>
+struct Launch {
+  cuda::FunctionHandle kernel = nullptr;
+  Batch batch{};
+  std::vector<ShardRun> measured{};  // of measuring kernels
+};
+
+/// Runs batches of shards on a stream of their own: each is a few launches with an event behind them.
+class CudaRunner : public BatchRunner {
+ public:
+  CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels);
+  ~CudaRunner() override;
+
+  void start(const ShardBatch& batch) override;
+  bool conclude() override;
+  void wait() override;
+
+ private:
+  struct Started {
+    explicit Started(const cuda::SharedContext& context) : done(context), measures(context) {}
+    cuda::Event done;
+    Measures measures;
+  };
+
+  Started& newest() noexcept { return *started_[numStarted_ % started_.size()]; }
+  Started& oldest() noexcept { return *started_[numConcluded_ % started_.size()]; }
+  void add(const ShardRun& run);
+  void addReduction(const ShardRun& run);
+  void addUpdate(const ShardRun& run);
+  template <class Batch, class Append>
+  void addTo(Launch<Batch>& next, Append append);
+  void flush();
+  void launch(Launch<cuda::ReduceBatch>& next) { launch(next, next.batch.numTiles); }
+  void launch(Launch<cuda::UpdateBatch>& next) { launch(next, next.batch.numTiles); }
+  void launch(Launch<cuda::MeasureBatch>& next);
+  template <class Batch>
+  void launch(Launch<Batch>& next, std::uint32_t numTiles);
+
+  cuda::SharedContext context_;
+  std::uint32_t mostBlocks_;
+  cuda::Stream stream_;
+  // By dtype.
+  std::vector<Launch<cuda::ReduceBatch>> sums_, maxima_;
+  std::vector<Launch<cuda::MeasureBatch>> measured_;
+  std::vector<Launch<cuda::UpdateBatch>> updates_;
+  std::unique_ptr<MeasureSpace> measureSpace_;  // made when it is first needed
+  std::vector<std::unique_ptr<Started>> started_;
+  std::size_t numStarted_ = 0;
+  std::size_t numConcluded_ = 0;
+};
+
+template <class Batch>
+std::vector<Launch<Batch>> launchesOf(const CudaKernels::ByDType& kernels) {
+  std::vector<Launch<Batch>> launches;
+  for (const cuda::FunctionHandle kernel : kernels) launches.push_back({kernel, Batch{}, {}});
+  return launches;
+}
+
+std::uint32_t countBlocks(const cuda::Context& context) {
+  return kBlocksPerMultiprocessor *
+         static_cast<std::uint32_t>(cuda::deviceAttribute(context.device(), kMultiprocessorCount));
+}
+
+CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels)
+    : context_(context),
+      mostBlocks_(countBlocks(*context)),
+      stream_(context, context->priorities().second),
+      sums_(launchesOf<cuda::ReduceBatch>(kernels.reduceSum)),
+      maxima_(launchesOf<cuda::ReduceBatch>(kernels.reduceMax)),
+      measured_(launchesOf<cuda::MeasureBatch>(kernels.measure)),
+      updates_(launchesOf<cuda::UpdateBatch>(kernels.update)) {
+  for (std::size_t i = 0; i < BatchedCompute::kMostStarted; ++i)
+    started_.push_back(std::make_unique<Started>(context));
+}
+
+CudaRunner::~CudaRunner() {
+  try {
+    const cuda::ContextScope scope(*context_);
+    stream_.synchronize();  // kernels may still work in memory that goes with this
+  } catch (const cuda::Error&) {
+    // Whoever waited for the batch was told.
+  }
+}
+
+void CudaRunner::start(const ShardBatch& batch) {
+  const cuda::ContextScope scope(*context_);
+  for (const ShardRun& run : runsOf(batch)) add(run);
+  flush();
+  newest().done.record(stream_.handle());
+  ++numStarted_;
+}
+
+bool CudaRunner::conclude() {
+  const cuda::ContextScope scope(*context_);
+  if (!oldest().done.isDone()) return false;
+  oldest().measures.note();
+  ++numConcluded_;
+  return true;
+}
+
+void CudaRunner::wait() {
+  const cuda::ContextScope scope(*context_);
+  oldest().done.synchronize();
+}
+
+void CudaRunner::add(const ShardRun& run) {
+  if (run.work == ShardWork::kUpdate) {
+    addUpdate(run);
+  } else {
+    addReduction(run);
+  }
+}
+
+void CudaRunner::addReduction(const ShardRun& run) {
+  const bool isMeasured = run.work == ShardWork::kMeasure;
+  const Contributions all(*run.group, run.firstShard);
+  if (all.numInputs == 0) {
+    if (isMeasured) run.group->control().measure(run.firstShard) = {0, kNobody, 0};
+    return;
+  }
+  const ShardShape shape = run.group->shape(run.firstShard);
+  const auto dtype = static_cast<std::size_t>(shape.dtype);
+  const std::size_t itemSize = itemBytes(shape.dtype);
+  const std::uint32_t divisor = shape.op == ReduceOp::kMean ? run.group->divisor(run.firstShard) : 0;
+  const auto numInputs = static_cast<std::uint32_t>(all.numInputs);
+  const auto numSlots = static_cast<std::uint32_t>(all.numSlots);
+  // Where everybody has contributed, one list of arrays says all.
+  const void* const* inputs = numInputs == numSlots ? all.slots.data() : all.inputs.data();
+  const auto append = [&](cuda::ReduceBatch& batch) {
+    return cuda::append(batch, itemSize, run.numElements, divisor, inputs, numInputs, all.slots.data(),
+                        numSlots);
+  };
+  if (!isMeasured) {
+    addTo((shape.op == ReduceOp::kMax ? maxima_ : sums_)[dtype], append);
+    return;
+  }
+  const std::uint32_t numTiles = cuda::numTilesOf(run.numElements, cuda::kTileBytes / itemSize);
+  addTo(measured_[dtype], [&](cuda::MeasureBatch& batch) {
+    return MeasureSpace::hasRoomFor(batch.reduce, numTiles) && append(batch.reduce);
+  });
+  measured_[dtype].measured.push_back(run);
+}
+
+void CudaRunner::addUpdate(const ShardRun& run) {
+  const TensorGroup& group = *run.group;
+  const UpdateInputs inputs(group, run.firstShard);
+  if (!inputs.isRunnable()) return;
+  const Shard& shard = group.plan().shards[run.firstShard];
+  cuda::UpdateShard arrays{};
+  arrays.numElements = run.numElements;
+  arrays.parameter = group.parameter(shard);
+  if (group.plan().hasMaster(shard)) arrays.master = group.master(shard);
+  for (std::size_t i = 0; i < group.plan().numStates; ++i) arrays.states[i] = group.state(shard, i);
+  arrays.divisor = inputs.divisor;
+  addTo(updates_[static_cast<std::size_t>(shard.dtype)], [&](cuda::UpdateBatch& batch) {
+    return cuda::append(batch, itemBytes(shard.dtype), arrays,
+                        static_cast<std::uint32_t>(numStates(inputs.settings.rule)), &inputs.settings,
+                        inputs.gradients.data(), static_cast<std::uint32_t>(inputs.numGradients));
+  });
+}
+
+/// @param append adds a shard to a batch. @returns false if it has no room.
+template <class Batch, class Append>
+void CudaRunner::addTo(Launch<Batch>& next, Append append) {
+  if (append(next.batch)) return;
+  launch(next);
+  if (!append(next.batch)) throw std::invalid_argument("a shard has more contributions than a kernel takes");
+}
+
+void CudaRunner::flush() {
+  for (auto* launches : {&sums_, &maxima_}) {
+    for (auto& next : *launches) launch(next);
+  }
+  for (auto& next : measured_) launch(next);
+  for (auto& next : updates_) launch(next);
+}
+
+void CudaRunner::launch(Launch<cuda::MeasureBatch>& next) {
+  if (next.measured.empty()) return;
+  if (measureSpace_ == nullptr) measureSpace_ = std::make_unique<MeasureSpace>(context_, stream_);
+  measureSpace_->lendTo(next.batch);
+  next.batch.measures = newest().measures.expect(next.measured);
+  next.measured.clear();
+  launch(next, next.batch.reduce.numTiles);
+}
+
+template <class Batch>
+void CudaRunner::launch(Launch<Batch>& next, std::uint32_t numTiles) {
+  if (numTiles == 0) return;
+  cuda::LaunchShape shape;
+  shape.grid[0] = std::min(numTiles, mostBlocks_);
+  shape.block[0] = cuda::kThreads;
+  cuda::launchKernel(next.kernel, shape, stream_.handle(), {&next.batch});
+  next.batch = Batch{};
+}
+
+}  // namespace
+
+void CudaKernels::validate() const {
+  const auto check = [](const ByDType& kernels, std::size_t dtype) {
+    if (kernels[dtype] == nullptr)
+      throw std::invalid_argument("there is no kernel for dtype " + std::to_string(dtype));
+  };
+  for (std::size_t dtype = 0; dtype < kNumDTypes; ++dtype) {
+    check(reduceSum, dtype);
+    check(reduceMax, dtype);
+    if (!isUpdatable(static_cast<DType>(dtype))) continue;
+    check(measure, dtype);
+    check(update, dtype);
+  }
+}
+
+CudaTensorMemory::CudaTensorMemory(cuda::SharedContext context, const CudaKernels& kernels)
+    : context_(std::move(context)), kernels_(kernels) {
+  kernels_.validate();
+}
+
+TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, const std::string& what) const {
+  if (region.numBytes < numBytes) {
+    throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes of a GPU, there are " +
+                                std::to_string(region.numBytes));
+  }
+  try {
+    auto memory = std::make_shared<cuda::DeviceMemory>(
+        cuda::DeviceMemory::import(context_, region.fd, region.numBytes));
+    auto* const address = static_cast<std::byte*>(pointerTo(memory->address()));
+    return {std::move(memory), address};
+  } catch (const cuda::Error& error) {
+    throw cuda::Error(what + ": " + error.what());
+  }
+}
+
+std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {
+  return std::make_unique<BatchedCompute>(std::make_unique<CudaRunner>(context_, kernels_),
+                                          std::move(finish));
+}
+
+}  // namespace coarse

@@ -1,0 +1,290 @@
+#include "coarse/gpu_transfers.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace coarse {
+namespace {
+
+// How long the thread looks before it sleeps between looks, and how long it sleeps: a GPU wakes nobody, and
+// what is waited for takes a few hundred microseconds per batch.
+constexpr std::chrono::microseconds kSpin{20};
+constexpr std::chrono::microseconds kNap{20};
+constexpr std::chrono::milliseconds kHealthInterval{100};
+
+/// Whether a count that wraps around has come to `number`.
+bool hasReached(std::uint32_t count, std::uint32_t number) noexcept {
+  return static_cast<std::int32_t>(count - number) >= 0;
+}
+
+Mapping wordsMapping(std::size_t numBytes) {
+  const int fd = createSealedMemory("words of GPU transfers", numBytes);
+  try {
+    Mapping mapping(fd, numBytes, Mapping::Access::kReadWrite);
+    ::close(fd);
+    return mapping;
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+}
+
+}  // namespace
+
+GpuTransfers::PinnedWords::PinnedWords(const cuda::SharedContext& context)
+    : mapping_(wordsMapping(sizeof(Words))), registration_(context, mapping_.data(), sizeof(Words)) {}
+
+cuda::DeviceAddress GpuTransfers::PinnedWords::brought() const noexcept {
+  return registration_.deviceAddress() + offsetof(Words, brought);
+}
+
+cuda::DeviceAddress GpuTransfers::PinnedWords::returned() const noexcept {
+  return registration_.deviceAddress() + offsetof(Words, returned);
+}
+
+GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context,
+                           HostMemory slots, const std::vector<HostMemory>& results)
+    : client_(client),
+      config_(config),
+      plan_(client.plan(config_.group)),
+      context_(std::move(context)),
+      slots_(slots),
+      words_(context_),
+      // Of a priority of their own, so that they share no hardware queue with what computes.
+      pushStream_(context_, context_->priorities().second),
+      pullStream_(context_, context_->priorities().second),
+      computed_(context_),
+      fetched_(context_) {
+  if (slots_.data != nullptr) pinned_.emplace_back(context_, slots_.data, slots_.numBytes);
+  for (const HostMemory& memory : results) pinned_.emplace_back(context_, memory.data, memory.numBytes);
+  tryWords();
+  thread_ = std::make_unique<std::thread>([this] { run(); });
+}
+
+GpuTransfers::~GpuTransfers() { close(); }
+
+void GpuTransfers::close() noexcept {
+  if (thread_ == nullptr) return;
+  if (!context_->isUsable()) {
+    thread_.release();  // a fork has the object, but not the thread
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    isStopping_ = true;
+    words_->returned.store(lastNumber_, std::memory_order_release);
+  }
+  hasWork_.notify_all();
+  thread_->join();
+  thread_.reset();
+  try {
+    pushStream_.synchronize();
+    pullStream_.synchronize();
+  } catch (const cuda::Error&) {
+    // A device that has failed copies nothing any more.
+  }
+  pinned_.clear();
+}
+
+void GpuTransfers::tryWords() {
+  const cuda::ContextScope scope(*context_);
+  pushStream_.writeValue(words_.brought(), 0);
+  pullStream_.waitValue(words_.returned(), 0);
+  pushStream_.synchronize();
+  pullStream_.synchronize();
+}
+
+WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
+  if (const WaitStatus failure = status(); failure != WaitStatus::kDone) return failure;
+  if (thread_ == nullptr) throw std::logic_error("tensors were pushed after close()");
+  const cuda::ContextScope scope(*context_);
+  if (cuda::isCapturing(stream)) {
+    throw cuda::Error(
+        "gradients cannot be averaged while a CUDA graph is captured: memory devices take part in every "
+        "step, which a graph would not. Capture the computation alone: forward and backward under "
+        "no_sync(), or torch.cuda.make_graphed_callables() before the model is wrapped");
+  }
+  computed_.record(stream);
+  pushStream_.wait(computed_);
+  for (Batch& each : cut(tensors)) {
+    bring(each);
+    const auto batch = std::make_shared<const Batch>(std::move(each));
+    unfetched_.push_back(batch);
+    const std::lock_guard lock(mutex_);
+    pushed_.push_back(batch);
+  }
+  hasWork_.notify_one();
+  while (!unfetched_.empty() &&
+         hasReached(words_->returned.load(std::memory_order_acquire), unfetched_.front()->number)) {
+    fetch(*unfetched_.front());
+    unfetched_.pop_front();
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
+  const cuda::ContextScope scope(*context_);
+  for (const SharedBatch& batch : unfetched_) {
+    pullStream_.waitValue(words_.returned(), batch->number);
+    fetch(*batch);
+  }
+  unfetched_.clear();
+  fetched_.record(pullStream_.handle());
+  cuda::waitForEvent(stream, fetched_);
+  pushStream_.wait(fetched_);  // slots are read before they are written again
+  return status();
+}
+
+WaitStatus GpuTransfers::status() const {
+  if (!context_->isUsable()) return WaitStatus::kForked;
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>& tensors) {
+  std::vector<Batch> batches(1);
+  std::size_t numBytes = 0;
+  for (const GpuTensor& tensor : tensors) {
+    const ShardRange all = client_.beginPush(config_.group, tensor.tensor);
+    ShardRange piece{all.first, all.first, all.step};
+    while (piece.last < all.last) {
+      const Shard& shard = plan_.shards[piece.last++];
+      numBytes += shard.numElements * itemBytes(shard.dtype);
+      if (numBytes < config_.batchBytes && piece.last < all.last) continue;
+      batches.back().pieces.push_back(pieceOf(tensor, all.first, piece));
+      piece.first = piece.last;
+      if (numBytes < config_.batchBytes) continue;
+      batches.emplace_back();
+      numBytes = 0;
+    }
+  }
+  if (batches.back().pieces.empty()) batches.pop_back();
+  const std::lock_guard lock(mutex_);
+  for (Batch& batch : batches) batch.number = ++lastNumber_;
+  return batches;
+}
+
+GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t firstShard,
+                                          const ShardRange& shards) const {
+  const Shard& first = plan_.shards[shards.first];
+  const Shard& last = plan_.shards[shards.last - 1];
+  const std::size_t offset = first.offset - plan_.shards[firstShard].offset;
+  Piece piece;
+  piece.shards = shards;
+  piece.flags = tensor.flags;
+  piece.numBytes = last.offset + last.numElements * itemBytes(last.dtype) - first.offset;
+  if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
+  piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
+  if (tensor.source != 0) piece.source = tensor.source + offset;
+  if (tensor.destination != 0) piece.destination = tensor.destination + offset;
+  return piece;
+}
+
+void GpuTransfers::bring(const Batch& batch) {
+  for (const Piece& piece : batch.pieces) {
+    if (piece.source != 0) pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
+  }
+  pushStream_.writeValue(words_.brought(), batch.number);
+}
+
+void GpuTransfers::fetch(const Batch& batch) {
+  // Where streams are let go before their time, what is read may still be on its way to the slots.
+  pullStream_.waitValue(words_.brought(), batch.number);
+  for (const Piece& piece : batch.pieces) {
+    if (piece.destination != 0) pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
+  }
+}
+
+void GpuTransfers::run() {
+  makeSleepsExact();
+  std::unique_lock lock(mutex_);
+  while (true) {
+    hasWork_.wait(lock, [this] { return isStopping_ || !pushed_.empty(); });
+    if (isStopping_) return;
+    lock.unlock();
+    work();
+    lock.lock();
+  }
+}
+
+void GpuTransfers::work() {
+  progressedAt_ = Clock::now();
+  Clock::time_point checkedAt = progressedAt_;
+  YieldingSpin spin(kSpin);
+  while (true) {
+    const bool hasAnnounced = announceBrought();
+    if (releaseReturned() || hasAnnounced) {
+      progressedAt_ = Clock::now();
+      spin.reset();
+      continue;
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      if (isStopping_ || failure_ != WaitStatus::kDone) return;
+      if (pushed_.empty() && announced_.empty()) return;
+    }
+    if (spin.yield()) continue;
+    std::this_thread::sleep_for(kNap);
+    const Clock::time_point now = Clock::now();
+    if (now - checkedAt < kHealthInterval) continue;
+    checkedAt = now;
+    if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
+  }
+}
+
+bool GpuTransfers::announceBrought() {
+  SharedBatch batch;
+  {
+    const std::lock_guard lock(mutex_);
+    const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);
+    if (pushed_.empty() || !hasReached(brought, pushed_.front()->number)) return false;
+    batch = std::move(pushed_.front());
+    pushed_.pop_front();
+  }
+  for (const Piece& piece : batch->pieces) {
+    const WaitStatus status = client_.post(config_.group, piece.shards, piece.flags);
+    if (status != WaitStatus::kDone) {
+      fail(status);
+      return false;
+    }
+  }
+  announced_.push_back(std::move(batch));
+  return true;
+}
+
+bool GpuTransfers::releaseReturned() {
+  bool hasReleased = false;
+  while (!announced_.empty()) {
+    const Batch& batch = *announced_.front();
+    const bool isDone = std::all_of(batch.pieces.begin(), batch.pieces.end(), [this](const Piece& piece) {
+      return client_.areDone(config_.group, piece.shards);
+    });
+    if (!isDone) break;
+    // Release: who reads the count reads the results.
+    words_->returned.store(batch.number, std::memory_order_release);
+    announced_.pop_front();
+    hasReleased = true;
+  }
+  return hasReleased;
+}
+
+WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
+  if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
+  const std::chrono::duration<double> waited = now - progressedAt_;
+  // What the GPU computes takes as long as it takes.
+  if (announced_.empty() || waited.count() < config_.timeoutSeconds) return WaitStatus::kDone;
+  return WaitStatus::kTimedOut;
+}
+
+void GpuTransfers::fail(WaitStatus status) {
+  const std::lock_guard lock(mutex_);
+  failure_ = status;
+  pushed_.clear();
+  announced_.clear();
+  words_->returned.store(lastNumber_, std::memory_order_release);
+}
+
+}  // namespace coarse

@@ -1,0 +1,55 @@
+#include "coarse/shard_runs.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+namespace coarse {
+namespace {
+
+ShardWork workOf(const TensorGroup& group, std::uint32_t shard) noexcept {
+  if (group.isUpdate(shard)) return ShardWork::kUpdate;
+  return group.isMeasured(shard) ? ShardWork::kMeasure : ShardWork::kReduce;
+}
+
+bool haveSameFlags(const TensorGroup& group, std::uint32_t one, std::uint32_t other) noexcept {
+  for (std::size_t client = 0; client < group.plan().numClients; ++client) {
+    if (group.control().contribution(one, client).flags != group.control().contribution(other, client).flags)
+      return false;
+  }
+  return true;
+}
+
+bool continues(const ShardRun& run, const ShardTask& task) noexcept {
+  const std::uint32_t last = run.firstShard + run.numShards - 1;
+  if (task.group != run.group || task.entry.shard != last + 1 || run.work == ShardWork::kMeasure)
+    return false;
+  const Shard& before = run.group->plan().shards[last];
+  const Shard& shard = run.group->plan().shards[task.entry.shard];
+  return shard.tensor == before.tensor && !shard.isDynamic &&
+         shard.offset == before.offset + before.numElements * itemBytes(before.dtype) &&
+         haveSameFlags(*run.group, last, task.entry.shard);
+}
+
+}  // namespace
+
+std::vector<ShardRun> runsOf(const ShardBatch& batch) {
+  ShardBatch inOrder = batch;
+  std::sort(inOrder.begin(), inOrder.end(), [](const ShardTask& one, const ShardTask& other) {
+    if (one.group != other.group) return std::less<>()(one.group, other.group);
+    return one.entry.shard < other.entry.shard;
+  });
+  std::vector<ShardRun> runs;
+  for (const ShardTask& task : inOrder) {
+    const std::uint64_t numElements = task.group->shape(task.entry.shard).numElements;
+    if (!runs.empty() && continues(runs.back(), task)) {
+      ++runs.back().numShards;
+      runs.back().numElements += numElements;
+    } else {
+      runs.push_back({task.group, task.entry.shard, 1, numElements, workOf(*task.group, task.entry.shard)});
+    }
+  }
+  return runs;
+}
+
+}  // namespace coarse

@@ -1,0 +1,44 @@
+#include "coarse/tensor_memory.hpp"
+
+#include <utility>
+
+#include "coarse/shard_reducer.hpp"
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+namespace {
+
+/// The sync core itself: a shard is finished when begin() returns.
+class HostCompute : public ShardCompute {
+ public:
+  explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}
+  void begin(TensorGroup& group, const RingEntry& entry) override {
+    runShard(group, entry.shard);
+    finish_(group, entry);
+  }
+
+ private:
+  Finish finish_;
+};
+
+class HostMemory : public TensorMemory {
+ public:
+  bool isHost() const noexcept override { return true; }
+  TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override {
+    const auto mapping =
+        std::make_shared<Mapping>(mapShared(region, numBytes, Mapping::Access::kReadWrite, what));
+    return {mapping, mapping->data()};
+  }
+  std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
+    return std::make_unique<HostCompute>(std::move(finish));
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<const TensorMemory> hostMemory() {
+  static const auto memory = std::make_shared<const HostMemory>();  // stateless
+  return memory;
+}
+
+}  // namespace coarse

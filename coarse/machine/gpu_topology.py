@@ -1,0 +1,290 @@
+"""Where the GPUs of the machine at hand sit: switches, NUMA nodes, NVLink; and which ones go together.
+
+NVML says it (package nvidia-ml-py). `pair_gpus` is a pure function of what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from coarse.errors import CoarseError
+
+
+class Distance(IntEnum):
+    """What two GPUs have in common, nearest first: NVML's nvmlGpuTopologyLevel_t."""
+
+    SAME = 0
+    """One GPU, or one board."""
+    SWITCH = 10
+    """One PCIe switch."""
+    SWITCHES = 20
+    """Several PCIe switches, no host bridge."""
+    HOST_BRIDGE = 30
+    """A host bridge."""
+    NUMA_NODE = 40
+    """Several host bridges of one NUMA node."""
+    SYSTEM = 50
+    """Nothing but the links between NUMA nodes."""
+
+    def __str__(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Distance.SAME: "same board",
+    Distance.SWITCH: "one switch",
+    Distance.SWITCHES: "several switches",
+    Distance.HOST_BRIDGE: "host bridge",
+    Distance.NUMA_NODE: "NUMA node",
+    Distance.SYSTEM: "between NUMA nodes",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlace:
+    """One GPU.
+
+    Args:
+        name: Its model.
+        uuid: As nvidia-smi writes it: CUDA, which counts GPUs in an order of its own, knows it too.
+        bus_id: Of PCI, as sysfs writes it, such as "0000:17:00.0".
+        numa_node: Of the memory that is nearest to it; None where the system does not say.
+    """
+
+    name: str
+    uuid: str
+    bus_id: str
+    numa_node: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTopology:
+    """The GPUs of a machine in NVML's order, which is that of their bus ids. Immutable.
+
+    Args:
+        gpus: All of them.
+        distances: By GPU and GPU; symmetric.
+        nvlinks: How many NVLinks lead from a GPU straight to another one, by GPU and GPU; symmetric. Links to an
+            NVSwitch, which reaches all, count for every pair of GPUs that have some.
+
+    Raises:
+        ValueError: If the tables do not fit the GPUs, or are not symmetric.
+    """
+
+    gpus: tuple[GpuPlace, ...]
+    distances: tuple[tuple[Distance, ...], ...]
+    nvlinks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        numbers = range(len(self.gpus))
+        for what, table in (("distances", self.distances), ("nvlinks", self.nvlinks)):
+            if [len(row) for row in table] != [len(self.gpus)] * len(self.gpus):
+                raise ValueError(f"{what} are no square of {len(self.gpus)} GPUs")
+            for one in numbers:
+                for other in numbers:
+                    if table[one][other] != table[other][one]:
+                        raise ValueError(f"{what} between GPUs {one} and {other} differ by direction")
+
+    def find(self, uuid: str) -> int:
+        """The number of a GPU.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        for number, gpu in enumerate(self.gpus):
+            if gpu.uuid == uuid:
+                return number
+        raise ValueError(f"NVML knows no GPU {uuid}")
+
+
+def normal_bus_id(bus_id: str) -> str:
+    """A PCI bus id as sysfs writes it: NVML's domain has eight digits, upper case.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    domain, _, rest = bus_id.lower().partition(":")
+    if not rest:
+        raise ValueError(f"{bus_id!r} is no PCI bus id, such as 0000:17:00.0")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def pair_gpus(
+    topology: GpuTopology, workers: Sequence[int], devices: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Which workers each memory device serves: the nearest ones, as evenly as can be.
+
+    Nearest pairs are joined first; on what is a tree of switches and bridges that leaves as few pairs as possible to
+    every further distance. A GPU may be worker and memory device, and stand in a list several times. Ties go to the
+    lower numbers.
+
+    Args:
+        topology: Of all GPUs named.
+        workers: GPUs by local rank.
+        devices: GPUs by number of the memory device.
+
+    Returns:
+        Local ranks by memory device, ascending.
+
+    Raises:
+        ValueError: If there are no memory devices, or a GPU does not exist.
+    """
+    if not devices:
+        raise ValueError("workers need a memory device at least")
+    for gpu in (*workers, *devices):
+        if not 0 <= gpu < len(topology.gpus):
+            raise ValueError(f"GPU {gpu} is none of the {len(topology.gpus)} GPUs of this machine")
+    pairs = sorted(
+        (topology.distances[gpu][device_gpu], rank, device)
+        for rank, gpu in enumerate(workers)
+        for device, device_gpu in enumerate(devices)
+    )
+    served: list[list[int]] = [[] for _ in devices]
+    unserved = set(range(len(workers)))
+    most = len(workers) // len(devices)
+    num_longer = len(workers) % len(devices)
+    for _, rank, device in pairs:
+        is_room = len(served[device]) < most or (len(served[device]) == most and num_longer > 0)
+        if rank in unserved and is_room:
+            num_longer -= len(served[device]) == most
+            served[device].append(rank)
+            unserved.remove(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in served)
+
+
+def workers_of_gpus(
+    topology: GpuTopology, uuids: Sequence[str], *, devices: Sequence[int], num_workers: int
+) -> tuple[tuple[int, ...], ...]:
+    """Which workers each memory device serves where nobody says so: pair_gpus(), with local rank r on GPU r.
+
+    That is what users of launchers do; where there are more ranks than GPUs they begin again with the first one.
+
+    Args:
+        topology: Of this machine.
+        uuids: Of the GPUs that this process sees, in CUDA's order.
+        devices: Ordinals of the GPUs on which the memory devices are.
+        num_workers: Of this node.
+
+    Raises:
+        ValueError: As GpuTopology.find() and pair_gpus(); if CUDA sees no such GPU.
+    """
+    unknown = [device for device in devices if not 0 <= device < len(uuids)]
+    if unknown:
+        raise ValueError(f"there is no GPU cuda:{unknown[0]}: CUDA finds {len(uuids)} in this process")
+    numbers = [topology.find(uuid) for uuid in uuids]
+    return pair_gpus(
+        topology,
+        workers=[numbers[rank % len(numbers)] for rank in range(num_workers)],
+        devices=[numbers[device] for device in devices],
+    )
+
+
+def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
+    """What NVML says of this machine.
+
+    Raises:
+        CoarseError: If NVML is absent or does not answer; says what to install.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        raise CoarseError(
+            "nvidia-ml-py is not installed (pip install 'coarse[gpu]'): GPUs cannot be seen"
+        ) from None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise CoarseError(f"NVML: {error}") from None
+    try:
+        return topology_of(pynvml, root)
+    except pynvml.NVMLError as error:
+        raise CoarseError(f"NVML: {error}") from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def topology_of(nvml: Any, root: Path) -> GpuTopology:
+    """The topology by an initialised `pynvml`, or what answers like it, and sysfs below `root`."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    bus_ids = [_bus_id(nvml, handle) for handle in handles]
+    numbers = range(len(handles))
+    return GpuTopology(
+        gpus=tuple(
+            GpuPlace(
+                name=_text(nvml.nvmlDeviceGetName(handle)),
+                uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+                bus_id=bus_id,
+                numa_node=_numa_node(root, bus_id),
+            )
+            for handle, bus_id in zip(handles, bus_ids, strict=True)
+        ),
+        distances=tuple(
+            tuple(_distance(nvml, handles[one], handles[other]) for other in numbers) for one in numbers
+        ),
+        nvlinks=_nvlinks(nvml, handles, bus_ids),
+    )
+
+
+def _bus_id(nvml: Any, handle: Any) -> str:
+    return normal_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+
+
+def _text(answer: str | bytes) -> str:
+    """Some versions of nvidia-ml-py answer in bytes."""
+    return answer.decode() if isinstance(answer, bytes) else answer
+
+
+def _distance(nvml: Any, one: Any, other: Any) -> Distance:
+    if one is other:
+        return Distance.SAME
+    return Distance(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
+
+
+def _numa_node(root: Path, bus_id: str) -> int | None:
+    try:
+        node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _nvlinks(nvml: Any, handles: Sequence[Any], bus_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Links by their far ends: another GPU, or a switch that all who have links to switches are taken to share."""
+    direct = [[0] * len(handles) for _ in handles]
+    to_switches = [0] * len(handles)
+    for number, handle in enumerate(handles):
+        for far_end in _far_ends(nvml, handle):
+            if far_end in bus_ids:
+                direct[number][bus_ids.index(far_end)] += 1
+            else:
+                to_switches[number] += 1
+    numbers = range(len(handles))
+    return tuple(
+        tuple(
+            0
+            if one == other
+            else max(direct[one][other], direct[other][one]) + min(to_switches[one], to_switches[other])
+            for other in numbers
+        )
+        for one in numbers
+    )
+
+
+def _far_ends(nvml: Any, handle: Any) -> list[str]:
+    """Bus ids at the other ends of a GPU's active NVLinks; "" where NVML does not tell."""
+    ends: list[str] = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+        except nvml.NVMLError:
+            break  # this GPU has no more
+        try:
+            ends.append(normal_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)))
+        except nvml.NVMLError:
+            ends.append("")
+    return ends

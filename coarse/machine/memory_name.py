@@ -1,0 +1,82 @@
+"""What memories are called that a memory device can own: host, numa:2, dax:/dev/dax0.0, cuda:4 (docs/devices.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from coarse.machine.fields import FieldError
+
+PLACE_KEYS: Mapping[str, str] = MappingProxyType(
+    {"host": "", "numa": "node", "dax": "path", "cuda": "device"}
+)
+"""Kinds of memory, and the key of a partition table that says which of that kind; "" where there is one only."""
+
+DEVICE_KINDS = tuple(PLACE_KEYS)
+"""Kinds of memory that a memory device can own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryName:
+    """One memory of this machine, whether it is there or not.
+
+    Args:
+        kind: One of DEVICE_KINDS.
+        place: Which of that kind: the number of a NUMA node, the path of a DAX device, the ordinal of a GPU; "" for
+            the host's memory.
+
+    Raises:
+        ValueError: If the kind is unknown, or the place cannot be one of that kind.
+
+    Example:
+        >>> str(MemoryName.parse("numa:2"))
+        'numa:2'
+    """
+
+    kind: str = "host"
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in DEVICE_KINDS:
+            raise FieldError("kind", f"kind {self.kind!r} is none of {', '.join(DEVICE_KINDS)}")
+        key = PLACE_KEYS[self.kind]
+        if self.kind == "host" and self.place:
+            raise FieldError("kind", f"memory of kind host is one, there is no {self.place!r} of it")
+        if self.kind == "numa" and not self.place.isdecimal():
+            raise FieldError(
+                key, f"{key} {self.place!r} is no number of a NUMA node; write one such as numa:2"
+            )
+        if self.kind == "cuda" and not self.place.isdecimal():
+            raise FieldError(key, f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4")
+        if self.kind == "dax" and not self.place.startswith("/"):
+            raise FieldError(
+                key,
+                f"{key} {self.place!r} is no path from / on of a DAX device; write one such as /dev/dax0.0",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.place}" if self.place else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryName:
+        """Reads what str() gives.
+
+        Raises:
+            ValueError: If it is the name of no memory.
+        """
+        kind, _, place = text.strip().partition(":")
+        return cls(kind=kind, place=place)
+
+
+def parse_memory_devices(text: str) -> int | tuple[MemoryName, ...]:
+    """Reads "3", a number of memory devices, or "host,numa:2": a memory for each.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if text.strip().lstrip("+-").isdecimal():
+        return int(text)
+    if not text.strip():
+        raise ValueError("there is no memory device in it")
+    return tuple(map(MemoryName.parse, text.split(",")))

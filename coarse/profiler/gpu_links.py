@@ -1,0 +1,243 @@
+"""Measures what links of GPUs carry: to and from pinned host memory, within a GPU, to its peers; by size."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+
+from coarse.kernels import _native
+from coarse.profiler.curve import Curve
+
+SIZES = tuple((64 << 10) << power for power in range(13))
+"""64 KiB to 256 MiB."""
+
+REPEATS = 11
+_WARM_UPS = 1
+
+
+class Way(Enum):
+    """One direction of copying."""
+
+    TO_DEVICE = "host-to-device"
+    TO_HOST = "device-to-host"
+    TO_PEER = "device-to-device"
+    FROM_PEER = "device-from-device"
+
+
+ONE_WAY = (Way.TO_DEVICE, Way.TO_HOST)
+BOTH_WAYS = {"host, both": (Way.TO_DEVICE, Way.TO_HOST), "peers, both": (Way.TO_PEER, Way.FROM_PEER)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class GpuPath:
+    """Copies of one GPU that are under way together.
+
+    Args:
+        kind: The value of a Way, or a key of BOTH_WAYS.
+        gpu: Ordinal of the GPU whose streams copy.
+        peer: The other GPU, or itself; None for copies from and to the host.
+    """
+
+    kind: str
+    gpu: int
+    peer: int | None = None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """What is copied at the same time."""
+        return BOTH_WAYS.get(self.kind) or (Way(self.kind),)
+
+    def __str__(self) -> str:
+        return f"cuda:{self.gpu} {self.kind}" + ("" if self.peer is None else f" cuda:{self.peer}")
+
+
+class GpuCopier(Protocol):
+    """Copies, and tells how long the GPU took."""
+
+    def time_us(self, path: GpuPath, nbytes: int) -> float:
+        """From the moment at which all of a path's copies may begin to that at which the last one has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLinks:
+    """What the links of a machine's GPUs carry. Immutable.
+
+    Args:
+        gpus: Their names, by ordinal.
+        curves: Times by size; of paths with two directions, each direction has the size.
+        unreachable: Pairs of GPUs that cannot access each other, whose copies would go through the host.
+    """
+
+    gpus: tuple[str, ...]
+    curves: Mapping[GpuPath, Curve]
+    unreachable: tuple[tuple[int, int], ...]
+
+    def peak_gbytes_per_s(self, path: GpuPath) -> float:
+        """The highest bandwidth of all copies of a path together."""
+        return self.curves[path].peak_gbytes_per_s * len(path.ways)
+
+    def to_json(self) -> str:
+        """All figures, which are measured."""
+        return json.dumps({**self._values(), "kind": "measured"}, indent=1)
+
+    def _values(self) -> dict[str, Any]:
+        paths = [
+            {**asdict(path), "points": [asdict(point) for point in curve.points]}
+            for path, curve in self.curves.items()
+        ]
+        return {"gpus": self.gpus, "unreachable": self.unreachable, "paths": paths}
+
+
+def gpu_paths(num_gpus: int, can_access: Callable[[int, int], bool]) -> list[GpuPath]:
+    """All paths to measure: of each GPU with the host and within itself, of each pair with access to each other."""
+    paths: list[GpuPath] = []
+    for gpu in range(num_gpus):
+        paths += [GpuPath(kind=way.value, gpu=gpu) for way in ONE_WAY]
+        paths += [GpuPath(kind="host, both", gpu=gpu), GpuPath(kind=Way.TO_PEER.value, gpu=gpu, peer=gpu)]
+        for peer in range(num_gpus):
+            if peer == gpu or not can_access(gpu, peer):
+                continue
+            paths.append(GpuPath(kind=Way.TO_PEER.value, gpu=gpu, peer=peer))
+            if peer > gpu and can_access(peer, gpu):
+                paths.append(GpuPath(kind="peers, both", gpu=gpu, peer=peer))
+    return paths
+
+
+def measure_gpu_links(
+    gpus: Sequence[str],
+    can_access: Callable[[int, int], bool],
+    copier: GpuCopier,
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = REPEATS,
+    progress: Callable[[float], None] = lambda done: None,
+) -> GpuLinks:
+    """Measures every path alone, while nothing else uses the GPUs.
+
+    Args:
+        gpus: Names by ordinal.
+        can_access: Whether a GPU reaches the memory of another one.
+        copier: Does it.
+        sizes: In bytes.
+        repeats: Of each path and size; their median counts.
+        progress: Takes the part that is done, from 0 to 1.
+
+    Raises:
+        ValueError: If there are no GPUs, sizes or repeats.
+    """
+    if not gpus or not sizes or repeats < 1:
+        raise ValueError(
+            f"{len(gpus)} GPUs, {len(sizes)} sizes, {repeats} repeats: needs one of each at least"
+        )
+    paths = gpu_paths(len(gpus), can_access)
+    curves: dict[GpuPath, Curve] = {}
+    for number, path in enumerate(paths):
+        times_us: dict[int, list[float]] = {}
+        for nbytes in sizes:
+            times = [copier.time_us(path, nbytes) for _ in range(_WARM_UPS + repeats)]
+            times_us[nbytes] = times[_WARM_UPS:]
+        curves[path] = Curve.from_repeats(times_us)
+        progress((number + 1) / len(paths))
+    pairs = [(one, other) for one in range(len(gpus)) for other in range(len(gpus)) if one != other]
+    return GpuLinks(
+        gpus=tuple(gpus),
+        curves=curves,
+        unreachable=tuple(pair for pair in pairs if not can_access(*pair)),
+    )
+
+
+class DriverCopier:
+    """Copies by the CUDA driver, on streams of its own, timed by its events.
+
+    Takes four times `most_bytes` of each GPU and twice of pinned host memory, until close().
+    Thread safety: one caller at a time.
+
+    Args:
+        num_gpus: How many GPUs, from the first on; at least 1.
+        most_bytes: The largest size that is going to be timed.
+
+    Raises:
+        CudaError: If a GPU cannot be used, or has too little memory.
+    """
+
+    def __init__(self, num_gpus: int, most_bytes: int) -> None:
+        # Pages are touched before they are pinned, not while they are copied.
+        self._host = mmap.mmap(-1, 2 * most_bytes)
+        self._host[:] = bytes(len(self._host))
+        address = np.frombuffer(self._host, np.uint8).ctypes.data
+        self._host_halves = (address, address + most_bytes)
+        self._gpus = [_GpuEnds(gpu, most_bytes) for gpu in range(num_gpus)]
+        # Once, for all GPUs.
+        context = self._gpus[0].context
+        self._pinned = [_native.CudaHostRegistration(context, address, len(self._host))]
+        self._peers: dict[tuple[int, int], list[_native.CudaMemory]] = {}
+
+    def close(self) -> None:
+        """Gives all memory back. Idempotent."""
+        self._peers.clear()
+        self._pinned.clear()
+        self._gpus.clear()
+        self._host.close()
+
+    def time_us(self, path: GpuPath, nbytes: int) -> float:
+        gpu = self._gpus[path.gpu]
+        first, second = gpu.streams
+        gpu.context.make_current()
+        gpu.begin.record(first.handle)
+        second.wait(gpu.begin)
+        for stream, way in zip(gpu.streams, path.ways, strict=False):
+            self._copy(stream, way, path, nbytes)
+        gpu.joined.record(second.handle)
+        first.wait(gpu.joined)
+        gpu.end.record(first.handle)
+        gpu.end.synchronize()
+        return gpu.end.milliseconds_since(gpu.begin) * 1e3
+
+    def _copy(self, stream: _native.CudaStream, way: Way, path: GpuPath, nbytes: int) -> None:
+        own = [memory.address for memory in self._gpus[path.gpu].memories]
+        if way is Way.TO_DEVICE:
+            stream.copy_to_device(own[0], self._host_halves[0], nbytes)
+        elif way is Way.TO_HOST:
+            stream.copy_to_host(self._host_halves[1], own[1], nbytes)
+        else:
+            assert path.peer is not None
+            far = [memory.address for memory in self._memories_of(path.gpu, path.peer)]
+            if way is Way.TO_PEER:
+                stream.copy_on_device(far[2], own[0], nbytes)
+            else:
+                stream.copy_on_device(own[1], far[3], nbytes)
+
+    def _memories_of(self, gpu: int, peer: int) -> list[_native.CudaMemory]:
+        """The memories of a GPU, as another one reaches them."""
+        if gpu == peer:
+            return self._gpus[gpu].memories
+        if (gpu, peer) not in self._peers:
+            self._peers[gpu, peer] = [
+                _imported(self._gpus[gpu].context, memory) for memory in self._gpus[peer].memories
+            ]
+        return self._peers[gpu, peer]
+
+
+class _GpuEnds:
+    """What one GPU copies with."""
+
+    def __init__(self, gpu: int, most_bytes: int) -> None:
+        self.context = _native.CudaContext(gpu)
+        self.streams = [_native.CudaStream(self.context) for _ in range(2)]
+        self.begin, self.joined, self.end = (_native.CudaEvent(self.context, is_timed=True) for _ in range(3))
+        self.memories = [_native.CudaMemory.allocate(self.context, most_bytes) for _ in range(4)]
+
+
+def _imported(context: _native.CudaContext, memory: _native.CudaMemory) -> _native.CudaMemory:
+    fd = memory.export_fd()
+    try:
+        return _native.CudaMemory.import_fd(context, fd, memory.num_bytes)
+    finally:
+        os.close(fd)

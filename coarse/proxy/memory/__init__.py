@@ -1,0 +1,19 @@
+"""Where a memory device keeps its bytes. Nothing outside this package knows which kind of memory that is.
+
+A memory is named by its kind and, where there are several of a kind, its place: "host", "numa:2",
+"dax:/dev/dax0.0" (docs/devices.md).
+"""
+
+from coarse.proxy.memory.device_memory import DeviceMemory, available_bytes, open_memory, try_memory
+from coarse.proxy.memory.host import HostMemory
+from coarse.proxy.memory.segment import Extent, Segment
+
+__all__ = [
+    "DeviceMemory",
+    "Extent",
+    "HostMemory",
+    "Segment",
+    "available_bytes",
+    "open_memory",
+    "try_memory",
+]

@@ -1,0 +1,108 @@
+"""Device memory on a GPU, on which kernels are the sync cores (docs/design/gpu.md)."""
+
+from __future__ import annotations
+
+from coarse.errors import OutOfDeviceMemoryError
+from coarse.kernels import _native
+from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES, CudaKernels
+from coarse.proxy.memory.host import HostMemory
+from coarse.proxy.memory.segment import Extent, Segment
+
+_POSIX_FD_SUPPORTED = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+
+
+class CudaMemory:
+    """Memory of one GPU behind file descriptors, which other processes map for GPUs to work on.
+
+    Tensors lie in it; control words and what workers have in the host's memory lie there.
+
+    Args:
+        device: The GPU's ordinal.
+
+    Raises:
+        ValueError: As check_cuda().
+    """
+
+    kind = "cuda"
+    is_mappable = False
+
+    def __init__(self, device: int) -> None:
+        check_cuda(device)
+        self.device = device
+        self._uuid = _native.cuda_device_uuid(device)
+        self._context = _native.CudaContext(device)
+        self._context.make_current()
+        self._stream = _native.CudaStream(self._context)
+        self._host = HostMemory()
+        self._kernels: CudaKernels | None = None  # must outlive the next, which has handles of them
+        self._tensor_memory: _native.TensorMemory | None = None
+
+    def allocate(self, label: str, num_bytes: int) -> Segment:
+        try:
+            memory = _native.CudaMemory.allocate(self._context, num_bytes)
+        except _native.CudaOutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(self._shortage(label, num_bytes)) from error
+        self._stream.fill(memory.address, 0, memory.num_bytes)
+        self._stream.synchronize()
+        return Segment(memory.export_fd(), num_bytes, Extent(0, memory.num_bytes, self._uuid))
+
+    def allocate_host(self, label: str, num_bytes: int) -> Segment:
+        return self._host.allocate(label, num_bytes)
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        return self._host.allocate_sparse(label, num_bytes)
+
+    def available_bytes(self) -> int:
+        free_bytes, _ = self._context.memory_info()
+        return free_bytes
+
+    def cores(self) -> tuple[int, ...]:
+        return ()
+
+    def tensor_memory(self) -> _native.TensorMemory:
+        if self._tensor_memory is None:
+            kernels = self._kernels = CudaKernels(self.device)
+
+            def handles(name: str, dtypes: tuple[str, ...] = DTYPES) -> list[int]:
+                return [kernels.function(f"{name}_{dtype}") if dtype in dtypes else 0 for dtype in DTYPES]
+
+            self._tensor_memory = _native.CudaTensorMemory(
+                self._context,
+                reduce_sum=handles("reduce_sum"),
+                reduce_max=handles("reduce_max"),
+                measure=handles("measure", MEASURED_DTYPES),
+                update=handles("update", MEASURED_DTYPES),
+            )
+        return self._tensor_memory
+
+    def close(self) -> None:
+        """Has nothing to give up: memory goes with its segments."""
+
+    def _shortage(self, label: str, num_bytes: int) -> str:
+        free_bytes, total_bytes = self._context.memory_info()
+        name = f"cuda:{self.device} ({_native.cuda_device_name(self.device)})"
+        return (
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of {name}, {free_bytes / 2**20:.1f} of its "
+            f"{total_bytes / 2**20:.1f} MiB are available. Use fewer workers on this GPU, a smaller model, or "
+            "another GPU for memory devices."
+        )
+
+
+def check_cuda(device: int) -> None:
+    """Whether a GPU can be a memory device; takes nothing of it.
+
+    Raises:
+        ValueError: If it cannot; says why, and what to do.
+    """
+    name = f"memory device cuda:{device}"
+    if reason := _native.cuda_unavailable_reason():
+        raise ValueError(f"{name}: {reason}")
+    count = _native.cuda_num_devices()
+    if device >= count:
+        gpus = ", ".join(f"cuda:{each} ({_native.cuda_device_name(each)})" for each in range(count))
+        raise ValueError(f"{name}: there is no such GPU; CUDA finds {gpus or 'none'} in this process")
+    if not _native.cuda_device_attribute(device, _POSIX_FD_SUPPORTED):
+        raise ValueError(
+            f"{name} ({_native.cuda_device_name(device)}) cannot share memory with other processes by file "
+            "descriptors; use memory devices on the host"
+        )

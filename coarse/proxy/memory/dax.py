@@ -1,0 +1,248 @@
+"""Device memory on a DAX device: CXL or persistent memory that programs map directly (docs/devices.md)."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError
+from coarse.kernels import _native
+from coarse.machine.host import nearest_cores, read_dax_devices, read_numa_nodes
+from coarse.proxy.memory.host import HostMemory
+from coarse.proxy.memory.segment import Extent, Segment
+
+_ALIGNMENT_BYTES = 2 << 20  # of extents, unless the device asks for more
+_LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
+_PATIENCE_S = 2.0  # a memory device of the session before may be about to end
+_POLL_S = 0.01
+_MOST_COMMAND_CHARACTERS = 80
+_SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaxGeometry:
+    """What a DAX device says of itself.
+
+    Args:
+        num_bytes: Its size.
+        alignment_bytes: What is mapped begins and ends at multiples of it.
+        node: The NUMA node whose processors are nearest; -1 if nobody knows.
+    """
+
+    num_bytes: int
+    alignment_bytes: int = _ALIGNMENT_BYTES
+    node: int = -1
+
+
+class DaxMemory:
+    """A DAX device, or a file on a DAX file system, that belongs to one memory device.
+
+    Tensors lie in it, each segment in an extent of its own; control words, old versions for snapshots and copies for
+    workers lie in the host's memory, because they need seals, or pages that come and go.
+
+    The kernel keeps the books: every segment has an open file description of its own, which holds a lock on its
+    extent, and so the extent is free when, and only when, the last descriptor and the last mapping of it are gone,
+    in whatever process, however it ended. The device as a whole is locked as long as the memory device lives.
+
+    Args:
+        path: Of the device, or the file.
+
+    Raises:
+        ValueError: If it is no DAX device, cannot be opened, is too small or not aligned.
+        DeviceMemoryBusyError: If another process has it; says which.
+    """
+
+    kind = "dax"
+    is_mappable = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._geometry = dax_geometry(path)
+        self._host = HostMemory()
+        self._fd = _open(path)
+        try:
+            _lock_whole(self._fd, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def allocate(self, label: str, num_bytes: int) -> Segment:
+        unit = self._geometry.alignment_bytes
+        extent_bytes = -(-num_bytes // unit) * unit
+        fitting = (begin for begin, end in self._gaps() if end - begin >= extent_bytes)
+        begin = next(fitting, None)
+        if begin is None:
+            raise OutOfDeviceMemoryError(self._shortage(label, extent_bytes))
+        segment = Segment(_reopen(self._fd), num_bytes, Extent(begin, extent_bytes))
+        try:
+            _lock_extent(segment.fd, begin, begin + extent_bytes)
+            mapping = _native.Mapping(segment.region, num_bytes)
+            ctypes.memset(mapping.address, 0, num_bytes)
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+    def allocate_host(self, label: str, num_bytes: int) -> Segment:
+        return self._host.allocate(label, num_bytes)
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        return self._host.allocate_sparse(label, num_bytes)
+
+    def available_bytes(self) -> int:
+        return sum(end - begin for begin, end in self._gaps())
+
+    def cores(self) -> tuple[int, ...]:
+        nodes = read_numa_nodes()
+        is_online = any(each.node == self._geometry.node for each in nodes)
+        return nearest_cores(nodes, self._geometry.node) if is_online else ()
+
+    def tensor_memory(self) -> None:
+        return None
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of what nobody holds, in the order of the device."""
+        return _gaps(self._fd, 0, self._geometry.num_bytes)
+
+    def _shortage(self, label: str, num_bytes: int) -> str:
+        gaps = [end - begin for begin, end in self._gaps()]
+        all_bytes = self._geometry.num_bytes
+        return (
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of {self.path} in one piece; of {all_bytes / 2**20:.1f} MiB "
+            f"{sum(gaps) / 2**20:.1f} are free, {max(gaps, default=0) / 2**20:.1f} in one piece. Use fewer workers, "
+            "a smaller model, or memory devices on several DAX devices."
+        )
+
+
+def dax_geometry(path: str) -> DaxGeometry:
+    """Asks a DAX device for its size; does not open it.
+
+    Raises:
+        ValueError: If it is none, or too small, or not aligned.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        devices = ", ".join(f"/dev/{device.name}" for device in read_dax_devices()) or "no DAX devices"
+        raise ValueError(
+            f"{path}: {error.strerror}; this machine has {devices}. One that `daxctl list` shows as system-ram is a "
+            "NUMA node instead: numa:N"
+        ) from None
+    if stat.S_ISCHR(status.st_mode):
+        geometry = _geometry_of_device(path, status.st_rdev)
+    elif stat.S_ISREG(status.st_mode):
+        geometry = DaxGeometry(num_bytes=status.st_size)
+    else:
+        raise ValueError(f"{path} is neither a DAX device nor a file")
+    unit = geometry.alignment_bytes
+    if geometry.num_bytes < unit:
+        raise ValueError(
+            f"{path} has {geometry.num_bytes} bytes, which is too small: segments take {unit >> 20} MiB at least"
+        )
+    if geometry.num_bytes % unit:
+        raise ValueError(
+            f"{path} is not aligned: its {geometry.num_bytes} bytes are no multiple of {unit}. Make it anew with "
+            f"daxctl create-device -s, or truncate -s for a file"
+        )
+    return geometry
+
+
+def _geometry_of_device(path: str, number: int) -> DaxGeometry:
+    folder = _SYSFS / f"dev/char/{os.major(number)}:{os.minor(number)}"
+    try:
+        num_bytes = int((folder / "size").read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"{path} is a character device, but no DAX device") from None
+    alignment_bytes = _number(folder / "align", default=_ALIGNMENT_BYTES)
+    return DaxGeometry(
+        num_bytes=num_bytes,
+        alignment_bytes=max(alignment_bytes, _ALIGNMENT_BYTES),
+        node=_number(folder / "numa_node", default=-1),
+    )
+
+
+def _number(path: Path, default: int) -> int:
+    try:
+        return int(path.read_text(), 0)
+    except (OSError, ValueError):
+        return default
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        advice = f"; as root: chgrp and chmod g+rw {path}" if isinstance(error, PermissionError) else ""
+        raise ValueError(f"{path} cannot be opened: {error.strerror}{advice}") from None
+
+
+def _reopen(fd: int) -> int:
+    """An open file description of its own, with locks of its own."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _lock_whole(fd: int, path: str) -> None:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise DeviceMemoryBusyError(
+                    f"{path} is for one memory device alone, and {_describe_holders(path)} has it. End that first, "
+                    "or choose another device"
+                ) from None
+        time.sleep(_POLL_S)
+
+
+def _lock_extent(fd: int, begin: int, end: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0))
+
+
+def _gaps(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ranges within [begin, end) that no other open file description has locked."""
+    if begin >= end:
+        return
+    wanted = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
+    kind, _, start, length, _ = _LOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
+    if kind == fcntl.F_UNLCK:
+        yield begin, end
+        return
+    yield from _gaps(fd, begin, start)
+    yield from _gaps(fd, start + length, end)
+
+
+def _describe_holders(path: str) -> str:
+    holders = [f"process {pid} ({_command(pid)})" for pid in sorted(_holders(path))]
+    return " or ".join(holders) or "a process of another user"
+
+
+def _holders(path: str) -> Iterator[int]:
+    """Processes with a descriptor of a file, as far as this one may look."""
+    real_path = os.path.realpath(path)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) == real_path for link in (folder / "fd").iterdir()):
+                yield int(folder.name)
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+
+
+def _command(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "ended"
+    return b" ".join(words).decode(errors="replace").strip()[:_MOST_COMMAND_CHARACTERS]

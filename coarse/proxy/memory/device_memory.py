@@ -1,0 +1,113 @@
+"""What all kinds of device memory have in common, and how one is opened by its name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from coarse.kernels import _native
+from coarse.machine.memory_name import MemoryName
+from coarse.proxy.memory.segment import Segment
+
+
+class DeviceMemory(Protocol):
+    """The memory of one memory device. Used from one thread at a time."""
+
+    kind: str
+    is_mappable: bool
+    """Whether processors read and write it; else it is that of a GPU."""
+
+    def allocate(self, label: str, num_bytes: int) -> Segment:
+        """Takes `num_bytes` of zeroed memory, for tensors.
+
+        Raises:
+            OutOfDeviceMemoryError: If it is not there; nothing was taken.
+        """
+
+    def allocate_host(self, label: str, num_bytes: int) -> Segment:
+        """The same as sealed memory that every processor reaches, for control words and copies that workers read.
+
+        Raises:
+            OutOfDeviceMemoryError: If it is not there; nothing was taken.
+        """
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        """Sealed memory whose pages are taken, and given back, one by one later; nothing is taken now.
+
+        Raises:
+            OutOfDeviceMemoryError: If there is no such memory.
+        """
+
+    def available_bytes(self) -> int:
+        """How much allocate() can still give, at this moment."""
+
+    def cores(self) -> tuple[int, ...]:
+        """The processors nearest to it; () where none is nearer than others."""
+
+    def tensor_memory(self) -> _native.TensorMemory | None:
+        """What sync cores reach tensors by; None where they do so themselves.
+
+        Raises:
+            CoarseError: If it cannot be had.
+        """
+
+    def close(self) -> None:
+        """Gives the memory up, but for segments that are still open or mapped somewhere. Idempotent."""
+
+
+def open_memory(name: str) -> DeviceMemory:
+    """The memory of a memory device, to be its own from now on.
+
+    Args:
+        name: As in MemoryName.
+
+    Raises:
+        ValueError: If there is no such memory here; says what there is.
+        DeviceMemoryBusyError: If somebody else has it for himself.
+    """
+    memory = MemoryName.parse(name)
+    if memory.kind == "numa":
+        from coarse.proxy.memory.numa import NumaMemory
+
+        return NumaMemory(int(memory.place))
+    if memory.kind == "dax":
+        from coarse.proxy.memory.dax import DaxMemory
+
+        return DaxMemory(memory.place)
+    if memory.kind == "cuda":
+        from coarse.proxy.memory.cuda import CudaMemory
+
+        return CudaMemory(int(memory.place))
+    from coarse.proxy.memory.host import HostMemory
+
+    return HostMemory()
+
+
+def try_memory(name: str) -> None:
+    """Takes a little of a memory and gives it back, so that what is wrong is known before a device is started.
+
+    Raises:
+        ValueError, CoarseError: As open_memory() and allocate() do.
+    """
+    if MemoryName.parse(name).kind == "cuda":
+        from coarse.proxy.memory.cuda import check_cuda
+
+        return check_cuda(int(MemoryName.parse(name).place))  # no context: the memory device has one
+    memory = open_memory(name)
+    try:
+        memory.allocate("a trial", 1).close()
+    finally:
+        memory.close()
+
+
+def available_bytes(name: str) -> int:
+    """How much a memory can give, for whoever does not own it.
+
+    Raises:
+        ValueError: If there is no such memory here.
+    """
+    memory = MemoryName.parse(name)
+    if memory.kind == "dax":
+        from coarse.proxy.memory.dax import dax_geometry
+
+        return dax_geometry(memory.place).num_bytes
+    return open_memory(name).available_bytes()

@@ -1,0 +1,76 @@
+"""Device memory emulated in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coarse.errors import OutOfDeviceMemoryError
+from coarse.kernels import _native
+from coarse.machine.host import read_cgroup_available_bytes
+from coarse.proxy.memory.segment import Segment
+
+_MOST_NAME_BYTES = 200  # the kernel takes up to 249
+RESERVE_BYTES = 64 << 20
+"""Left to the operating system when a device fills the host's memory."""
+
+
+class HostMemory:
+    """Sealed memfds that nobody can find by name."""
+
+    kind = "host"
+    is_mappable = True
+
+    def allocate(self, label: str, num_bytes: int) -> Segment:
+        available = self.available_bytes()
+        if num_bytes > available:
+            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available))
+        try:
+            return Segment(_native.create_sealed_memory(memory_name(label), num_bytes), num_bytes)
+        except OSError as error:
+            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available)) from error
+
+    def allocate_host(self, label: str, num_bytes: int) -> Segment:
+        return self.allocate(label, num_bytes)
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        try:
+            return Segment(_native.create_sparse_sealed_memory(memory_name(label), num_bytes), num_bytes)
+        except OSError as error:
+            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, self.available_bytes())) from error
+
+    def available_bytes(self) -> int:
+        return within_cgroup(_meminfo_bytes("MemAvailable") - RESERVE_BYTES)
+
+    def cores(self) -> tuple[int, ...]:
+        return ()
+
+    def tensor_memory(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Has nothing to give up: memory goes with its segments."""
+
+
+def within_cgroup(num_bytes: int) -> int:
+    """So much of `num_bytes` of host memory as this process's control groups allow."""
+    allowed = read_cgroup_available_bytes()
+    return max(0, num_bytes if allowed is None else min(num_bytes, allowed))
+
+
+def _shortage(label: str, num_bytes: int, available: int) -> str:
+    return (
+        f"{label} needs {num_bytes / 2**20:.1f} MiB of host memory, {available / 2**20:.1f} MiB are available. "
+        "Use fewer workers on this node, a smaller model, or a machine with more memory."
+    )
+
+
+def memory_name(label: str) -> str:
+    """What the kernel is told that memory is for. Shown in /proc/PID/maps."""
+    return f"coarse-{label}".encode("ascii", "replace")[:_MOST_NAME_BYTES].decode()
+
+
+def _meminfo_bytes(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62

@@ -1,0 +1,139 @@
+"""Device memory on one NUMA node: CXL memory that Linux manages is such a node, without cores (docs/devices.md)."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from coarse.errors import OutOfDeviceMemoryError
+from coarse.kernels import _native
+from coarse.machine.host import (
+    NumaNode,
+    nearest_cores,
+    parse_cores,
+    parse_fields,
+    parse_kib,
+    read_numa_nodes,
+)
+from coarse.proxy.memory.host import RESERVE_BYTES, memory_name, within_cgroup
+from coarse.proxy.memory.segment import Segment
+
+_PAGE_BYTES = mmap.PAGESIZE  # what numa_maps counts in; a huge page counts as many small ones
+
+
+class NumaMemory:
+    """Sealed memfds whose pages all lie on one NUMA node, which is looked up once they are there.
+
+    Args:
+        node: Its number.
+
+    Raises:
+        ValueError: If there is no such node here, or it has no memory, or this process may not have any of it.
+    """
+
+    kind = "numa"
+    is_mappable = True
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self._nodes = read_numa_nodes()
+        _check_node(node, self._nodes, _allowed_nodes())
+
+    def allocate(self, label: str, num_bytes: int) -> Segment:
+        available = self.available_bytes()
+        if num_bytes > available:  # the kernel would rather end processes than fail
+            raise OutOfDeviceMemoryError(self._shortage(label, num_bytes, available))
+        segment = self._bind(label, num_bytes, is_allocated=True)
+        try:
+            self._verify(label, segment)
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+    def allocate_host(self, label: str, num_bytes: int) -> Segment:
+        return self.allocate(label, num_bytes)
+
+    def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
+        return self._bind(label, num_bytes, is_allocated=False)
+
+    def available_bytes(self) -> int:
+        fields = parse_fields(Path(f"/sys/devices/system/node/node{self.node}/meminfo").read_text())
+
+        def num_bytes(name: str) -> int:
+            return parse_kib(fields.get(f"Node {self.node} {name}", ""))
+
+        # Half of what files hold in memory, as the kernel's own estimate for all nodes together leaves some of it.
+        cached = num_bytes("Active(file)") + num_bytes("Inactive(file)") + num_bytes("SReclaimable")
+        return within_cgroup(num_bytes("MemFree") + cached // 2 - RESERVE_BYTES)
+
+    def cores(self) -> tuple[int, ...]:
+        return nearest_cores(self._nodes, self.node)
+
+    def tensor_memory(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Has nothing to give up: memory goes with its segments."""
+
+    def _bind(self, label: str, num_bytes: int, *, is_allocated: bool) -> Segment:
+        try:
+            fd = _native.create_bound_memory(memory_name(label), num_bytes, self.node, is_allocated)
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.ENOSYS):
+                raise OutOfDeviceMemoryError(
+                    f"{label}: this process may not say on which NUMA node its memory lies (mbind: "
+                    f"{error.strerror}). In a container: docker run --cap-add SYS_NICE"
+                ) from error
+            raise OutOfDeviceMemoryError(self._shortage(label, num_bytes, self.available_bytes())) from error
+        return Segment(fd, num_bytes)
+
+    def _verify(self, label: str, segment: Segment) -> None:
+        mapping = _native.Mapping(segment.region, segment.num_bytes, read_only=True)
+        mapping.populate()  # numa_maps counts what is mapped
+        pages = parse_numa_maps(Path("/proc/self/numa_maps").read_text(), mapping.address)
+        elsewhere = {node: count for node, count in pages.items() if node != self.node}
+        expected = -(-segment.num_bytes // _PAGE_BYTES)
+        if elsewhere or pages.get(self.node, 0) < expected:
+            found = ", ".join(f"{count} on node {node}" for node, count in sorted(pages.items())) or "none"
+            raise OutOfDeviceMemoryError(
+                f"{label}: {expected} pages were asked of NUMA node {self.node}, and there are {found}"
+            )
+
+    def _shortage(self, label: str, num_bytes: int, available: int) -> str:
+        return (
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of NUMA node {self.node}, {available / 2**20:.1f} MiB are "
+            "available there. Use fewer workers, a smaller model, or memory devices on several nodes."
+        )
+
+
+def parse_numa_maps(text: str, address: int) -> dict[int, int]:
+    """Reads /proc/PID/numa_maps: pages by node of the mapping that begins at `address`; nothing if none does."""
+    for line in text.splitlines():
+        begin, _, rest = line.partition(" ")
+        if int(begin, 16) == address:
+            return {int(node): int(count) for node, count in re.findall(r"\bN(\d+)=(\d+)", rest)}
+    return {}
+
+
+def _allowed_nodes() -> tuple[int, ...]:
+    """The nodes of which this process may have memory: a control group can leave it some only."""
+    fields: Mapping[str, str] = parse_fields(Path("/proc/self/status").read_text())
+    return parse_cores(fields.get("Mems_allowed_list", ""))
+
+
+def _check_node(node: int, nodes: tuple[NumaNode, ...], allowed: tuple[int, ...]) -> None:
+    found = {each.node: each for each in nodes}
+    named = ", ".join(f"{each.node} ({each.memory_bytes / 2**30:.1f} GiB)" for each in nodes) or "none"
+    if node not in found:
+        raise ValueError(f"there is no NUMA node {node} on this machine; there are {named}")
+    if found[node].memory_bytes == 0:
+        raise ValueError(f"NUMA node {node} has no memory; there are {named}")
+    if allowed and node not in allowed:
+        raise ValueError(
+            f"this process may not have memory of NUMA node {node}, only of {', '.join(map(str, allowed))}: its "
+            "control group's cpuset.mems says so"
+        )

@@ -1,0 +1,56 @@
+"""What a session refuses before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.env import Settings
+from coarse.errors import RendezvousError
+from coarse.rendezvous import NodeMap
+
+
+def check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
+    """Raises ValueError unless there are tensors to register, each of a name of its own."""
+    if not specs:
+        raise ValueError(f"{name}: there is no tensor to register")
+    if len({spec.name for spec in specs}) < len(specs):
+        raise ValueError(f"{name}: two tensors share a name")
+
+
+def check_solo(settings: Settings) -> None:
+    """Raises RendezvousError for settings that need several workers, in a job of one."""
+    if settings.machine:
+        raise RendezvousError(
+            f"a job of one worker has no links that could be those of {settings.machine}; start two or more workers, "
+            "or unset COARSE_MACHINE"
+        )
+
+
+def check_algorithm(nodes: NodeMap, settings: Settings) -> None:
+    """Raises RendezvousError for settings that work within one node, in a job of several."""
+    if settings.keep_devices and nodes.num_nodes > 1:
+        raise RendezvousError(
+            f"memory devices are kept within one node, and this job has {nodes.num_nodes}; unset COARSE_KEEP_DEVICES"
+        )
+    if settings.sync_algorithm in ("ring", "exchange") and nodes.num_nodes > 1:
+        what = (
+            f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
+        )
+        how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
+        raise RendezvousError(f"{what} works within one node, and this job has {nodes.num_nodes}; {how}")
+
+
+def check_array(array: npt.NDArray[Any], op: str) -> None:
+    """Raises ValueError unless an array can be reduced in place."""
+    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
+        raise ValueError(
+            f"an array of {array.dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
+        )
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
+    if array.size:
+        TensorSpec(name="array", dtype=array.dtype.name, num_elements=array.size, op=op)

@@ -1,0 +1,93 @@
+"""Parameters that a worker has pulled from the memory devices, for training with bounded staleness."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from coarse.client.parameter_cache import CacheStatistics, ParameterCache
+from coarse.errors import CoarseError
+from coarse.torch.session import is_failing
+
+
+class CachedParameters:
+    """One worker's copies of a model's parameters, at most `staleness` updates behind those in the memory devices.
+
+    A worker whose copies are new enough does not wait for the update under way, nor for the workers that it needs.
+
+    Args:
+        parameters: The worker's own; they become copies of `shared` now.
+        shared: The same parameters in the memory devices, which update them.
+        staleness: How many updates the copies may not know of, at least 1.
+        finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        shared: Sequence[torch.Tensor],
+        *,
+        staleness: int,
+        finish_update: Callable[[], int],
+    ) -> None:
+        self._parameters = parameters
+        self._shared = shared
+        self._finish_update = finish_update
+        self._cache = ParameterCache(staleness=staleness, num_bytes=sum(tensor.nbytes for tensor in shared))
+        self.pull()
+
+    def read(self, current: int) -> None:
+        """Called before parameters are used: pulls them if they are too old.
+
+        Args:
+            current: How many updates this worker has pushed.
+        """
+        if not self._cache.is_hit(current):
+            self.pull()
+
+    def pull(self) -> None:
+        """Makes the copies exact, when the last update is complete."""
+        version = self._finish_update()
+        with torch.no_grad():
+            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], list(self._shared))
+        torch.autograd.graph.increment_version(list(self._parameters))
+        self._cache.filled(version)
+
+    def publish(self) -> None:
+        """Makes the values of this worker's copies those in the memory devices; between two steps."""
+        version = self._finish_update()
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._shared), [parameter.detach() for parameter in self._parameters])
+        self._cache.filled(version)
+
+    def follow(self, module: torch.nn.Module) -> None:
+        """Has state dicts of `module` be exact, loaded ones go to the devices, and exit wait for the last update."""
+        reference = weakref.ref(self)
+
+        def pull(*_: Any) -> None:
+            if (cached := reference()) is not None:
+                cached.pull()
+
+        def publish(*_: Any) -> None:
+            if (cached := reference()) is not None:
+                cached.publish()
+
+        def finish(owner_pid: int) -> None:
+            # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+            if (cached := reference()) is not None and os.getpid() == owner_pid and not is_failing():
+                with contextlib.suppress(CoarseError):
+                    cached._finish_update()
+
+        atexit.register(finish, os.getpid())
+        module.register_state_dict_pre_hook(pull)
+        module.register_load_state_dict_post_hook(publish)
+
+    def statistics(self) -> CacheStatistics:
+        """Of all reads so far."""
+        return self._cache.statistics()

@@ -1,0 +1,162 @@
+"""Gradients in the memory of one GPU: they go to their slots and come back while the GPU computes.
+
+Nobody waits but streams. A failure is therefore told by the next call after it: then the update under way has used
+gradients that were not averaged, and parameters are to be restored from a checkpoint (docs/design/gpu-workers.md).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+
+from coarse.client.tensor_group import GpuTensor, TensorGroup, UpdateKind
+from coarse.kernels import _native
+from coarse.torch.gradient_path import GradientLayout
+from coarse.torch.layout import slot_tensor
+
+logger = logging.getLogger(__name__)
+
+# Gradients that are ready go together: an event, two words and a look of a thread cost what 4 MiB take on the bus.
+_BATCH_BYTES = 4 << 20
+
+
+class Gpu:
+    """A CUDA device, as torch uses it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.context = _native.CudaContext(device.index)
+
+    def current_stream(self) -> int:
+        """Handle of the stream to which torch gives the device's work in this thread."""
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def synchronise(self) -> None:
+        """Returns when the device has done what the current stream was given."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+
+def find_gpu(parameters: Sequence[torch.nn.Parameter]) -> Gpu | None:
+    """The one GPU that has all parameters; None if there is no such."""
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) != 1 or not parameters[0].is_cuda or torch.version.hip is not None:
+        return None
+    return Gpu(parameters[0].device)
+
+
+class GpuGradients:
+    """A GradientPath whose collect() has the current stream wait.
+
+    Args:
+        group: Has a slot for each parameter; those in the host's memory get pinned.
+        names: Of the parameters.
+        parameters: In the order of the group, all on `gpu`.
+        gpu: Where gradients are.
+
+    Raises:
+        CudaError: If the GPU cannot do it.
+    """
+
+    def __init__(
+        self, group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], gpu: Gpu
+    ) -> None:
+        group.open_gpu_transfers(gpu.context)
+        self._group = group
+        self._parameters = parameters
+        self._gpu = gpu
+        self._layout = GradientLayout(names, parameters)
+        self._nbytes = [spec.nbytes for spec in group.specs]
+        self._batch: list[GpuTensor] = []
+        self._batch_bytes = 0
+        self._batch_stream = 0
+        self._held: list[torch.Tensor] = []  # the allocator must not give their memory away
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def can_write_in_place(self, index: int) -> bool:
+        return False
+
+    def slot(self, index: int) -> torch.Tensor:
+        return slot_tensor(self._group.buffer(index), self._parameters[index])
+
+    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+        flags = _native.PRESENT | kind
+        if not self._layout.is_plain(index, gradient) or gradient.device != self._gpu.device:
+            gradient = self._stage(index, gradient, self._layout.empty(index, self._gpu.device))
+        self._held.append(gradient)
+        address = gradient.data_ptr()
+        self._add((index, flags, address, address, 0), self._nbytes[index])
+
+    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        self._add((index, int(kind) | (_native.PRESENT if present else 0), 0, 0, 0), 0)
+
+    def flush(self) -> None:
+        if self._batch:
+            batch, self._batch, self._batch_bytes = self._batch, [], 0
+            self._group.push_from_gpu(batch, self._batch_stream)
+
+    def is_late(self, index: int) -> bool:
+        if any(tensor[0] == index for tensor in self._batch):
+            self.flush()
+        return self._group.is_late(index)
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        raise RuntimeError("optimizers in the memory devices update parameters in host memory")
+
+    def finish_bringing(self) -> None:
+        self._gpu.synchronise()
+
+    def collect(self, *, counts: bool) -> Sequence[int]:
+        self.flush()
+        self._group.join_gpu(self._gpu.current_stream())
+        return self._group.pull_all() if counts or self._group.is_watched else ()
+
+    def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
+        if self._staged:
+            gradients, averages = zip(*self._staged, strict=True)
+            torch._foreach_copy_([gradient.detach() for gradient in gradients], list(averages))
+        for index in absent:
+            if contributors[index]:
+                parameter = self._parameters[index]
+                parameter.grad = torch.empty_like(parameter).copy_(self.slot(index))
+        self._staged.clear()
+        self._held.clear()
+
+    def settle(self) -> None:
+        if not self._group.is_watched:  # else collect() has waited
+            self._group.pull_all()
+
+    def check(self) -> None:
+        self._group.check_gpu()
+
+    def _add(self, tensor: GpuTensor, num_bytes: int) -> None:
+        stream = self._gpu.current_stream()
+        if stream != self._batch_stream:
+            self.flush()
+            self._batch_stream = stream
+        self._batch.append(tensor)
+        self._batch_bytes += num_bytes
+        if self._batch_bytes >= _BATCH_BYTES:
+            self.flush()
+
+    def _stage(self, index: int, gradient: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
+        """Copies a gradient to where its average will be, which is copied back to the gradient itself."""
+        self._layout.check(index, gradient)
+        staged.copy_(gradient.detach())
+        self._staged.append((gradient, staged))
+        return staged
+
+
+def try_gpu(
+    group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+) -> GpuGradients | None:
+    """Their path, if all parameters are on one GPU, and that can wait for the host's memory; else None."""
+    try:
+        gpu = find_gpu(parameters)
+        return None if gpu is None else GpuGradients(group, names, parameters, gpu)
+    except _native.CudaError as error:
+        logger.warning(
+            "gradients of %s are copied while the processor waits, which takes longer: %s", group.name, error
+        )
+        return None

@@ -1,0 +1,81 @@
+"""Gradients on the GPU on which their slots lie: `.grad` is the slot, and nothing leaves the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from coarse.client.tensor_group import TensorGroup, UpdateKind
+from coarse.kernels import _native
+from coarse.torch import gpu_gradients
+from coarse.torch.gpu_gradients import GpuGradients
+from coarse.torch.layout import slot_tensor
+
+
+class GpuSlotGradients(GpuGradients):
+    """A GradientPath whose collect() has the current stream wait, as its base; results are in the slots.
+
+    Args:
+        group: Its slots lie on a GPU, where this worker sees them.
+        names: Of the parameters.
+        parameters: In the order of the group, all on that GPU.
+        gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back.
+        keeps_gradients: False where the slot takes the gradient's place, and no `.grad` remains.
+    """
+
+    def __init__(
+        self,
+        group: TensorGroup,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        gradient_as_view: bool,
+        keeps_gradients: bool,
+    ) -> None:
+        gpu = gpu_gradients.find_gpu(parameters)
+        assert gpu is not None
+        super().__init__(group, names, parameters, gpu)
+        self._slots = [slot_tensor(group.buffer(i), p) for i, p in enumerate(parameters)]
+        self._keeps_gradients = keeps_gradients
+        self._is_view = gradient_as_view and keeps_gradients
+        self._sent: list[int] = []
+
+    def can_write_in_place(self, index: int) -> bool:
+        return self._is_view or not self._keeps_gradients
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._slots[index]
+
+    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+        self._copy_to_slot(index, gradient)
+        if self._is_view:
+            self._parameters[index].grad = self._slots[index]
+        elif self._keeps_gradients:
+            self._sent.append(index)
+        else:
+            self._parameters[index].grad = None  # it lies in the slot now
+        self._add((index, _native.PRESENT | kind, 0, 0, 0), self._nbytes[index])
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        self._copy_to_slot(index, gradient)
+
+    def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
+        if not self._keeps_gradients:
+            return
+        used = [index for index in absent if contributors[index]]
+        if self._is_view:
+            for index in used:
+                self._parameters[index].grad = self._slots[index]
+            return
+        for index in used:
+            self._parameters[index].grad = torch.empty_like(self._parameters[index])
+        for index in (*self._sent, *used):
+            self._parameters[index].grad.detach().copy_(self._slots[index])
+        self._sent.clear()
+
+    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
+        """On the current stream."""
+        if gradient is not self._slots[index]:
+            self._layout.check(index, gradient)
+            self._slots[index].copy_(gradient.detach())

@@ -1,0 +1,211 @@
+"""How a wrapped model registers its parameters, also so that memory devices can run their optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from coarse.client.tensor_group import TensorGroup
+from coarse.errors import SessionClosedError
+from coarse.session import AnyTensorGroup, Session
+from coarse.torch.cached_parameters import CachedParameters
+from coarse.torch.embeddings import EmbeddingGradients
+from coarse.torch.gradient_policy import MeasuredGradient
+from coarse.torch.gradients import GradientSynchroniser
+from coarse.torch.layout import common_gpu
+from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.refusals import Refusals
+from coarse.torch.update_rules import UpdateRule
+
+
+class Offloading(Refusals):
+    """The part of DistributedDataParallel that registers parameters, and what DistributedOptimizer asks of it."""
+
+    _trainable: list[tuple[str, torch.nn.Parameter]]
+    _gradients: GradientSynchroniser | None
+    _offloaded: OffloadedParameters | None
+    _groups: list[AnyTensorGroup]
+    _session: Session
+    _name: str
+    _closed: bool
+    _end: weakref.finalize[..., Offloading]
+    _dropped: deque[Callable[[], object]]
+    _embeddings: EmbeddingGradients | None
+    tables: set[torch.nn.Parameter]
+    cached_parameters: CachedParameters | None
+
+    @property
+    def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters whose gradients are averaged, with their names in the module."""
+        return self._trainable
+
+    def cannot_offload(self) -> str:
+        """Why this model's optimizer cannot run in the memory devices; "" if it can."""
+        if self._gradients is None:
+            return "a job of one worker has no memory devices"
+        return self._session.cannot_update(common_gpu([parameter for _, parameter in self._trainable]))
+
+    def offload(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: UpdateRule,
+        *,
+        overlap: bool,
+        measures: bool = False,
+        staleness: int = 0,
+    ) -> OffloadedParameters:
+        """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
+
+        Args:
+            optimizer: Has the settings, and perhaps state.
+            rule: What it does.
+            overlap: Whether parameters are updated during backward(), not by update_parameters().
+            measures: Whether memory devices measure averaged gradients, for measured_gradients().
+            staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
+                devices, else copies: `cached_parameters`.
+
+        Raises:
+            RuntimeError: If this was done before.
+            ValueError: If cannot_offload() has a reason.
+        """
+        if self._offloaded is not None:
+            raise RuntimeError(
+                "this model has a DistributedOptimizer already; wrap the module again for another one"
+            )
+        if self._gradients is None:
+            raise ValueError(self.cannot_offload())
+        self._gradients.check_finished()
+        gradients = self._register_gradients(
+            f"{self._name}/parameters",
+            rule.state_names,
+            measures=measures,
+            # Turns would have a worker wait for slower ones.
+            shares_slots=overlap and not staleness,
+        )
+        self._end.detach()
+        self._gradients.remove_hooks()
+        self._gradients.group.close()
+        writes = self._session.identity.rank == self._session.node_workers[0]
+        parameters = [parameter for _, parameter in self._trainable]
+        assert isinstance(gradients.group, TensorGroup)
+        self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
+        gradients.num_updates = self._offloaded.recovered_step
+        self._session.barrier()
+        if staleness:
+            self.cached_parameters = self._offloaded.cache(
+                staleness=staleness, finish_update=gradients.finish_update
+            )
+            self.cached_parameters.follow(self.module)
+        else:
+            self._offloaded.share()
+        # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
+        reference = weakref.ref(self._offloaded)
+        self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
+        if overlap:
+            gradients.update_in_backward(self._offloaded, waits=not staleness)
+        self._groups[0] = gradients.group
+        self._gradients = gradients
+        self._watch_end()
+        return self._offloaded
+
+    def update_parameters(self, *, gradient_scale: float = 1.0) -> None:
+        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
+
+        Args:
+            gradient_scale: What gradients are multiplied with, the same on every worker.
+        """
+        gradients, offloaded = self._open_gradients(), self._offloaded
+        assert offloaded is not None
+        # All slots and all settings are written before the first push, so that memory devices that have begun a step
+        # can finish it without any worker (docs/design/recovery.md).
+        present = gradients.bring_to_slots()
+        offloaded.begin(present, gradient_scale=gradient_scale)
+        offloaded.finish(gradients.update(present))
+
+    def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
+        """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
+        return self._open_gradients().measured(num_changes=num_changes)
+
+    def _open_gradients(self) -> GradientSynchroniser:
+        if self._gradients is None or self._closed:
+            raise SessionClosedError(
+                "this model was closed, and its optimizer no longer runs in memory devices"
+            )
+        return self._gradients
+
+    @property
+    def keeps_devices(self) -> bool:
+        """Whether the memory devices outlive workers that crash."""
+        return self._gradients is not None and self._session.settings.keep_devices > 0
+
+    def keep_state(self, step: int, state: bytes) -> None:
+        """Gives this worker's own state to the memory devices, which keep those of the last two steps.
+
+        Args:
+            step: That begins now.
+            state: Not empty.
+        """
+        self._session.store(self._state_key(step), np.frombuffer(state, dtype=np.uint8))
+
+    def kept_state(self, step: int) -> memoryview:
+        """What was given to keep_state() last for this step, or one that is two away."""
+        return self._session.load(self._state_key(step)).value
+
+    def _state_key(self, step: int) -> str:
+        return f"{self._name}/worker {self._session.identity.rank}/{step % 2}"
+
+    def _register_gradients(
+        self,
+        name: str,
+        state_names: Sequence[str] | None = None,
+        *,
+        measures: bool = False,
+        shares_slots: bool = False,
+    ) -> GradientSynchroniser:
+        gradients = GradientSynchroniser(
+            self._session,
+            name,
+            self._trainable,
+            gradient_as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            state_names=state_names,
+            measures=measures,
+            shares_slots=shares_slots,
+            tables=self.tables,
+        )
+        self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
+        return gradients
+
+    def _watch_end(self) -> None:
+        """Arranges for what is left to do when nobody refers to this wrapper any more."""
+        assert self._gradients is not None
+        # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+        finish_update = self._gradients.finish_update
+        closing: list[Callable[[], object]] = [finish_update, *(group.close for group in self._groups)]
+        self._end = weakref.finalize(self, _drop, self._gradients, self._offloaded, closing, self._dropped)
+        self._end.atexit = False  # the session ends at exit, with all its groups
+
+
+def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
+    """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
+    offloaded = reference()
+    if offloaded is not None:
+        offloaded.keep_snapshots()
+
+
+def _drop(
+    gradients: GradientSynchroniser,
+    offloaded: OffloadedParameters | None,
+    closing: list[Callable[[], object]],
+    dropped: deque[Callable[[], object]],
+) -> None:
+    """Runs when a wrapper is gone, in whatever thread."""
+    gradients.remove_hooks()
+    if offloaded is not None:
+        offloaded.release()
+    dropped.extend(closing)

@@ -1,0 +1,20 @@
+"""Tests that need a GPU: without one they are skipped, with the reason."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """torch.cuda on a machine with a GPU that both torch and NVRTC can use."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU that PyTorch can use")
+    return torch.cuda
+
+
+@pytest.fixture(scope="session")
+def kernels(cuda):
+    from coarse.kernels.cuda_kernels import CudaKernels
+
+    cuda.init()
+    return CudaKernels(0)

@@ -1,0 +1,72 @@
+"""What a worker of tests/gpu/test_gpu_devices.py runs: reduces tensors of every kind, and prints their bits' hash.
+
+Arguments: a folder for the rendezvous; "host" if this worker has its tensors in the host's memory, "gpu" if it has
+them on the GPU of the memory devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+import torch
+
+from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
+from coarse.env import WorkerIdentity
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+NUM_STEPS = 3
+SPECS = [
+    TensorSpec(name=f"{dtype} {op} {length}", dtype=dtype, num_elements=length, op=op)
+    for dtype in ITEM_BYTES
+    for op in OPS
+    if not (op == "mean" and dtype in ("int32", "int64", "uint8"))
+    for length in (1, 4097, 300_011)
+]
+
+
+def contribution(spec: TensorSpec, seed: list[int]) -> np.ndarray:
+    """Random numbers as they lie in memory, the same wherever they are reduced."""
+    numbers = np.random.default_rng(seed).normal(scale=100, size=spec.num_elements)
+    if spec.dtype in ("bfloat16", "float16"):
+        return torch.from_numpy(numbers).to(getattr(torch, spec.dtype)).view(torch.uint8).numpy()
+    return np.abs(numbers).astype(spec.dtype) if spec.dtype == "uint8" else numbers.astype(spec.dtype)
+
+
+def bytes_of(memory: TensorBytes) -> torch.Tensor:
+    if isinstance(memory, GpuBytes):
+        return torch.as_tensor(memory, device="cuda:0")
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def main() -> None:
+    folder, place = sys.argv[1:]
+    identity = WorkerIdentity.from_environment()
+    results = hashlib.sha256()
+    with Session.join(identity=identity, store=DirectoryStore(folder)) as session:
+        group = session.register("tensors", SPECS, gpu=gpu_uuid(0) if place == "gpu" else "")
+        slots = [bytes_of(group.buffer(index)) for index in range(len(SPECS))]
+        contributors = []
+        for step in range(NUM_STEPS):
+            for index, spec in enumerate(SPECS):
+                mine = contribution(spec, [identity.rank, step, index]).view(np.uint8)
+                slots[index].copy_(torch.from_numpy(mine))
+            if place == "gpu":
+                torch.cuda.synchronize()
+            for index in range(len(SPECS)):
+                group.push(index, present=(index + step) % 3 != identity.rank)
+            contributors += group.pull_all()
+            for slot in slots:
+                results.update(slot.cpu().numpy())
+    print(
+        json.dumps({"rank": identity.rank, "hash": results.hexdigest(), "contributors": contributors}),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Memory devices on a GPU: the bits of those on the host, wherever workers have their tensors; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LIMIT_S = 300
+
+
+def run_job(tmp_path, memory_devices, script, *arguments, **environment):
+    """Starts two workers; returns what coarse run ended with."""
+    command = [
+        sys.executable,
+        "-m",
+        "coarse",
+        "run",
+        "-n",
+        "2",
+        "--memory-devices",
+        memory_devices,
+        "--no-prefix",
+    ]
+    return subprocess.run(
+        [*command, "--log-dir", tmp_path, str(HERE / script), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def reports(tmp_path, memory_devices, script, *arguments):
+    """What each worker printed last, as JSON."""
+    ended = run_job(tmp_path, memory_devices, script, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads((tmp_path / f"worker-{rank}.log").read_text().splitlines()[-1]) for rank in range(2)]
+
+
+@pytest.mark.parametrize("place", ["host", "gpu"])
+@pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:0"])
+def test_results_have_the_bits_of_the_host(cuda, tmp_path, memory_devices, place):
+    expected = reports(tmp_path, "2", "reduce_script.py", str(tmp_path / "expected"), "host")
+    found = reports(tmp_path, memory_devices, "reduce_script.py", str(tmp_path / "found"), place)
+    assert found == expected
+
+
+def test_training_has_the_bits_of_memory_devices_on_the_host(cuda, tmp_path):
+    expected = reports(tmp_path, "2", "train_script.py", str(tmp_path), "cuda:0")
+    (tmp_path / "gloo").unlink()
+    assert reports(tmp_path, "cuda:0,cuda:0", "train_script.py", str(tmp_path), "cuda:0") == expected
+
+
+def test_the_optimizer_gives_all_workers_the_same_parameters(cuda, tmp_path):
+    first, second = reports(tmp_path, "cuda:0,cuda:0", "train_script.py", str(tmp_path), "cuda:0", "offload")
+    assert first == second
+
+
+def test_a_gpu_that_is_not_there_is_named_with_those_that_are(cuda, tmp_path):
+    ended = run_job(tmp_path, "cuda:77", "reduce_script.py", str(tmp_path / "store"), "host")
+    assert ended.returncode != 0
+    assert "cuda:77: there is no such GPU; CUDA finds cuda:0" in ended.stderr

@@ -1,0 +1,85 @@
+"""Workers on a GPU, memory devices in the host's memory: the bits of torch DDP, whatever goes wrong by its type."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests" / "torch"))
+
+torch = pytest.importorskip("torch")
+comparison = pytest.importorskip("comparison")
+parity_pool = pytest.importorskip("parity_pool")
+parity_scenarios = pytest.importorskip("parity_scenarios")
+
+PARITY = (
+    "averages_gradients",
+    "trains_convolutions_and_batch_norm",
+    "trains_float64",
+    "trains_bfloat16",
+    "trains_float16",
+    "trains_mixed_dtypes",
+    "starts_from_worker_0_with_large_and_strided_parameters",
+    "broadcasts_buffers_before_each_forward",
+    "no_sync_accumulates_locally",
+    "branches_may_differ_between_workers",
+    "two_models_trained_in_turn",
+)
+WORKERS = 2
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def ddp_pool(cuda):
+    pool = parity_pool.WorkerPool("ddp, cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def coarse_pool(cuda):
+    pool = parity_pool.WorkerPool("coarse, cuda")
+    yield pool
+    pool.close()
+
+
+def run(script: Path, *arguments: str) -> str:
+    """What two workers print."""
+    done = subprocess.run(
+        [sys.executable, "-m", "coarse", "run", "-n", str(WORKERS), str(script), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
+    tolerance = parity_scenarios.SCENARIOS[name].tolerance
+    comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
+
+
+@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams"])
+def test_parameters_stay_those_of_torch_ddp(cuda, what):
+    printed = run(Path(__file__).with_name("worker_script.py"), what)
+    assert printed.count(f"{what}: equal") == WORKERS, printed
+
+
+def test_the_capture_of_a_step_is_refused(cuda):
+    printed = run(Path(__file__).with_name("worker_script.py"), "capture")
+    assert printed.count("capture: refused") == WORKERS, printed
+
+
+def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda):
+    printed = run(ROOT / "tests" / "torch" / "gpu_loss_script.py", "cuda:0")
+    assert printed.count("raised MemoryDeviceLostError after ") == WORKERS, printed
+    assert printed.count("all streams have ended") == WORKERS, printed

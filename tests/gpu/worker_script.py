@@ -1,0 +1,97 @@
+"""Trains a model under COARSE and under torch DDP on one GPU and compares parameters bit by bit; run by `coarse run`.
+
+With "capture" it tries to capture a step into a CUDA graph instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import coarse.torch
+from coarse.kernels import _native
+from coarse.torch.gpu_gradients import GpuGradients
+
+STEPS = 5
+WIDTH = 512
+
+
+def build(what: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU()] * 4
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 3 << 12)).to("cuda:0", dtype)
+
+
+def inputs(step: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
+    return torch.randn(16, WIDTH, generator=generator).to("cuda:0", dtype)
+
+
+def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tensor]:
+    """The parameters after some steps."""
+    model = wrap(build(what))
+    run = torch.compile(model) if what == "compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cuda", enabled=what == "amp")
+    dtype = next(model.parameters()).dtype
+    # More streams than the device has hardware queues by default: some share theirs with COARSE's.
+    busy = [torch.cuda.Stream() for _ in range(16 if what == "many_streams" else 0)]
+    for step in range(STEPS):
+        for stream in busy:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1_000_000)
+        optimizer.zero_grad()
+        autocast = torch.autocast("cuda", torch.float16) if what == "amp" else contextlib.nullcontext()
+        with autocast:
+            loss = run(inputs(step, dtype)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def wrap_coarse(module: torch.nn.Module) -> Any:
+    model = coarse.torch.DistributedDataParallel(module)
+    assert isinstance(model._gradients._path, GpuGradients), "gradients go through the processor"
+    return model
+
+
+def capture() -> None:
+    model = wrap_coarse(build("plain"))
+    fed = inputs(0, torch.float32)
+    model(fed).square().mean().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    error: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph):
+            model(fed).square().mean().backward()
+    except RuntimeError as raised:
+        error = raised
+    while error is not None and not isinstance(error, _native.CudaError):
+        error = error.__context__  # torch may have something to say about the capture, too
+    assert error is not None, "the step was captured"
+    assert "no_sync" in str(error)
+    print("capture: refused", flush=True)
+
+
+def main() -> None:
+    what = sys.argv[1]
+    dist.init_process_group("gloo")
+    if what == "capture":
+        capture()
+        return
+    expected = train(what, torch.nn.parallel.DistributedDataParallel)
+    found = train(what, wrap_coarse)
+    assert all(torch.equal(e, f) for e, f in zip(expected, found, strict=True)), f"{what}: parameters differ"
+    print(f"{what}: equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Memory devices on a GPU, without one: all of COARSE, with CUDA's driver and compiler replaced.
+
+The stand-ins (tests/native/cuda_stand_in.cpp, nvrtc_stand_in.cpp) have memfds for device memory, threads for streams,
+and the kernels compiled for the host. What they cannot show is in docs/design/gpu.md; tests/gpu runs the same scripts
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "gpu"
+LIMIT_S = 120
+LIMIT_OF_DEVICES_S = 10
+MARK = "MARK_OF_A_TEST"
+LIBRARIES = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory):
+    """The environment of a process for which CUDA is a stand-in."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the stand-in for CUDA")
+    folder = tmp_path_factory.mktemp("stand_ins")
+    for source, library in LIBRARIES.items():
+        subprocess.run(
+            [
+                *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC"),
+                *(f"-I{ROOT / 'coarse/kernels' / include}" for include in ("include", "cuda")),
+                *(str(ROOT / "tests/native" / source), "-o", str(folder / library), "-lpthread"),
+            ],
+            check=True,
+            timeout=LIMIT_S,
+        )
+    return {"LD_LIBRARY_PATH": str(folder), "XDG_CACHE_HOME": str(folder)}
+
+
+def run_workers(tmp_path, memory_devices, script, *arguments, **environment):
+    """Runs two workers to their ends; returns what each printed last, as JSON if it is, and the errors of both."""
+    store = tmp_path / memory_devices.replace(":", "")
+    store.mkdir()
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "COARSE_MEMORY_DEVICES": memory_devices,
+        MARK: str(store),
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPTS / script), str(store), *arguments],
+            env=os.environ | variables | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [worker.communicate(timeout=LIMIT_S) for worker in workers]
+    assert not processes_left(str(store))
+    return [json.loads(out.splitlines()[-1]) if out else None for out, _ in ended], "".join(
+        e for _, e in ended
+    )
+
+
+def processes_left(mark):
+    """Processes of a job that are there although its workers are gone, after some patience."""
+    deadline_s = time.monotonic() + LIMIT_OF_DEVICES_S
+    while (left := [*marked_processes(mark)]) and time.monotonic() < deadline_s:
+        os.sched_yield()
+    return left
+
+
+def marked_processes(mark):
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                yield (folder / "cmdline").read_text()
+        except OSError:  # ended meanwhile
+            continue
+
+
+@pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:0"])
+def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
+    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
+    found, errors = run_workers(tmp_path, memory_devices, "reduce_script.py", "host", **stand_ins)
+    assert found[0] is not None, errors
+    assert found == expected
+
+
+def test_training_has_the_bits_of_the_host(stand_ins, tmp_path):
+    expected, _ = run_workers(tmp_path, "2", "train_script.py", "cpu")
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:0", "train_script.py", "cpu", **stand_ins)
+    assert found[0] is not None, errors
+    assert found == expected
+
+
+def test_survivors_of_a_device_are_told(stand_ins, tmp_path):
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "device", **stand_ins)
+    assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2
+    assert "md1" in told[0]["text"]
+
+
+def test_survivors_of_a_worker_are_told(stand_ins, tmp_path):
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "worker", **stand_ins)
+    assert told[0]["error"] == "WorkerLostError"
+    assert told[1] is None
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(stand_ins, tmp_path):
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", **stand_ins)
+    assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2
+    assert "MiB of device memory for 1 tensors, 1024.0 MiB are available" in told[0]["text"]
+
+
+def test_a_gpu_that_is_not_there_is_named_with_those_that_are(stand_ins, tmp_path):
+    _, errors = run_workers(tmp_path, "cuda:7", "loss_script.py", "nobody", **stand_ins)
+    assert "memory device cuda:7: there is no such GPU; CUDA finds cuda:0" in errors
+
+
+def test_without_a_driver_the_error_says_so(tmp_path):
+    from coarse.kernels import _native
+
+    if not _native.cuda_unavailable_reason():
+        pytest.skip("there is a driver")
+    _, errors = run_workers(tmp_path, "cuda:0", "loss_script.py", "nobody")
+    assert "memory device cuda:0: " + _native.cuda_unavailable_reason() in errors

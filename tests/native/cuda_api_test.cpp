@@ -1,0 +1,121 @@
+/// What COARSE declares of the CUDA driver is what cuda.h declares; compiled where CUDA's headers are.
+#include <gtest/gtest.h>
+
+#if __has_include(<cuda.h>)
+// First, since it renames by macros what has newer versions.
+#include <cuda.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "coarse/cuda_api.hpp"
+
+#pragma GCC diagnostic ignored "-Wenum-compare"
+
+namespace coarse::cuda {
+namespace {
+
+/// Whether two types are passed alike: the same, enumerations for integers, structures of the same size.
+template <typename Ours, typename Theirs>
+constexpr bool arePassedAlike() {
+  if constexpr (std::is_same_v<Ours, Theirs>) {
+    return true;
+  } else if constexpr (std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>) {
+    using OurTarget = std::remove_pointer_t<Ours>;
+    using TheirTarget = std::remove_pointer_t<Theirs>;
+    if constexpr (std::is_const_v<OurTarget> != std::is_const_v<TheirTarget>) {
+      return false;
+    } else if constexpr (std::is_class_v<OurTarget>) {
+      return std::is_class_v<TheirTarget> && sizeof(OurTarget) == sizeof(TheirTarget) &&
+             alignof(OurTarget) == alignof(TheirTarget);
+    } else {
+      return arePassedAlike<std::remove_const_t<OurTarget>, std::remove_const_t<TheirTarget>>();
+    }
+  } else if constexpr (std::is_enum_v<Ours> || std::is_enum_v<Theirs>) {
+    return sizeof(Ours) == sizeof(Theirs) && !std::is_pointer_v<Ours> && !std::is_pointer_v<Theirs>;
+  } else if constexpr (std::is_integral_v<Ours> && std::is_integral_v<Theirs>) {
+    return sizeof(Ours) == sizeof(Theirs) && std::is_signed_v<Ours> == std::is_signed_v<Theirs>;
+  } else {
+    return false;
+  }
+}
+
+template <typename Ours, typename Theirs>
+struct AreCalledAlike : std::false_type {};
+template <typename OurResult, typename... Ours, typename TheirResult, typename... Theirs>
+struct AreCalledAlike<OurResult (*)(Ours...), TheirResult (*)(Theirs...)> {
+  static constexpr bool compare() {
+    if constexpr (sizeof...(Ours) != sizeof...(Theirs)) {
+      return false;
+    } else {
+      return arePassedAlike<OurResult, TheirResult>() && (arePassedAlike<Ours, Theirs>() && ...);
+    }
+  }
+  static constexpr bool value = compare();
+};
+
+#define COARSE_CUDA_COMPARE(name, ...)                                               \
+  static_assert(AreCalledAlike<decltype(Api::name), decltype(&::name)>::value, #name \
+                " differs from "                                                     \
+                "cuda.h");
+COARSE_CUDA_FUNCTIONS(COARSE_CUDA_COMPARE)
+
+// A comparison that holds for everything would say nothing.
+static_assert(!AreCalledAlike<decltype(Api::cuInit), decltype(&::cuDeviceGetCount)>::value);
+static_assert(!AreCalledAlike<decltype(Api::cuEventRecord), decltype(&::cuEventQuery)>::value);
+static_assert(!AreCalledAlike<decltype(Api::cuMemUnmap), decltype(&::cuMemMap)>::value);
+
+static_assert(kSuccess == CUDA_SUCCESS && kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY &&
+              kStubLibrary == CUDA_ERROR_STUB_LIBRARY && kNoDevice == CUDA_ERROR_NO_DEVICE &&
+              kInvalidDevice == CUDA_ERROR_INVALID_DEVICE && kNotReady == CUDA_ERROR_NOT_READY &&
+              kHostMemoryAlreadyRegistered == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED &&
+              kNotPermitted == CUDA_ERROR_NOT_PERMITTED && kNotSupported == CUDA_ERROR_NOT_SUPPORTED &&
+              kSystemDriverMismatch == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH);
+static_assert(kStreamNonBlocking == CU_STREAM_NON_BLOCKING &&
+              kEventDisableTiming == CU_EVENT_DISABLE_TIMING &&
+              kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE &&
+              kHostRegisterDeviceMap == CU_MEMHOSTREGISTER_DEVICEMAP &&
+              kHostRegisterReadOnly == CU_MEMHOSTREGISTER_READ_ONLY &&
+              kWaitValueGreaterOrEqual == CU_STREAM_WAIT_VALUE_GEQ &&
+              kWriteValueDefault == CU_STREAM_WRITE_VALUE_DEFAULT &&
+              kStreamCaptureNone == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(kMemAllocationPinned == CU_MEM_ALLOCATION_TYPE_PINNED &&
+              kMemHandlePosixFd == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR &&
+              kMemLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE &&
+              kMemAccessReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE &&
+              kMemGranularityMinimum == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+
+constexpr int numberOf(DeviceAttribute attribute) { return static_cast<int>(attribute); }
+static_assert(
+    numberOf(DeviceAttribute::kPciBusId) == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID &&
+    numberOf(DeviceAttribute::kPciDeviceId) == CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID &&
+    numberOf(DeviceAttribute::kPciDomainId) == CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID &&
+    numberOf(DeviceAttribute::kAsyncEngineCount) == CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT &&
+    numberOf(DeviceAttribute::kComputeCapabilityMajor) == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR &&
+    numberOf(DeviceAttribute::kComputeCapabilityMinor) == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR &&
+    numberOf(DeviceAttribute::kHostRegisterSupported) == CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED &&
+    numberOf(DeviceAttribute::kVirtualMemoryManagementSupported) ==
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED &&
+    numberOf(DeviceAttribute::kPosixFdSupported) ==
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+
+static_assert(offsetof(MemAllocationProp, type) == offsetof(CUmemAllocationProp, type) &&
+              offsetof(MemAllocationProp, requestedHandleTypes) ==
+                  offsetof(CUmemAllocationProp, requestedHandleTypes) &&
+              offsetof(MemAllocationProp, location) == offsetof(CUmemAllocationProp, location) &&
+              offsetof(MemAllocationProp, win32HandleMetaData) ==
+                  offsetof(CUmemAllocationProp, win32HandleMetaData) &&
+              offsetof(MemAllocationProp, allocFlags) == offsetof(CUmemAllocationProp, allocFlags));
+static_assert(offsetof(MemLocation, id) == offsetof(CUmemLocation, id) &&
+              offsetof(MemAccessDesc, flags) == offsetof(CUmemAccessDesc, flags));
+
+TEST(CudaApi, IsDeclaredAsInCudaH) { SUCCEED() << "compared while this was compiled"; }
+
+}  // namespace
+}  // namespace coarse::cuda
+
+#else
+
+TEST(CudaApi, IsDeclaredAsInCudaH) { GTEST_SKIP() << "cuda.h is not installed"; }
+
+#endif

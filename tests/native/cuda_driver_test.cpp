@@ -1,0 +1,121 @@
+/// Where CUDA cannot be used it is said what is missing and what to do; where it can, what is taken is given
+/// back. The driver is the stand-in of cuda_stand_in.cpp.
+#include "coarse/cuda_driver.hpp"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <initializer_list>
+#include <string>
+
+#include "fixture.hpp"
+
+namespace coarse::cuda {
+namespace {
+
+using test::Fd;
+
+void expectSays(const std::string& message, std::initializer_list<const char*> parts) {
+  for (const char* part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << message << " says nothing of " << part;
+}
+
+template <typename Call>
+std::string messageOf(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(CudaDriver, ThatIsNotInstalledIsNamedWithTheRemedy) {
+  expectSays(messageOf([] { Driver("libcoarse_no_driver.so.1"); }),
+             {"no CUDA driver", "libcoarse_no_driver.so.1", "Install"});
+}
+
+TEST(CudaDriver, WithoutAFunctionIsTooOld) {
+  expectSays(messageOf([] { Driver("libm.so.6"); }), {"libm.so.6", "cuInit", "12.0", "update"});
+}
+
+TEST(CudaDriver, DevicesThatAreNotThereAreNamed) {
+  ASSERT_EQ(unavailableReason(), "");
+  EXPECT_EQ(numDevices(), 1);
+  expectSays(messageOf([] { Context(7); }),
+             {"cuDeviceGet", "cuda:7", "1 CUDA device", "CUDA_VISIBLE_DEVICES"});
+}
+
+TEST(CudaDriver, KernelsThatItDoesNotTakeAreNamedWithDeviceAndDriver) {
+  const Context context(0);
+  expectSays(messageOf([&] { loadModule(context, "no machine code"); }),
+             {"cuModuleLoadData", "not for stand-in", "driver of CUDA 13.0"});
+  expectSays(messageOf([&] { findKernel(context, nullptr, "reduce"); }),
+             {"cuModuleGetFunction", "no kernel reduce"});
+}
+
+TEST(CudaDriver, UuidIsWrittenAsNvidiaSmiDoes) {
+  EXPECT_EQ(deviceUuid(0), "GPU-f0f1f2f3-f4f5-f6f7-f8f9-fafbfcfdfeff");
+}
+
+TEST(CudaHostRegistration, EndsWithTheObject) {
+  const auto context = std::make_shared<Context>(0);
+  test::Memory memory(4096);
+  for (int i = 0; i < 2; ++i) {
+    const HostRegistration registration(context, memory.data(), 4096);
+    EXPECT_EQ(registration.deviceAddress(), reinterpret_cast<DeviceAddress>(memory.data()));
+    expectSays(messageOf([&] { HostRegistration(context, memory.data(), 4096); }),
+               {"cuMemHostRegister", "somebody else"});
+  }
+}
+
+TEST(CudaDeviceMemory, IsSeenByWhoeverHasItsDescriptor) {
+  const auto context = std::make_shared<Context>(0);
+  auto memory = std::make_unique<DeviceMemory>(DeviceMemory::allocate(context, 3 << 20));
+  EXPECT_EQ(memory->numBytes(), std::size_t{4} << 20);
+  const Fd fd(memory->exportFd());
+  EXPECT_EQ(::fcntl(fd, F_GETFD), FD_CLOEXEC);
+  const DeviceMemory imported = DeviceMemory::import(context, fd, memory->numBytes());
+  ASSERT_NE(imported.address(), memory->address());
+  auto* written = reinterpret_cast<char*>(memory->address());
+  const auto* seen = reinterpret_cast<const char*>(imported.address());
+  std::strcpy(written + (4 << 20) - 8, "written");
+  EXPECT_STREQ(seen + (4 << 20) - 8, "written");
+  memory.reset();
+  EXPECT_STREQ(seen + (4 << 20) - 8, "written") << "after its exporter";
+}
+
+TEST(CudaDeviceMemory, ThatIsSmallerThanToldIsRefused) {
+  const auto context = std::make_shared<Context>(0);
+  const DeviceMemory memory = DeviceMemory::allocate(context, 2 << 20);
+  const Fd fd(memory.exportFd());
+  expectSays(messageOf([&] { DeviceMemory::import(context, fd, 4 << 20); }), {"cuMemMap", "4 MiB"});
+  EXPECT_NO_THROW(DeviceMemory::import(context, fd, 2 << 20));
+}
+
+TEST(CudaDeviceMemory, ThatThereIsTooLittleOfSaysHowMuchThereIs) {
+  const auto context = std::make_shared<Context>(0);
+  EXPECT_THROW(DeviceMemory::allocate(context, std::size_t{4} << 30), OutOfMemoryError);
+  expectSays(messageOf([&] { DeviceMemory::allocate(context, std::size_t{4} << 30); }),
+             {"cuMemCreate", "needs 4096 MiB", "has 1024 MiB of 2048 MiB free"});
+}
+
+TEST(CudaStream, DoesWhatItIsGivenInOrder) {
+  const auto context = std::make_shared<Context>(0);
+  Stream stream(context), other(context);
+  test::Memory memory(4096);
+  const auto word = reinterpret_cast<DeviceAddress>(memory.data());
+  char text[8] = "before", copied[8] = "";
+  stream.waitValue(word, 5);
+  stream.copyToHost(copied, reinterpret_cast<DeviceAddress>(text), sizeof(text));
+  EXPECT_FALSE(stream.isIdle());
+  std::strcpy(text, "after");
+  other.writeValue(word, 6);
+  stream.synchronize();
+  EXPECT_TRUE(stream.isIdle());
+  EXPECT_STREQ(copied, "after");
+}
+
+}  // namespace
+}  // namespace coarse::cuda

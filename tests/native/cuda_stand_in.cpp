@@ -1,0 +1,301 @@
+// A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
+// shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
+// real.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "coarse/cuda_api.hpp"
+#include "host_kernels.hpp"
+
+using namespace coarse::cuda;
+
+struct CUctx_st {};
+struct CUevent_st {
+  std::shared_ptr<std::atomic<bool>> isDone = std::make_shared<std::atomic<bool>>(true);
+};
+
+struct CUstream_st {
+  CUstream_st() : thread([this] { run(); }) {}
+  ~CUstream_st() {
+    give({});
+    thread.join();
+  }
+  void give(std::function<void()> work) {
+    const std::lock_guard lock(mutex);
+    works.push_back(std::move(work));
+    changed.notify_all();
+  }
+  void synchronize() {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [this] { return works.empty(); });
+  }
+  void run() {
+    std::unique_lock lock(mutex);
+    while (true) {
+      changed.wait(lock, [this] { return !works.empty(); });
+      const std::function<void()> work = works.front();
+      lock.unlock();
+      if (work) work();
+      lock.lock();
+      works.pop_front();
+      changed.notify_all();
+      if (!work) return;
+    }
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> works;  // the first one is being done
+  std::atomic<bool> isCapturing{false};
+  std::thread thread;
+};
+
+namespace {
+
+constexpr std::size_t kPageBytes = 2 << 20;
+constexpr Result kNotFound = 500;
+CUctx_st theContext;
+std::mutex pinnedMutex;
+std::set<const void*> pinned;
+
+std::atomic<std::uint32_t>& wordAt(DeviceAddress address) {
+  return *reinterpret_cast<std::atomic<std::uint32_t>*>(address);
+}
+
+Result copy(void* destination, const void* source, std::size_t numBytes, StreamHandle stream) {
+  stream->give([=] { std::memcpy(destination, source, numBytes); });
+  return kSuccess;
+}
+
+Result number(int* result, int value) {
+  *result = value;
+  return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+Result cuInit(unsigned int) { return kSuccess; }
+Result cuDriverGetVersion(int* version) { return number(version, 13000); }
+Result cuGetErrorName(Result, const char** name) {
+  *name = "CUDA_ERROR_STAND_IN";
+  return kSuccess;
+}
+Result cuGetErrorString(Result, const char** text) {
+  *text = "as the stand-in has it";
+  return kSuccess;
+}
+Result cuDeviceGetCount(int* count) { return number(count, 1); }
+Result cuDeviceGet(DeviceOrdinal* device, int ordinal) {
+  return ordinal == 0 ? number(device, 0) : kInvalidDevice;
+}
+Result cuDeviceGetName(char* name, int length, DeviceOrdinal) {
+  std::strncpy(name, "stand-in", static_cast<std::size_t>(length));
+  return kSuccess;
+}
+Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal) {
+  for (int i = 0; i < 16; ++i) uuid->bytes[i] = static_cast<char>(0xf0 + i);
+  return kSuccess;
+}
+Result cuDeviceGetAttribute(int* value, DeviceAttribute, DeviceOrdinal) { return number(value, 1); }
+Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal, DeviceOrdinal) { return number(can, 0); }
+Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal) {
+  *context = &theContext;
+  return kSuccess;
+}
+Result cuDevicePrimaryCtxRelease_v2(DeviceOrdinal) { return kSuccess; }
+Result cuCtxSetCurrent(ContextHandle) { return kSuccess; }
+Result cuCtxPushCurrent_v2(ContextHandle) { return kSuccess; }
+Result cuCtxPopCurrent_v2(ContextHandle*) { return kSuccess; }
+Result cuCtxSynchronize() { return kNotSupported; }
+Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *greatest = -5;
+  return number(least, 0);
+}
+Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
+  *free = std::size_t{1} << 30;
+  *total = std::size_t{2} << 30;
+  return kSuccess;
+}
+
+Result cuMemHostRegister_v2(void* address, std::size_t, unsigned int) {
+  const std::lock_guard lock(pinnedMutex);
+  return pinned.insert(address).second ? kSuccess : kHostMemoryAlreadyRegistered;
+}
+Result cuMemHostUnregister(void* address) {
+  const std::lock_guard lock(pinnedMutex);
+  return pinned.erase(address) == 1 ? kSuccess : kNotPermitted;
+}
+Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsigned int) {
+  *address = reinterpret_cast<DeviceAddress>(host);
+  return kSuccess;
+}
+
+Result cuMemcpyHtoDAsync_v2(DeviceAddress destination, const void* source, std::size_t numBytes,
+                            StreamHandle stream) {
+  return copy(reinterpret_cast<void*>(destination), source, numBytes, stream);
+}
+Result cuMemcpyDtoHAsync_v2(void* destination, DeviceAddress source, std::size_t numBytes,
+                            StreamHandle stream) {
+  return copy(destination, reinterpret_cast<const void*>(source), numBytes, stream);
+}
+Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std::size_t numBytes,
+                            StreamHandle stream) {
+  return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
+}
+Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
+                       StreamHandle stream) {
+  stream->give([=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
+  return kSuccess;
+}
+
+Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
+  *stream = new CUstream_st;
+  return kSuccess;
+}
+Result cuStreamDestroy_v2(StreamHandle stream) {
+  delete stream;
+  return kSuccess;
+}
+Result cuStreamSynchronize(StreamHandle stream) {
+  stream->synchronize();
+  return kSuccess;
+}
+Result cuStreamQuery(StreamHandle stream) {
+  const std::lock_guard lock(stream->mutex);
+  return stream->works.empty() ? kSuccess : kNotReady;
+}
+Result cuStreamIsCapturing(StreamHandle stream, int* status) { return number(status, stream->isCapturing); }
+Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned int) {
+  stream->give([isDone = event->isDone] {
+    while (!*isDone) std::this_thread::yield();
+  });
+  return kSuccess;
+}
+Result cuStreamWaitValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value, unsigned int) {
+  stream->give([=] {
+    while (static_cast<std::int32_t>(wordAt(address).load(std::memory_order_acquire) - value) < 0)
+      std::this_thread::yield();
+  });
+  return kSuccess;
+}
+Result cuStreamWriteValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value,
+                               unsigned int) {
+  stream->give([=] { wordAt(address).store(value, std::memory_order_release); });
+  return kSuccess;
+}
+
+Result cuEventCreate(EventHandle* event, unsigned int) {
+  *event = new CUevent_st;
+  return kSuccess;
+}
+Result cuEventDestroy_v2(EventHandle event) {
+  delete event;
+  return kSuccess;
+}
+Result cuEventRecord(EventHandle event, StreamHandle stream) {
+  event->isDone = std::make_shared<std::atomic<bool>>(false);
+  stream->give([isDone = event->isDone] { *isDone = true; });
+  return kSuccess;
+}
+Result cuEventQuery(EventHandle event) { return *event->isDone ? kSuccess : kNotReady; }
+Result cuEventSynchronize(EventHandle event) {
+  while (!*event->isDone) std::this_thread::yield();
+  return kSuccess;
+}
+Result cuEventElapsedTime(float*, EventHandle, EventHandle) { return kNotSupported; }
+
+Result cuLaunchHostFunc(StreamHandle stream, HostFunction function, void* data) {
+  stream->give([=] { function(data); });
+  return kSuccess;
+}
+/// Functions are HostKernels: a module has all of them, whatever it is loaded from.
+Result cuModuleLoadData(ModuleHandle* module, const void* image) {
+  if (std::strcmp(static_cast<const char*>(image), "no machine code") == 0) return kNotSupported;
+  *module = reinterpret_cast<ModuleHandle>(&theContext);
+  return kSuccess;
+}
+Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* name) {
+  const auto& kernels = coarse::test::hostKernels();
+  const auto found = kernels.find(name);
+  if (found == kernels.end()) return kNotFound;
+  *function = reinterpret_cast<FunctionHandle>(const_cast<coarse::test::HostKernel*>(&found->second));
+  return kSuccess;
+}
+Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsigned int, unsigned int,
+                      unsigned int, unsigned int, unsigned int, StreamHandle stream, void** parameters,
+                      void**) {
+  const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
+  const auto* const batch = static_cast<const std::byte*>(parameters[0]);
+  // Read before this returns, as CUDA does.
+  stream->give([kernel, copied = std::vector<std::byte>(batch, batch + kernel->parameterBytes)] {
+    kernel->run(copied.data());
+  });
+  return kSuccess;
+}
+
+Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocationProp*, int) {
+  *granularity = kPageBytes;
+  return kSuccess;
+}
+Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp*, unsigned long long) {
+  if (numBytes > std::size_t{1} << 30) return kOutOfMemory;
+  const int fd = ::memfd_create("device memory", MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) return kOutOfMemory;
+  *handle = static_cast<MemoryHandle>(fd);
+  return kSuccess;
+}
+Result cuMemRelease(MemoryHandle handle) {
+  return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kNotPermitted;
+}
+Result cuMemExportToShareableHandle(void* fd, MemoryHandle handle, int, unsigned long long) {
+  return number(static_cast<int*>(fd), ::dup(static_cast<int>(handle)));
+}
+Result cuMemImportFromShareableHandle(MemoryHandle* handle, void* fd, int) {
+  const int copied = ::dup(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)));
+  *handle = static_cast<MemoryHandle>(copied);
+  return copied < 0 ? kNotPermitted : kSuccess;
+}
+Result cuMemAddressReserve(DeviceAddress* address, std::size_t numBytes, std::size_t, DeviceAddress,
+                           unsigned long long) {
+  void* reserved = ::mmap(nullptr, numBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  *address = reinterpret_cast<DeviceAddress>(reserved);
+  return reserved == MAP_FAILED ? kOutOfMemory : kSuccess;
+}
+Result cuMemAddressFree(DeviceAddress address, std::size_t numBytes) {
+  return ::munmap(reinterpret_cast<void*>(address), numBytes) == 0 ? kSuccess : kNotPermitted;
+}
+Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, MemoryHandle handle,
+                unsigned long long) {
+  const int fd = static_cast<int>(handle);
+  if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(numBytes)) return kNotPermitted;
+  void* mapped = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
+  return mapped == MAP_FAILED ? kNotPermitted : kSuccess;
+}
+Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
+  void* reserved = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  return reserved == MAP_FAILED ? kNotPermitted : kSuccess;
+}
+Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc*, std::size_t) {
+  return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
+                                                                                             : kNotPermitted;
+}
+
+/// Not of CUDA: has a stream say that it is captured.
+void standInCapture(StreamHandle stream, bool isCapturing) { stream->isCapturing = isCapturing; }
+
+}  // extern "C"

@@ -1,0 +1,58 @@
+"""Trains until a memory device, which worker 0 kills in a step, is missed; says on each worker what was raised.
+
+Run by `coarse run`. Its argument is the device of the model; "stand-in" is the processor behind the driver of
+gpu_stand_in.py, which must be on LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import coarse.torch
+from coarse.errors import CoarseError
+from coarse.torch.session import session_of_group
+
+KILLED_AT_STEP = 3
+LIMIT_S = 20.0
+
+
+def main() -> None:
+    device = sys.argv[1]
+    synchronize = torch.cuda.synchronize
+    if device == "stand-in":
+        import gpu_stand_in
+
+        synchronize = gpu_stand_in.install().stream.synchronize
+        device = "cpu"
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).to(device)
+    model = coarse.torch.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    devices = session_of_group(model.process_group).session.device_pids
+    began_s = time.monotonic()
+    for step in range(1_000_000):
+        if step == KILLED_AT_STEP and rank == 0:
+            began_s = time.monotonic()
+            os.kill(devices[-1], signal.SIGKILL)
+        try:
+            optimizer.zero_grad()
+            model(torch.randn(4, 256, device=device)).square().mean().backward()
+            optimizer.step()
+        except CoarseError as error:
+            print(f"raised {type(error).__name__} after {step} steps: {error}", flush=True)
+            break
+        assert time.monotonic() < began_s + LIMIT_S, "nobody misses the memory device"
+    synchronize()  # what the GPU was given must come to its end, too
+    print("all streams have ended", flush=True)
+
+
+if __name__ == "__main__":
+    main()

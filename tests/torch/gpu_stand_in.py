@@ -1,0 +1,78 @@
+"""A GPU for the tests of what surrounds one: tests/native/cuda_stand_in.cpp is its driver, host memory is its memory.
+
+Streams are threads that do what they are given later and beside each other, as a GPU's; gradients are computed by the
+processor. A test sees averages when the stream that computes has joined, for which it waits here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes
+from coarse.client.tensor_group import TensorGroup
+from coarse.kernels import _native
+from coarse.torch import gpu_gradients, gradients, layout, offloading
+
+_ROOT = Path(__file__).parents[2]
+_LIBRARIES = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
+
+
+def build_driver(folder: Path) -> None:
+    """Compiles the stand-in to a libcuda.so.1 in `folder`; skips the test where there is no compiler."""
+    compiler = os.environ.get("CXX", "g++").split()
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"{compiler[0]} is missing, which compiles the stand-in for a GPU's driver")
+    includes = [f"-I{_ROOT}/coarse/kernels/{name}" for name in ("include", "cuda")]
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *includes]
+    for source, library in _LIBRARIES.items():
+        command = [*compiler, *flags, str(_ROOT / "tests/native" / source), "-o", str(folder / library)]
+        subprocess.run([*command, f"-Wl,-soname,{library}"], check=True)
+
+
+class StandInGpu(gpu_gradients.Gpu):
+    """Has parameters that lie in the host's memory, and one stream that computes."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.context = _native.CudaContext(0)
+        self.stream = _native.CudaStream(self.context)
+
+    def current_stream(self) -> int:
+        return self.stream.handle
+
+    def synchronise(self) -> None:
+        self.stream.synchronize()
+
+
+def install() -> StandInGpu:
+    """Has this process take its processor for a GPU, by the driver of build_driver(); returns that."""
+    gpu = StandInGpu()
+    join = TensorGroup.join_gpu
+
+    def join_and_wait(group: TensorGroup, stream: int) -> None:
+        join(group, stream)
+        gpu.stream.synchronize()
+
+    def find_gpu(_: Sequence[torch.nn.Parameter]) -> gpu_gradients.Gpu:
+        return gpu
+
+    def flat_tensor(memory: TensorBytes) -> torch.Tensor:
+        if isinstance(memory, GpuBytes):
+            array = (ctypes.c_char * memory.nbytes).from_address(memory.address)
+            array.memory = memory  # stays mapped
+            return torch.frombuffer(array, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    layout._flat_tensor = flat_tensor
+    gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(0)
+    gpu_gradients.find_gpu = find_gpu
+    TensorGroup.join_gpu = join_and_wait  # type: ignore[method-assign]
+    return gpu

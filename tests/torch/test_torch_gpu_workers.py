@@ -1,0 +1,53 @@
+"""Workers whose gradients take the way of a GPU's: what goes wrong is told by its type, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_stand_in import build_driver
+
+from coarse.torch.gpu_gradients import find_gpu
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
+LIMIT_S = 90
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("driver")
+    build_driver(folder)
+    return folder
+
+
+def run_script(device: str, **variables: str) -> str:
+    """What two workers print who train on `device` until a memory device is killed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "coarse", "run", "-n", "2", str(SCRIPT), device],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+    )
+    return done.stdout
+
+
+def check_loss(printed: str) -> None:
+    assert printed.count("raised MemoryDeviceLostError after ") == 2, printed
+    assert printed.count("all streams have ended") == 2, printed
+    assert "SIGKILL" in printed
+
+
+def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(stand_in):
+    check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(stand_in)))
+
+
+def test_parameters_on_the_processor_take_no_way_of_a_gpu():
+    assert find_gpu([torch.nn.Parameter(torch.zeros(1))]) is None

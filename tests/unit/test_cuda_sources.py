@@ -1,0 +1,146 @@
+"""The CUDA kernels compile, for every GPU that they are meant for; that needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import coarse.kernels
+from coarse.errors import CoarseError
+from coarse.kernels.cuda_kernels import OPTIONS, compiled, kernel_names, source, usable_compilers
+from coarse.kernels.nvrtc import find_nvrtc
+
+ARCHITECTURES = (70, 80, 90)  # V100, A100, H100 and H200
+SOURCES = Path(coarse.kernels.__file__).with_name("cuda")
+
+
+def nvrtc_for(architecture):
+    found = find_nvrtc()
+    if not found:
+        pytest.skip("NVRTC was not found: pip install nvidia-cuda-nvrtc-cu12")
+    for nvrtc in found:
+        if architecture in nvrtc.architectures():
+            return nvrtc
+    pytest.skip(f"{' and '.join(map(str, found))} no longer compile for sm_{architecture}")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", sorted(kernel_names()))
+def test_nvrtc_compiles_every_kernel(file, architecture):
+    nvrtc = nvrtc_for(architecture)
+    cubin = nvrtc.compile(source(file), name=f"{file}.cu", architecture=architecture, options=OPTIONS)
+    # Kernels have sections of these names.
+    missing = [name for name in kernel_names()[file] if f".text.{name}\0".encode() not in cubin]
+    assert not missing
+
+
+@pytest.fixture(scope="module", params=["reduce", "update"])
+def entries(request):
+    """The PTX of each kernel."""
+    nvrtc = nvrtc_for(80)
+    ptx = nvrtc.compile(
+        source(request.param), name="ptx", architecture=80, options=OPTIONS, is_virtual=True
+    ).decode()
+    texts = ptx.split(".visible .entry ")[1:]
+    return {text.partition("(")[0].strip(): text for text in texts}
+
+
+def test_no_operation_is_contracted_approximated_or_flushed(entries):
+    for name, text in entries.items():
+        assert not re.findall(r"\bfma\.|\.approx|\.full|\.ftz", text), name
+
+
+def test_arrays_are_read_and_written_by_vectors(entries):
+    # 16-bit types go with float32 in updates, by 8 and 16 bytes.
+    for name, text in entries.items():
+        for access in ("ld", "st"):
+            assert re.search(rf"\b{access}\.(global\.)?(v4\.[fu]32|v2\.[fu]64)", text), name
+        is_narrow = name.endswith("_uint8")
+        assert is_narrow or not re.search(r"\bld\.(global\.)?u8", text), name
+
+
+def test_machine_code_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nvrtc = nvrtc_for(90)
+    cubin = compiled("delay", [nvrtc], 90)
+    monkeypatch.setattr(nvrtc, "compile", None)  # is not called again
+    assert compiled("delay", [nvrtc], 90) == cubin
+    assert [path.stat().st_mode & 0o77 for path in tmp_path.glob("coarse/cuda/*")] == [0]
+
+
+def test_messages_of_the_compiler_name_file_and_line():
+    nvrtc = nvrtc_for(90)
+    broken = source("delay").replace("const std::uint64_t end = *due;", "const std::uint64_t end = **due;")
+    line = next(
+        number
+        for number, text in enumerate((SOURCES / "delay.cu").read_text().splitlines(), 1)
+        if "end = *due;" in text
+    )
+    with pytest.raises(CoarseError, match=rf"cannot compile delay\.cu for sm_90.*delay\.cu\({line}\)"):
+        nvrtc.compile(broken, name="delay.cu", architecture=90, options=OPTIONS)
+
+
+def test_every_source_file_has_its_kernels_named():
+    assert {path.stem for path in SOURCES.glob("*.cu")} == set(kernel_names())
+
+
+class Found:
+    """A run-time compiler of some version."""
+
+    def __init__(self, *version):
+        self.version = version
+
+    def __str__(self):
+        return "NVRTC {}.{}".format(*self.version)
+
+
+def test_the_newest_compiler_that_the_driver_goes_with_is_taken():
+    found = [Found(13, 0), Found(12, 4), Found(12, 9)]
+    assert [nvrtc.version for nvrtc in usable_compilers(found, (13, 0))] == [(13, 0), (12, 9), (12, 4)]
+    assert [nvrtc.version for nvrtc in usable_compilers(found, (12, 2))] == [(12, 9), (12, 4)]
+
+
+def test_an_older_compiler_is_taken_for_a_gpu_that_the_newest_does_not_know(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nvrtc = nvrtc_for(90)
+    unknown = Found(99, 0)
+
+    def refuse(*arguments, **options):
+        raise CoarseError("invalid value for --gpu-architecture")
+
+    unknown.compile = refuse
+    assert compiled("delay", [unknown, nvrtc], 90) == compiled("delay", [nvrtc], 90)
+    with pytest.raises(CoarseError, match="invalid value"):
+        compiled("delay", [unknown], 90)
+
+
+def test_a_driver_that_is_too_old_is_told_what_to_install():
+    with pytest.raises(CoarseError, match=r"CUDA 12\.2, which is older than NVRTC 13\.0: .*nvrtc-cu12"):
+        usable_compilers([Found(13, 0)], (12, 2))
+
+
+def test_without_a_compiler_it_is_told_what_to_install():
+    with pytest.raises(CoarseError, match=r"NVRTC, which was not found: pip install 'coarse\[cuda\]'"):
+        usable_compilers([], (13, 0))
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
+@pytest.mark.parametrize("file", sorted(kernel_names()))
+def test_nvcc_compiles_without_warnings(file, tmp_path):
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-arch=sm_90",
+        "-Werror",
+        "all-warnings",
+        "-Xcompiler",
+        "-Wall,-Wextra",
+        "-c",
+    ]
+    subprocess.run(
+        [*command, "-o", str(tmp_path / "kernels.o"), str(SOURCES / f"{file}.cu")], check=True, timeout=120
+    )

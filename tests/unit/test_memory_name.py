@@ -1,0 +1,60 @@
+"""Names of memories: each says its kind and which of it, and nothing else is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from coarse.machine.memory_name import DEVICE_KINDS, MemoryName, parse_memory_devices
+
+
+@pytest.mark.parametrize(
+    "text", ["host", "numa:0", "numa:12", "dax:/dev/dax0.0", "dax:/mnt/pmem/a:b", "cuda:4"]
+)
+def test_a_name_is_read_as_it_is_written(text):
+    assert str(MemoryName.parse(text)) == text
+
+
+def test_a_place_may_hold_colons():
+    assert MemoryName.parse("dax:/mnt/pmem/a:b").place == "/mnt/pmem/a:b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tape", "kind 'tape' is none of host, numa, dax, cuda"),
+        ("", "kind '' is none of"),
+        ("host:1", "memory of kind host is one"),
+        ("numa", "node '' is no number of a NUMA node; write one such as numa:2"),
+        ("numa:-1", "node '-1' is no number"),
+        ("numa:two", "node 'two' is no number"),
+        ("dax", "path '' is no path"),
+        ("cuda", "device '' is no ordinal of a GPU; write one such as cuda:4"),
+        ("cuda:all", "device 'all' is no ordinal"),
+        ("dax:dax0.0", "path 'dax0.0' is no path from / on"),
+    ],
+)
+def test_what_is_no_name_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        MemoryName.parse(text)
+
+
+def test_every_kind_is_named_in_the_error():
+    with pytest.raises(ValueError, match=", ".join(DEVICE_KINDS)):
+        MemoryName(kind="drum")
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), (" 3 ", 3), ("-1", -1)])
+def test_a_number_of_devices_stays_one(text, number):
+    assert parse_memory_devices(text) == number
+
+
+def test_a_list_has_a_memory_for_each_device():
+    names = parse_memory_devices("host, numa:2,dax:/dev/dax0.0")
+    assert isinstance(names, tuple)
+    assert [str(name) for name in names] == ["host", "numa:2", "dax:/dev/dax0.0"]
+
+
+@pytest.mark.parametrize("text", ["", "  ", "host,", "many", "1.5"])
+def test_what_is_neither_is_refused(text):
+    with pytest.raises(ValueError, match=r"no memory device|is none of"):
+        parse_memory_devices(text)
