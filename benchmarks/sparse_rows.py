@@ -1,0 +1,177 @@
+"""Training a large table of which each step looks up a few rows: sparse gradients, whole ones, and torch's DDP.
+
+    python benchmarks/sparse_rows.py [--rows N] [--width N] [--touched N] [--steps N] [--json FILE]
+
+Each system trains the same table with Adagrad on the same random lookups, alone. Parameters are compared before times
+are believed. Traffic is what all workers and memory devices write for a step's gradients: contributions and means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import coarse.torch
+from coarse.bench.record import MEASURED, Provenance, append_records
+
+NUM_WORKERS = 2
+NUMBER_BYTES = 8
+VALUE_BYTES = 4
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is trained: a table of `rows` x `width`, of which each worker looks up `touched` in each of `steps`."""
+
+    rows: int
+    width: int
+    touched: int
+    steps: int
+
+    def lookups(self, rank: int, step: int) -> torch.Tensor:
+        """Different rows for each worker and step, none twice."""
+        random = np.random.default_rng([rank, step])
+        return torch.from_numpy(random.choice(self.rows, self.touched, replace=False))
+
+    def union(self, step: int) -> int:
+        """How many rows all workers look up together."""
+        return len(set().union(*(self.lookups(rank, step).tolist() for rank in range(NUM_WORKERS))))
+
+
+SYSTEMS = {
+    "coarse, rows, in step()": {"sparse": True, "offload": {}},
+    "coarse, rows, in backward": {"sparse": True, "offload": {"overlap": True}},
+    "coarse, rows, optimizer on workers": {"sparse": True, "offload": None},
+    "coarse, whole, in step()": {"sparse": False, "offload": {}},
+    "torch DDP (gloo), rows": {"sparse": True, "offload": None, "torch": True},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--touched", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the records to FILE")
+    arguments = parser.parse_args()
+    plan = Plan(rows=arguments.rows, width=arguments.width, touched=arguments.touched, steps=arguments.steps)
+    results = {system: _run(system, plan) for system in SYSTEMS}
+    _check({system: sums for system, (_, sums) in results.items()}, plan)
+    records = [
+        {
+            "bench": "sparse rows",
+            "system": system,
+            **asdict(plan),
+            "traffic_bytes": traffic_bytes(system, plan),
+            "step_ms": statistics.median(times) * 1e3,
+            "step_min_ms": min(times) * 1e3,
+            "step_p99_ms": sorted(times)[int(0.99 * (len(times) - 1))] * 1e3,
+        }
+        for system, (times, _) in results.items()
+    ]
+    provenance = Provenance.here()
+    print(
+        f"{plan.touched} rows each of {NUM_WORKERS} workers, of a table of {plan.rows} x {plan.width}; measured on "
+        f"{provenance.machine}"
+    )
+    print(f"{'system':<38}{'traffic MiB':>12}{'step ms p50':>13}{'min':>9}{'p99':>9}")
+    for record in records:
+        print(
+            f"{record['system']:<38}{record['traffic_bytes'] / 2**20:>12.1f}{record['step_ms']:>13.1f}"
+            f"{record['step_min_ms']:>9.1f}{record['step_p99_ms']:>9.1f}"
+        )
+    if arguments.json is not None:
+        append_records(arguments.json, records, provenance, kind=MEASURED)
+    return 0
+
+
+def traffic_bytes(system: str, plan: Plan) -> int:
+    """Of one step: all contributions, and the mean for each worker unless it updates the table at once."""
+    options = SYSTEMS[system]
+    if not options["sparse"]:
+        return 2 * NUM_WORKERS * plan.rows * plan.width * VALUE_BYTES
+    row_bytes = NUMBER_BYTES + plan.width * VALUE_BYTES
+    is_updated_at_once = bool((options["offload"] or {}).get("overlap"))
+    num_rows = plan.touched + (0 if is_updated_at_once else plan.union(0))
+    return NUM_WORKERS * num_rows * row_bytes
+
+
+def _run(system: str, plan: Plan) -> tuple[list[float], tuple[float, float]]:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.SimpleQueue()
+    with tempfile.TemporaryDirectory() as directory:
+        workers = [
+            spawn.Process(target=_work, args=(rank, system, plan, f"{directory}/store", results))
+            for rank in range(NUM_WORKERS)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise RuntimeError(f"{system}: a worker failed; its traceback is above")
+    found: tuple[list[float], tuple[float, float]] = results.get()
+    return found
+
+
+def _work(rank: int, system: str, plan: Plan, rendezvous: str, results: Any) -> None:
+    options = SYSTEMS[system]
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(NUM_WORKERS))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=NUM_WORKERS)
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(plan.rows, plan.width, sparse=options["sparse"])
+    wrap = (
+        torch.nn.parallel.DistributedDataParallel
+        if "torch" in options
+        else coarse.torch.DistributedDataParallel
+    )
+    model = wrap(table)
+    optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.01)
+    if options["offload"] is not None:
+        optimizer = coarse.torch.DistributedOptimizer(optimizer, model, **options["offload"])
+    target = torch.linspace(-1, 1, plan.width)
+    times = []
+    for step in range(-2, plan.steps):  # two to warm up
+        lookups = plan.lookups(rank, step + 2)
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        ((model(lookups) - target).square().sum() / plan.touched).backward()
+        optimizer.step()
+        if step >= 0:
+            times.append(time.perf_counter() - begin)
+    if rank == 0:
+        with torch.no_grad():
+            sums = float(table.weight.double().sum()), float(table.weight.double().square().sum())
+        results.put((times, sums))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _check(sums: dict[str, tuple[float, float]], plan: Plan) -> None:
+    """Refuses times of systems that did not train the same table."""
+    expected = sums["torch DDP (gloo), rows"]
+    for system, found in sums.items():
+        if not np.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * plan.rows):
+            raise RuntimeError(f"{system} trained another table: sums {found}, not {expected}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
