@@ -1,0 +1,199 @@
+"""Figure 16(e): the largest batch that fits where memory is short, and how fast training goes with it.
+
+On one node the paper's AllReduce has memory for a batch of 2; COARSE, whose parameters and optimizer are elsewhere,
+for one of 4 (V-D). Here all processes of a job, memory devices included, share a control group with a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from matplotlib.figure import Figure
+
+from coarse.bench.fleet import BenchError
+from coarse.profiler.figures import COLOURS
+from coarse.profiler.profile import MEASURED
+from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main
+from experiments.fig16_largest_batch.memory_limit import MemoryLimit
+
+NUM_WORKERS = 2
+DDP = "ddp"
+LABELS = {
+    DDP: "DDP",
+    "fsdp": "FSDP2",
+    "coarse-offload": "COARSE, step()",
+    "coarse-overlap": "COARSE, in backward",
+}
+PAPER = "batch 4 where AllReduce has memory for 2, and training 48 % faster (V-D, Fig 16e)"
+_TRIAL = "experiments.fig16_largest_batch.trial"
+_TIMEOUT_S = 600
+_REFUSED = "OutOfDeviceMemoryError"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is trained under which limit.
+
+    Args:
+        limit_bytes: Memory of all processes together.
+        most: No larger batch is tried.
+        steps: Timed in each trial.
+    """
+
+    model: str
+    limit_bytes: int
+    most: int
+    steps: int
+
+
+FULL = Case(model="bert-base", limit_bytes=4800 << 20, most=32, steps=3)
+QUICK = Case(model="bert-tiny", limit_bytes=4800 << 20, most=2, steps=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A batch that fits.
+
+    Args:
+        batch: Samples of each worker.
+        step_s: Median seconds of a step of the slowest worker.
+        peak_bytes: The most memory that the job had, cached pages of files included.
+    """
+
+    batch: int
+    step_s: float
+    peak_bytes: int
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all workers."""
+        return NUM_WORKERS * self.batch / self.step_s
+
+
+def largest(attempt: Callable[[int], Trial | None], most: int) -> Trial | None:
+    """The largest batch that fits: doubled until one does not, then bisected.
+
+    Args:
+        attempt: Returns None where the batch does not fit; larger ones are then taken not to fit either.
+        most: No larger batch is tried.
+    """
+    best, fails = None, most + 1
+    batch = 1
+    while batch < fails:
+        trial = attempt(batch)
+        if trial is None:
+            fails = batch
+        else:
+            best = trial
+        fitting = best.batch if best else 0
+        batch = min(2 * fitting, most) if fails > most and fitting < most else (fitting + fails) // 2
+        if batch == fitting:
+            break
+    return best
+
+
+def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
+    """Trains with a batch in a memory limit of its own; None if memory does not suffice.
+
+    Raises:
+        BenchError: If training fails for another reason.
+    """
+    trial = [sys.executable, "-m", _TRIAL, system, "--model", case.model, "--batch", str(batch)]
+    trial += ["--workers", str(NUM_WORKERS), "--steps", str(case.steps)]
+    with MemoryLimit(case.limit_bytes) as limit:
+        done = subprocess.run(
+            limit.command(trial),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            cwd=FOLDER.parent,
+            env=_env(),
+        )
+        if done.returncode == 0:
+            return Trial(batch=batch, peak_bytes=limit.peak_bytes, **json.loads(done.stdout))
+        if limit.num_killed or _REFUSED in done.stderr:
+            return None
+    raise BenchError(f"{system}, batch {batch}: {done.stderr.strip() or done.returncode}")
+
+
+def run(options: Options) -> Outcome:
+    """Finds the largest batch of each system."""
+    case = QUICK if options.is_quick else FULL
+    found: dict[str, Trial | None] = {}
+    for system in LABELS:
+        found[system] = largest(lambda batch, system=system: attempt_batch(case, system, batch), case.most)
+        options.progress(f"{LABELS[system]}: {_words(found[system])}")
+    return Outcome(
+        findings=[_finding(case, system, found) for system in found],
+        data=[
+            {"kind": MEASURED, "system": system, **asdict(case), **(asdict(trial) if trial else {"batch": 0})}
+            for system, trial in found.items()
+        ],
+        pictures={"largest-batch": draw(case, found)},
+    )
+
+
+def _finding(case: Case, system: str, found: dict[str, Trial | None]) -> Finding:
+    trial, ddp = found[system], found[DDP]
+    is_ours = system.startswith("coarse")
+    text = _words(trial)
+    agrees = None
+    if is_ours and ddp is not None:
+        agrees = (
+            trial is not None and trial.batch >= 2 * ddp.batch and trial.samples_per_s > ddp.samples_per_s
+        )
+        if trial is not None:
+            text += f", {trial.samples_per_s / ddp.samples_per_s:.2f}x as many as DDP"
+    where = f"{case.model}, {NUM_WORKERS} workers in {case.limit_bytes / 2**30:.1f} GiB"
+    return Finding(
+        ran=f"largest batch, {where}, {LABELS[system]}",
+        expected=PAPER if is_ours else "nothing",
+        found=text,
+        agrees=agrees,
+        kind=MEASURED,
+    )
+
+
+def _words(trial: Trial | None) -> str:
+    if trial is None:
+        return "not even 1"
+    return f"{trial.batch} per worker, {trial.samples_per_s:.2f} samples/s"
+
+
+def _env() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))),
+    }
+
+
+def draw(case: Case, found: dict[str, Trial | None]) -> Figure:
+    """Bars: samples per second of each system, with its batch."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    bars = axes.barh(
+        [LABELS[system] for system in found],
+        [trial.samples_per_s if trial else 0 for trial in found.values()],
+        color=[COLOURS[system.startswith("coarse")] for system in found],
+    )
+    axes.bar_label(
+        bars, [f"batch {trial.batch}" if trial else "does not fit" for trial in found.values()], padding=3
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("samples per second, all workers")
+    axes.margins(x=0.2)
+    figure.suptitle(
+        f"Largest batch in {case.limit_bytes / 2**30:.1f} GiB, {case.model} ({MEASURED})", fontsize=11
+    )
+    return figure
+
+
+EXPERIMENT = Experiment(name="fig16_largest_batch", figure="Fig 16", run=run)
+
+if __name__ == "__main__":
+    raise SystemExit(main(EXPERIMENT))
