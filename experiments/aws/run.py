@@ -1,0 +1,239 @@
+"""The paper's training runs on a rented machine: ResNet-50 and BERT, COARSE against AllReduce (section V, Fig 16).
+
+    python -m experiments.aws.run --instance p3.16xlarge --results results
+
+Runs every model under every system that is installed, one after the other, and prints a table; figures are appended
+to RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from coarse.bench.record import Provenance, append_records
+from experiments.aws.instances import INSTANCES, Instance
+
+TRAIN = Path(__file__).with_name("train.py")
+ROOT = Path(__file__).resolve().parents[2]
+_LARGEST_DIFFERENCE = (
+    0.1  # between systems, of how far training has moved parameters: sums are rounded differently
+)
+_LIMIT_S = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Args:
+        system: As in experiments.aws.train.
+        ratio: Of workers to memory devices; "" for systems without any.
+        memory: Kind of memory that these own, "host" or "cuda"; "" likewise.
+        model: One of coarse.bench.models.
+        batch: Samples per worker.
+    """
+
+    system: str
+    ratio: str
+    memory: str
+    model: str
+    batch: int
+
+    def __str__(self) -> str:
+        devices = f" {self.ratio} on {self.memory}" if self.ratio else ""
+        return f"{self.model}, batch {self.batch}, {self.system}{devices}"
+
+
+class RunError(Exception):
+    """A run failed, or came to something else than the others."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is asked for; 1 if a run failed or its results differ."""
+    arguments = _parse(argv)
+    instance = INSTANCES[arguments.instance]
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    provenance = Provenance.here()
+    done: list[tuple[Run, dict[str, Any]]] = []
+    failures = []
+    for run in plan(instance, arguments.models, arguments.systems):
+        print(f"{run} ...", flush=True)
+        try:
+            result = execute(run, instance, warm_up=arguments.warm_up, steps=arguments.steps)
+        except RunError as error:
+            failures.append(f"{run}: {error}")
+            print(failures[-1], file=sys.stderr, flush=True)
+            continue
+        done.append((run, result))
+        record = {"bench": "aws", "instance": arguments.instance, **_as_json(run, result)}
+        append_records(arguments.results / "runs.jsonl", [record], provenance)
+    failures += differences(done)
+    print(table(done))
+    for failure in failures:
+        print(f"FAILED: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def plan(instance: Instance, models: Sequence[str] = (), systems: Sequence[str] = ()) -> Iterator[Run]:
+    """All runs of an instance: each model without communication first, then under each system that is installed.
+
+    Args:
+        instance: Where they run.
+        models, systems: Only these; all if there are none.
+    """
+    for model, batch in instance.batches.items():
+        if models and model not in models:
+            continue
+        for system in systems or installed_systems():
+            for memory, ratio in _placements(system, instance):
+                yield Run(system=system, ratio=ratio, memory=memory, model=model, batch=batch)
+
+
+def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
+    """Kinds of memory and ratios under which a system runs."""
+    if not system.startswith("coarse"):
+        yield "", ""
+        return
+    yield from (("host", ratio) for ratio in instance.devices)
+    if system != "coarse-offload":  # there the model would have to be on the memory device's GPU
+        yield from (("cuda", ratio) for ratio in instance.tables)
+
+
+def installed_systems() -> tuple[str, ...]:
+    """Systems that can run here; Horovod where it is installed."""
+    has_horovod = importlib.util.find_spec("horovod") is not None and shutil.which("horovodrun") is not None
+    return ("none", "ddp", *(["horovod"] if has_horovod else []), "coarse", "coarse-offload")
+
+
+def execute(run: Run, instance: Instance, *, warm_up: int, steps: int) -> dict[str, Any]:
+    """Trains, and returns what worker 0 wrote down.
+
+    Raises:
+        RunError: If it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="coarse-aws-") as folder:
+        result = Path(folder) / "result.json"
+        command = command_of(run, instance, warm_up=warm_up, steps=steps, result=result)
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"not done after {_LIMIT_S} s") from None
+        if done.returncode != 0 or not result.exists():
+            last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+            raise RunError(f"ended with exit code {done.returncode}:\n{last}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def command_of(run: Run, instance: Instance, *, warm_up: int, steps: int, result: Path) -> list[str]:
+    """The command that starts all workers of a run."""
+    workers = str(instance.num_workers)
+    script = [
+        str(TRAIN),
+        *("--system", run.system, "--model", run.model, "--batch", str(run.batch)),
+        *("--device", "cuda" if instance.gpus else "cpu"),
+        *(["--gpus", ",".join(map(str, instance.gpus))] if instance.gpus else []),
+        *("--warm-up", str(warm_up), "--steps", str(steps), "--result", str(result)),
+    ]
+    if run.system == "horovod":
+        return ["horovodrun", "--gloo", "-np", workers, sys.executable, *script]
+    devices: list[str] = []
+    if run.memory == "cuda":
+        devices = ["--partition-table", str(instance.tables[run.ratio])]
+    elif run.memory == "host":
+        devices = ["--memory-devices", str(instance.devices[run.ratio])]
+    return [sys.executable, "-m", "coarse", "run", "-n", workers, *devices, *script]
+
+
+def differences(done: Sequence[tuple[Run, dict[str, Any]]]) -> list[str]:
+    """Runs whose parameters are not those of DDP; training without communication comes to others, and is left out."""
+    found = []
+    expected = {run.model: result for run, result in done if run.system == "ddp"}
+    for run, result in done:
+        if run.system == "none" or run.model not in expected:
+            continue
+        ddp = expected[run.model]
+        moved = _distance(ddp["before"], ddp["parameters"])
+        apart = _distance(result["parameters"], ddp["parameters"])
+        if not apart <= _LARGEST_DIFFERENCE * moved:  # nor if it is no number
+            found.append(
+                f"{run}: parameters are {apart:.3g} from DDP's, which training has moved by {moved:.3g}"
+            )
+    return found
+
+
+def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return fmean(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def table(done: Sequence[tuple[Run, dict[str, Any]]]) -> str:
+    """What came out, as Markdown. Blocked time is the step less that of the same step without communication."""
+    lines = [
+        "| model | batch | system | workers : devices | memory | step p50, ms | blocked, ms "
+        "| of AllReduce's | to AllReduce |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    steps = {run: median(result["step_ms"]) for run, result in done}
+    peers = {(run.model, run.system): step for run, step in steps.items() if not run.ratio}
+    for run, step in steps.items():
+        bare, ddp = peers.get((run.model, "none")), peers.get((run.model, "ddp"))
+        blocked = None if bare is None or run.system == "none" else step - bare
+        ddp_blocked = None if bare is None or ddp is None else ddp - bare
+        share = blocked / ddp_blocked if blocked is not None and ddp_blocked and ddp_blocked > 0 else None
+        cells = [
+            run.model,
+            str(run.batch),
+            run.system,
+            run.ratio,
+            run.memory,
+            f"{step:.1f}",
+            "" if blocked is None else f"{blocked:.1f}",
+            "" if share is None else f"{100 * share:.0f} %",
+            "" if ddp is None else f"{ddp / step:.2f}x",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _as_json(run: Run, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "system": run.system,
+        "ratio": run.ratio,
+        "memory": run.memory,
+        "model": run.model,
+        "batch": run.batch,
+        **{name: result[name] for name in ("workers", "step_ms", "losses", "peak_device_bytes")},
+    }
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    names = "; ".join(f"{name}: {instance.note}" for name, instance in INSTANCES.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.aws.run", description=f"Runs the paper's training. Instances: {names}."
+    )
+    parser.add_argument("--instance", choices=sorted(INSTANCES), required=True)
+    parser.add_argument("--results", type=Path, default=Path("runs/aws"), metavar="FOLDER")
+    parser.add_argument(
+        "--model", action="append", dest="models", default=[], help="only this one; repeatable"
+    )
+    parser.add_argument(
+        "--system", action="append", dest="systems", default=[], help="only this one; repeatable"
+    )
+    parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
+    parser.add_argument("--steps", type=int, default=50, help="steps that are")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Sets up a fresh Ubuntu 22.04 or 24.04 instance for experiments.aws.run: compilers, driver, environment, COARSE.
+#
+#     experiments/aws/setup.sh            # GPU instance: p3.16xlarge, g4dn.metal
+#     experiments/aws/setup.sh --cpu      # any machine, without GPUs
+#     experiments/aws/setup.sh --horovod  # builds Horovod too, with NCCL where there are GPUs (some 15 minutes)
+#
+# Run it in a checkout. It may be run again. A driver that is newly installed needs a reboot, and then another run.
+# V100 (p3) and T4 (g4dn) need PyTorch built for CUDA 12: wheels for CUDA 13 have no code for V100 any more.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+cpu_only=false
+with_horovod=false
+for flag in "$@"; do
+    case $flag in
+        --cpu) cpu_only=true ;;
+        --horovod) with_horovod=true ;;
+        *) echo "setup.sh: unknown flag $flag; there are --cpu and --horovod" >&2; exit 2 ;;
+    esac
+done
+python=${PYTHON:-python3}
+venv=${VENV:-.venv}
+driver=${DRIVER:-nvidia-driver-570-server}
+torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/$($cpu_only && echo cpu || echo cu126)}
+
+as_root() { if [[ $(id -u) -eq 0 ]]; then "$@"; else sudo "$@"; fi; }
+
+install_packages() {
+    as_root apt-get update -qq
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        g++ make cmake git python3-dev python3-venv >/dev/null
+}
+
+install_driver() {
+    if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then return; fi
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "linux-headers-$(uname -r)" "$driver"
+    if ! nvidia-smi; then
+        echo "setup.sh: the driver is installed; reboot, and run this again" >&2
+        exit 3
+    fi
+}
+
+install_python() {
+    [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --upgrade pip
+    "$venv/bin/python" -c 'import torch' 2>/dev/null ||
+        "$venv/bin/python" -m pip install --quiet torch --index-url "$torch_index"
+    # Editable: whatever starts in the checkout imports the checkout's package, which then has its native module.
+    "$venv/bin/python" -m pip install --quiet -e '.[torch,examples,cuda]'
+}
+
+install_horovod() {
+    if $cpu_only; then
+        PATH=$PWD/$venv/bin:$PATH PYTHON=python benchmarks/build_horovod.sh
+    else
+        HOROVOD_GPU_OPERATIONS=NCCL PATH=$PWD/$venv/bin:$PATH PYTHON=python benchmarks/build_horovod.sh
+    fi
+}
+
+if command -v apt-get >/dev/null; then install_packages; fi
+$cpu_only || install_driver
+install_python
+if $with_horovod; then install_horovod; fi
+"$venv/bin/coarse" doctor
+instance=$($cpu_only && echo cpu || echo p3.16xlarge)
+echo "ready: $venv/bin/python -m experiments.aws.run --instance $instance"

@@ -1,0 +1,173 @@
+"""One worker of one of the paper's training runs (section V): a model on synthetic data under one system.
+
+Started by experiments.aws.run, which says what is compared, through a launcher: `coarse run` or `horovodrun`. All
+systems train the same model on the same batches from the same parameters. Worker 0 writes what came out, as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coarse.bench.models import MODELS, Workload, build_workload
+
+LEARNING_RATE = 1e-4
+SYSTEMS = ("coarse", "coarse-offload", "ddp", "horovod", "none")
+"""COARSE; the same with the optimizer in the memory devices; AllReduce in two ways; no communication at all."""
+
+_SAMPLED_PARAMETERS = 16
+_SAMPLES_PER_PARAMETER = 8
+
+
+def main() -> None:
+    """Trains, and writes down what that took and came to."""
+    arguments = _parse()
+    rank, local_rank, world_size = _place(arguments.system)
+    device = _device(arguments.device, arguments.gpus, local_rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    workload = _build(arguments, rank, device)
+    model, optimizer = _join(arguments.system, workload.module, device)
+    torch.manual_seed(
+        1000 + rank
+    )  # dropout draws the same numbers in every system, whatever its wrapper drew
+    before = _sample(workload.module)
+    result = train(model, optimizer, workload, device, warm_up=arguments.warm_up, steps=arguments.steps)
+    result |= {"workers": world_size, "before": before, "parameters": _sample(workload.module)}
+    if rank == 0:
+        arguments.result.write_text(json.dumps(result))
+    if arguments.system.startswith("coarse"):
+        model.close()
+    del model, optimizer  # before the process group: what is averaged for may not be the last to hold it
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(
+    model: Any, optimizer: Any, workload: Workload, device: torch.device, *, warm_up: int, steps: int
+) -> dict[str, Any]:
+    """Takes `warm_up` steps and then `steps` that are timed one by one, until the device has done them.
+
+    Returns:
+        Losses of all steps; milliseconds of the timed ones; the device's peak memory in bytes, 0 on a processor.
+    """
+    losses, step_ms = [], []
+    for step in range(warm_up + steps):
+        batch = workload.batches[step % len(workload.batches)]
+        begin_s = _now_s(device)
+        loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        end_s = _now_s(device)
+        losses.append(float(loss.detach()))
+        if step >= warm_up:
+            step_ms.append(1e3 * (end_s - begin_s))
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {"losses": losses, "step_ms": step_ms, "peak_device_bytes": peak_bytes}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="One worker of a training run.")
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
+    parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--batch", type=int, required=True, help="samples of each worker")
+    parser.add_argument("--sequence", type=int, default=384, help="tokens of a sample, for models of text")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument(
+        "--gpus", default="", help="of the workers, by local rank: 0,2,4,6; default: in order"
+    )
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--result", type=Path, required=True, help="written by worker 0")
+    return parser.parse_args()
+
+
+def _place(system: str) -> tuple[int, int, int]:
+    """Rank, local rank and number of workers, as the system's launcher tells them."""
+    if system == "horovod":
+        hvd = importlib.import_module("horovod.torch")
+        hvd.init()
+        return hvd.rank(), hvd.local_rank(), hvd.size()
+    return tuple(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+
+
+def _device(kind: str, gpus: str, local_rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    numbers = [int(number) for number in gpus.split(",")] if gpus else range(torch.cuda.device_count())
+    if local_rank >= len(numbers):
+        raise SystemExit(f"worker {local_rank} has no GPU: there are {len(numbers)} for workers")
+    device = torch.device("cuda", numbers[local_rank])
+    torch.cuda.set_device(device)
+    return device
+
+
+def _build(arguments: argparse.Namespace, rank: int, device: torch.device) -> Workload:
+    """The model and this worker's batches on its device; parameters become worker 0's when it is wrapped."""
+    built = build_workload(arguments.model, batch=arguments.batch, sequence=arguments.sequence, rank=rank)
+    batches = tuple({name: value.to(device) for name, value in batch.items()} for batch in built.batches)
+    return Workload(module=built.module.to(device), batches=batches, loss=built.loss)
+
+
+def _join(system: str, module: Any, device: torch.device) -> tuple[Any, Any]:
+    """The module and its optimizer under a system."""
+    model = _WRAPPERS[system](module, device)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if system == "horovod":
+        hvd = importlib.import_module("horovod.torch")
+        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
+    elif system == "coarse-offload":
+        optimizer = importlib.import_module("coarse.torch").DistributedOptimizer(optimizer, model)
+    return model, optimizer
+
+
+def _wrap_coarse(module: Any, device: torch.device) -> Any:
+    del device
+    dist.init_process_group("gloo")
+    return importlib.import_module("coarse.torch").DistributedDataParallel(module)
+
+
+def _wrap_ddp(module: Any, device: torch.device) -> Any:
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    devices = [device] if device.type == "cuda" else None
+    return torch.nn.parallel.DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+
+
+_WRAPPERS: dict[str, Callable[[Any, torch.device], Any]] = {
+    "coarse": _wrap_coarse,
+    "coarse-offload": _wrap_coarse,
+    "ddp": _wrap_ddp,
+    "horovod": lambda module, device: module,
+    "none": lambda module, device: module,
+}
+
+
+def _now_s(device: torch.device) -> float:
+    """The time when the device has done everything so far."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _sample(module: Any) -> list[float]:
+    """Some elements of some parameters, evenly spaced: equal in all systems that average, up to rounding."""
+    parameters = [parameter.detach().reshape(-1) for parameter in module.parameters()]
+    chosen = parameters[:: max(1, len(parameters) // _SAMPLED_PARAMETERS)]
+    return [
+        value for flat in chosen for value in flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].tolist()
+    ]
+
+
+if __name__ == "__main__":
+    main()

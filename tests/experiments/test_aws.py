@@ -1,0 +1,119 @@
+"""The scripts for rented machines: what they would start there, and the same runs with small models here."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from coarse.machine.partition_table import PartitionTable
+from experiments.aws.instances import INSTANCES
+from experiments.aws.run import TRAIN, Run, command_of, differences, main, plan, table
+
+P3, CPU = INSTANCES["p3.16xlarge"], INSTANCES["cpu"]
+
+
+def result(*, moved=1.0, step_ms=10.0, error=0.0):
+    return {"before": [0.0, 0.0], "parameters": [moved + error, -moved], "step_ms": [step_ms] * 3}
+
+
+def test_both_models_have_the_papers_batches_and_every_ratio():
+    runs = list(plan(P3, systems=("ddp", "coarse")))
+    assert runs == [
+        Run(system=system, ratio=ratio, memory=memory, model=model, batch=batch)
+        for model, batch in (("resnet50", 64), ("bert-large", 2))
+        for system, ratio, memory in (
+            ("ddp", "", ""),
+            ("coarse", "1:1", "host"),
+            ("coarse", "2:1", "host"),
+            ("coarse", "1:1", "cuda"),
+            ("coarse", "2:1", "cuda"),
+        )
+    ]
+
+
+def test_an_optimizer_stays_where_memory_devices_can_run_it():
+    assert {run.memory for run in plan(P3, systems=("coarse-offload",))} == {"host"}
+
+
+@pytest.mark.parametrize("name", sorted(INSTANCES))
+def test_tables_fit_the_instance(name):
+    instance = INSTANCES[name]
+    for ratio, path in instance.tables.items():
+        loaded = PartitionTable.load(path)
+        workers, devices = map(int, ratio.split(":"))
+        assert loaded.num_workers == instance.num_workers
+        assert loaded.num_workers * devices == loaded.num_devices * workers
+        assert loaded.num_devices == instance.devices[ratio]
+        assert not {f"cuda:{gpu}" for gpu in instance.gpus} & set(loaded.memories)
+        assert len(instance.gpus) == instance.num_workers
+
+
+def test_every_system_has_its_launcher(tmp_path):
+    def command(system, ratio="", memory=""):
+        run = Run(system=system, ratio=ratio, memory=memory, model="bert-large", batch=2)
+        return " ".join(command_of(run, P3, warm_up=5, steps=50, result=tmp_path / "r"))
+
+    assert command("ddp").startswith(f"{sys.executable} -m coarse run -n 4 {TRAIN} --system ddp ")
+    assert command("horovod").startswith("horovodrun --gloo -np 4 ")
+    assert "coarse run -n 4 --partition-table " in command("coarse", "2:1", "cuda")
+    assert "p3-2to1.toml" in command("coarse", "2:1", "cuda")
+    assert "coarse run -n 4 --memory-devices 2 " in command("coarse", "2:1", "host")
+    assert "--device cuda --gpus 0,2,4,6 " in command("none")
+
+
+def test_results_that_differ_are_told():
+    runs = [
+        Run(system=system, ratio="", memory="", model="m", batch=1) for system in ("none", "ddp", "coarse")
+    ]
+    alike = [result(moved=5.0), result(), result(error=0.01)]
+    assert differences(list(zip(runs, alike, strict=True))) == []
+    (told,) = differences(list(zip(runs, [*alike[:2], result(moved=0.5)], strict=True)))
+    assert told == "m, batch 1, coarse: parameters are 0.5 from DDP's, which training has moved by 1"
+    assert differences([(runs[1], result()), (runs[2], result(moved=float("nan")))])
+
+
+def test_blocked_time_is_that_of_the_same_step_without_communication():
+    runs = [
+        (Run(system=system, ratio=ratio, memory=memory, model="m", batch=64), result(step_ms=step_ms))
+        for system, ratio, memory, step_ms in (
+            ("none", "", "", 10),
+            ("ddp", "", "", 20),
+            ("coarse", "2:1", "cuda", 14),
+        )
+    ]
+    assert table(runs).splitlines()[2:] == [
+        "| m | 64 | none |  |  | 10.0 |  |  | 2.00x |",
+        "| m | 64 | ddp |  |  | 20.0 | 10.0 | 100 % | 1.00x |",
+        "| m | 64 | coarse | 2:1 | cuda | 14.0 | 4.0 | 40 % | 1.43x |",
+    ]
+
+
+def test_small_models_really_train_and_come_to_the_same(tmp_path, capsys):
+    pytest.importorskip("torch")
+    systems = [word for system in ("none", "ddp", "coarse") for word in ("--system", system)]
+    arguments = ["--instance", "cpu", "--model", "digits", *systems, "--warm-up", "1", "--steps", "4"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 0
+    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(each["system"], each["ratio"]) for each in records] == [
+        ("none", ""),
+        ("ddp", ""),
+        ("coarse", "1:1"),
+        ("coarse", "2:1"),
+    ]
+    assert all(len(each["step_ms"]) == 4 and len(each["losses"]) == 5 for each in records)
+    assert {each["kind"] for each in records} == {"measured"}
+    assert "| digits | 64 | coarse | 2:1 | host |" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path, capsys, monkeypatch):
+    broken = tmp_path / "train.py"
+    broken.write_text("raise SystemExit('no GPU today')\n")
+    monkeypatch.setattr("experiments.aws.run.TRAIN", broken)
+    arguments = ["--instance", "cpu", "--model", "digits", "--system", "coarse", "--results", str(tmp_path)]
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "FAILED: digits, batch 64, coarse 1:1 on host: ended with exit code 1:" in told
+    assert "no GPU today" in told
+    assert not (tmp_path / "runs.jsonl").exists()
