@@ -1,0 +1,196 @@
+"""What only a machine with several NUMA nodes and a real DAX device can show. Run by boot.py, on an emulated one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
+
+from harness import Job, job_of_test
+from test_memory_kinds import LENGTHS, reducing, specs
+from test_recovery import crash, dies_at, finish, train
+
+from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError
+from coarse.kernels import _native
+from coarse.machine.host import MemoryAccess, read_dax_devices, read_numa_nodes
+from coarse.machine.memory_name import parse_memory_devices
+from coarse.proxy.memory import Extent, open_memory
+from coarse.proxy.memory.dax import DaxMemory, dax_geometry
+from coarse.proxy.memory.numa import NumaMemory, parse_numa_maps
+
+FAR = 1  # the node without processors
+UNIT = 2 << 20
+(DAX,) = (f"/dev/{device.name}" for device in read_dax_devices())
+KINDS = [f"numa:{FAR},numa:{FAR}", f"numa:0,numa:{FAR}", f"dax:{DAX}", f"numa:{FAR},dax:{DAX}"]
+
+
+@pytest.fixture
+def job():
+    with job_of_test() as started:
+        yield started
+
+
+def test_the_far_node_is_found_with_its_distance_and_what_its_firmware_says():
+    near, far = read_numa_nodes()
+    assert (near.is_memory_only, far.is_memory_only) == (False, True)
+    assert far.distances == (17, 10)
+    assert far.access == MemoryAccess(
+        read_latency_ns=250, write_latency_ns=250, read_gbytes_per_s=20.48, write_gbytes_per_s=20.48
+    )
+
+
+def test_memory_lies_on_the_far_node_and_sync_cores_on_the_nearest():
+    memory = NumaMemory(FAR)
+    free = [node_free_bytes(node) for node in (0, FAR)]
+    segment = memory.allocate("test", 64 << 20)
+    assert free[1] - node_free_bytes(FAR) > 60 << 20
+    mapping = _native.Mapping(segment.region, segment.num_bytes)
+    mapping.populate()
+    assert parse_numa_maps(Path("/proc/self/numa_maps").read_text(), mapping.address) == {FAR: 16384}
+    assert memory.cores() == (0, 1)
+    segment.close()
+
+
+def test_memory_beyond_the_far_node_is_refused_although_the_machine_has_it():
+    memory = NumaMemory(FAR)
+    assert open_memory("host").available_bytes() > 1 << 30
+    with pytest.raises(OutOfDeviceMemoryError, match=f"1024.0 MiB of NUMA node {FAR}"):
+        memory.allocate("test", 1 << 30)
+
+
+def test_pages_that_fell_to_the_near_node_are_found_out():
+    memory = NumaMemory(FAR)
+    near = NumaMemory(0).allocate("test", 10 * 4096)
+    with pytest.raises(
+        OutOfDeviceMemoryError, match="10 pages were asked of NUMA node 1, and there are 10 on node 0"
+    ):
+        memory._verify("test", near)
+    near.close()
+
+
+def test_the_device_tells_size_alignment_and_nearest_node():
+    geometry = dax_geometry(DAX)
+    assert geometry.alignment_bytes == UNIT
+    assert geometry.num_bytes > 200 << 20
+    assert geometry.num_bytes % UNIT == 0
+    assert geometry.node == 0
+
+
+def test_the_kernel_maps_whole_units_of_the_device_only():
+    fd = os.open(DAX, os.O_RDWR)
+    with pytest.raises(OSError, match="Invalid argument"):
+        mmap.mmap(fd, 4096)
+    os.close(fd)
+
+
+def test_extents_of_the_device_are_zeroed_kept_and_given_back():
+    memory = DaxMemory(DAX)
+    whole = memory.available_bytes()
+    first, second = memory.allocate("test", 100), memory.allocate("test", UNIT + 1)
+    assert (first.extent, second.extent) == (Extent(0, UNIT), Extent(UNIT, 2 * UNIT))
+    view = second.map()
+    assert bytes(view) == bytes(UNIT + 1)
+    view[:] = b"\xff" * (UNIT + 1)
+    assert bytes(second.map(read_only=True)) == b"\xff" * (UNIT + 1)
+    assert bytes(first.map()) == bytes(100)
+    second.close()
+    assert memory.available_bytes() == whole - 3 * UNIT  # it is still mapped
+    view.release()
+    first.close()
+    assert memory.available_bytes() == whole
+    again = memory.allocate("test", 3 * UNIT)
+    assert bytes(again.map()) == bytes(3 * UNIT)
+    again.close()
+    with pytest.raises(DeviceMemoryBusyError, match=f"process {os.getpid()} "):
+        DaxMemory(DAX)
+    memory.close()
+
+
+@pytest.mark.parametrize("memories", KINDS)
+def test_results_have_the_bits_of_the_hosts_memory(job, memories):
+    devices = parse_memory_devices(memories)
+    expected = job.run(2, reducing(len(devices)))
+    assert job.run(2, reducing(devices, "again")) == expected
+
+
+@pytest.mark.parametrize("memories", [KINDS[0], KINDS[2]])
+def test_restarted_workers_go_on_from_what_is_kept(memories):
+    with job_of_test() as undisturbed:
+        expected = undisturbed.run(2, lambda me: train(me, 0))[0][2]
+    with job_of_test() as job:
+        settings = {"memory_devices": parse_memory_devices(memories)}
+        crash(job, 0, dies_at(1, 4, "backward.push 0"), **settings)
+        first, _, digest = finish(job, 1, **settings)
+        assert (first, digest) == (3, expected)
+
+
+def test_slots_of_workers_lie_on_the_far_node(job):
+    def worker(me):
+        with me.join(memory_devices=parse_memory_devices(f"numa:{FAR}")) as session:
+            group = session.register("gradients", specs())
+            for index in range(len(LENGTHS)):
+                np.frombuffer(group.buffer(index), np.float32)[:] = 1
+            address = np.frombuffer(group.buffer(0), np.uint8).ctypes.data
+            maps = Path("/proc/self/numa_maps").read_text()
+            begins = [int(line.split()[0], 16) for line in maps.splitlines() if "memfd:coarse-" in line]
+            return parse_numa_maps(maps, max(begin for begin in begins if begin <= address))
+
+    assert [list(pages) for pages in job.run(2, worker)] == [[str(FAR)]] * 2
+
+
+def test_a_session_starts_from_what_the_firmware_says(job):
+    def worker(me):
+        devices = parse_memory_devices(f"numa:0,numa:{FAR}")
+        with me.join(memory_devices=devices, routing="profile") as session:
+            return session.decisions()
+
+    for decisions in job.run(2, worker):
+        assert "simulated from what the firmware says (HMAT)" in decisions[0]
+        assert any(each.startswith("w1: md0") for each in decisions), (
+            decisions
+        )  # the near one is faster in everything
+
+
+def test_the_device_is_whole_again_when_everybody_was_killed(job: Job):
+    def worker(me):
+        with me.join(memory_devices=parse_memory_devices(f"dax:{DAX}")) as session:
+            session.register("gradients", specs())
+            me.tell("ready")
+            signal.pause()
+
+    workers = job.start(2, worker)
+    assert [each.hear() for each in workers] == ["ready"] * 2
+    devices = job.device_pids()
+    for pid in devices:
+        job.kill_device(pid)
+    for each in workers:
+        each.kill()
+    for each in workers:
+        each.finish()
+    for pid in devices:
+        job.await_end(pid)
+    memory = DaxMemory(DAX)
+    assert memory.available_bytes() == dax_geometry(DAX).num_bytes
+    memory.close()
+
+
+def test_doctor_names_both_for_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "coarse", "doctor"], capture_output=True, text=True)
+    text = " ".join(done.stdout.split())
+    assert f"no cores: possibly CXL memory (--memory-devices numa:{FAR}), reads 250 ns 20.48 GB/s" in text
+    assert f"(--memory-devices dax:{DAX})" in text
+
+
+def node_free_bytes(node):
+    for line in Path(f"/sys/devices/system/node/node{node}/meminfo").read_text().splitlines():
+        if "MemFree" in line:
+            return int(line.split()[-2]) * 1024
+    raise AssertionError(node)
