@@ -128,6 +128,8 @@ def _timed_step(
     began_at = time.perf_counter()
     with mode:
         compute_loss().backward()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return time.perf_counter() - began_at
 
 

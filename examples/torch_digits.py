@@ -31,6 +31,7 @@ def read_arguments() -> argparse.Namespace:
         "--lr", type=float, default=2e-3, help="highest learning rate of the one-cycle schedule"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the model is: cpu, or a GPU such as cuda:0")
     parser.add_argument("--report", type=Path, help="write what each worker measured: FILE-<rank>.json")
     return parser.parse_args()
 
@@ -84,7 +85,8 @@ def train(model: nn.Module, data: TensorDataset, arguments: argparse.Namespace, 
             for images, labels in batches:
                 with recorder.step(samples=len(labels)):
                     optimizer.zero_grad()
-                    loss = nn.functional.cross_entropy(model(shifted(images)), labels)
+                    images, labels = shifted(images).to(arguments.device), labels.to(arguments.device)
+                    loss = nn.functional.cross_entropy(model(images), labels)
                     loss.backward()
                     optimizer.step()
                     schedule.step()
@@ -95,7 +97,8 @@ def train(model: nn.Module, data: TensorDataset, arguments: argparse.Namespace, 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, data: TensorDataset) -> float:
     model.eval()
-    images, labels = data.tensors
+    device = next(model.parameters()).device
+    images, labels = (tensor.to(device) for tensor in data.tensors)
     accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
     model.train()
     return accuracy
@@ -106,12 +109,13 @@ def main() -> None:
     with join_job() as job:
         torch.manual_seed(arguments.seed + job.rank)  # every worker drops out and shifts differently
         train_data, test_data = load_data()
-        model = build_model()
+        model = build_model().to(arguments.device)
         model = coarse.torch.DistributedDataParallel(model)
         recorder = train(model, train_data, arguments, job)
         accuracy = accuracy_of(model.module, test_data)
         job.say(f"test accuracy {accuracy:.2%}")
-        images, labels = train_data[: max(1, arguments.batch // job.world_size)]
+        batch = train_data[: max(1, arguments.batch // job.world_size)]
+        images, labels = (tensor.to(arguments.device) for tensor in batch)
         recorder.write(model, lambda: nn.functional.cross_entropy(model(images), labels), accuracy=accuracy)
 
 
