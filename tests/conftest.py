@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
+from pathlib import Path
 
 import pytest
+
+_ROOT = Path(__file__).parents[1]
+_CUDA_STAND_INS = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
 
 
 def pytest_configure():
@@ -15,9 +22,31 @@ def pytest_configure():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(items):
+    # With `-n 2 --dist loadgroup`, tests that start processes follow one another, beside those of one process.
+    for item in items:
+        if item.path.parent != _ROOT / "tests" / "unit":
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """A cache folder of the tests' own, so that no profile of this host decides what a test does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def cuda_stand_ins(tmp_path_factory):
+    """A folder with CUDA's driver and compiler as stood in for by tests/native, for LD_LIBRARY_PATH."""
+    compiler = os.environ.get("CXX", "c++").split()
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"{compiler[0]} is missing, which compiles the stand-ins for CUDA")
+    folder = tmp_path_factory.mktemp("cuda_stand_ins")
+    includes = [f"-I{_ROOT}/coarse/kernels/{name}" for name in ("include", "cuda")]
+    for source, library in _CUDA_STAND_INS.items():
+        output = ["-o", str(folder / library), f"-Wl,-soname,{library}"]
+        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *includes]
+        subprocess.run([*compiler, *flags, str(_ROOT / "tests" / "native" / source), *output], check=True)
+    return folder

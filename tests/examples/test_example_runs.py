@@ -117,15 +117,12 @@ def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
     assert len({entry["param_hash"] for entry in reports}) == 1
 
 
-@pytest.mark.parametrize(("name", "launcher"), [("digits", "coarse run"), ("digits", "by hand")])
+@pytest.mark.parametrize(
+    ("name", "launcher"), [("digits", "by hand"), ("bert_squad", "torchrun"), ("resnet_imagenet", "torchrun")]
+)
 def test_ddp_example_runs(name: str, launcher: str) -> None:
+    """Digits under `coarse run` are the peer of `make train`, which test_train_digits.py runs."""
     shown = run_ddp(launcher, name)
-    assert len(re.findall(ENDS_WITH[name], shown)) == 1
-
-
-@pytest.mark.parametrize("name", ["bert_squad", "resnet_imagenet"])
-def test_ddp_example_runs_under_torchrun(name: str) -> None:
-    shown = run_ddp("torchrun", name)
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
 
 

@@ -81,7 +81,6 @@ def test_bare_workers_need_not_agree() -> None:
 @pytest.mark.parametrize(
     ("flags", "systems"),
     [
-        (("--against", "ddp"), ["coarse", "ddp"]),
         (("--against", "", "--single"), ["coarse", "none"]),
         (
             ("--against", "ddp", "--offload-optimizer"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -22,27 +21,12 @@ SCRIPTS = ROOT / "tests" / "gpu"
 LIMIT_S = 120
 LIMIT_OF_DEVICES_S = 10
 MARK = "MARK_OF_A_TEST"
-LIBRARIES = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
 
 
 @pytest.fixture(scope="session")
-def stand_ins(tmp_path_factory):
+def stand_ins(cuda_stand_ins):
     """The environment of a process for which CUDA is a stand-in."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler to build the stand-in for CUDA")
-    folder = tmp_path_factory.mktemp("stand_ins")
-    for source, library in LIBRARIES.items():
-        subprocess.run(
-            [
-                *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC"),
-                *(f"-I{ROOT / 'coarse/kernels' / include}" for include in ("include", "cuda")),
-                *(str(ROOT / "tests/native" / source), "-o", str(folder / library), "-lpthread"),
-            ],
-            check=True,
-            timeout=LIMIT_S,
-        )
-    return {"LD_LIBRARY_PATH": str(folder), "XDG_CACHE_HOME": str(folder)}
+    return {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
 
 
 def run_workers(tmp_path, memory_devices, script, *arguments, **environment):

@@ -10,14 +10,20 @@ from parity_pool import WorkerPool
 
 
 def run_under_both(name: str, torch_pool: WorkerPool, coarse_pool: WorkerPool) -> Iterator[tuple[Any, Any]]:
-    """What a scenario gives under torch's classes and COARSE's, worker by worker."""
-    torch_pool.submit(name)
+    """What a scenario gives under torch's classes and COARSE's, worker by worker.
+
+    Torch's results are kept, for several kinds of COARSE's pools are compared with them.
+    """
+    is_new = name not in torch_pool.kept_results
+    if is_new:
+        torch_pool.submit(name)
     coarse_pool.submit(name)
     try:
-        expected = torch_pool.collect()
+        if is_new:
+            torch_pool.kept_results[name] = torch_pool.collect()
     finally:
         actual = coarse_pool.collect()
-    return zip(expected, actual, strict=True)
+    return zip(torch_pool.kept_results[name], actual, strict=True)
 
 
 def assert_equal_results(

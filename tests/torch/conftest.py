@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,15 +34,15 @@ def own_path_pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
-def stand_in_gpu_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, stand-in GPU")
+def stand_in_gpu_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, stand-in GPU", stand_ins=cuda_stand_ins)
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def stand_in_gpu_with_slots_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, stand-in GPU that has slots")
+def stand_in_gpu_with_slots_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, stand-in GPU that has slots", stand_ins=cuda_stand_ins)
     yield pool
     pool.close()
 

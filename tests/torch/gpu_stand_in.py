@@ -7,34 +7,14 @@ processor. A test sees averages when the stream that computes has joined, for wh
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
-import pytest
 import torch
 
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
 from coarse.torch import gpu_gradients, gradients, layout, offloading
-
-_ROOT = Path(__file__).parents[2]
-_LIBRARIES = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
-
-
-def build_driver(folder: Path) -> None:
-    """Compiles the stand-in to a libcuda.so.1 in `folder`; skips the test where there is no compiler."""
-    compiler = os.environ.get("CXX", "g++").split()
-    if shutil.which(compiler[0]) is None:
-        pytest.skip(f"{compiler[0]} is missing, which compiles the stand-in for a GPU's driver")
-    includes = [f"-I{_ROOT}/coarse/kernels/{name}" for name in ("include", "cuda")]
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *includes]
-    for source, library in _LIBRARIES.items():
-        command = [*compiler, *flags, str(_ROOT / "tests/native" / source), "-o", str(folder / library)]
-        subprocess.run([*command, f"-Wl,-soname,{library}"], check=True)
 
 
 class StandInGpu(gpu_gradients.Gpu):
@@ -53,7 +33,7 @@ class StandInGpu(gpu_gradients.Gpu):
 
 
 def install() -> StandInGpu:
-    """Has this process take its processor for a GPU, by the driver of build_driver(); returns that."""
+    """Has this process take its processor for a GPU, by the driver that tests/conftest.py builds; returns that."""
     gpu = StandInGpu()
     join = TensorGroup.join_gpu
 

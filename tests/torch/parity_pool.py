@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from gpu_stand_in import build_driver
-
 WORLD_SIZE = 2
 START_TIMEOUT_S = 120.0
 SCENARIO_TIMEOUT_S = 60.0
@@ -36,12 +34,16 @@ class WorkerPool:
     GPU that has slots", where memory devices are on it too. "ddp, cuda" and "coarse, cuda" have the models of both
     workers on the first GPU.
 
+    `stand_ins` is the folder of libraries that stand in for CUDA's.
+
     A pool whose workers failed to answer in time is killed; the next scenario starts a new one.
     """
 
-    def __init__(self, strategy: str, *, num_nodes: int = 1) -> None:
+    def __init__(self, strategy: str, *, num_nodes: int = 1, stand_ins: Path | None = None) -> None:
         self._strategy = strategy
+        self._stand_ins = stand_ins
         self._num_nodes = num_nodes
+        self.kept_results: dict[str, list[Any]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -77,9 +79,8 @@ class WorkerPool:
         environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="30")
         if self._strategy == "coarse, own path":
             environment["COARSE_DUAL_SYNC"] = "0"
-        if self._strategy.startswith("coarse, stand-in GPU"):
-            build_driver(Path(self._directory.name))
-            environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = self._directory.name
+        if self._stand_ins is not None:
+            environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = str(self._stand_ins)
         if self._strategy == "coarse, stand-in GPU that has slots":
             environment["COARSE_MEMORY_DEVICES"] = "cuda:0,cuda:0"
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -7,22 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
-from gpu_stand_in import build_driver
 
 from coarse.torch.gpu_gradients import find_gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 LIMIT_S = 90
-
-
-@pytest.fixture(scope="module")
-def stand_in(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    build_driver(folder)
-    return folder
 
 
 def run_script(device: str, **variables: str) -> str:
@@ -45,8 +36,8 @@ def check_loss(printed: str) -> None:
     assert "SIGKILL" in printed
 
 
-def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(stand_in):
-    check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(stand_in)))
+def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand_ins):
+    check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(cuda_stand_ins)))
 
 
 def test_parameters_on_the_processor_take_no_way_of_a_gpu():
