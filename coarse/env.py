@@ -132,6 +132,7 @@ ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "profile", "spread", "local")
 OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
+TORCH_BACKEND_CHOICES = ("auto", "native", "python")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +174,8 @@ class Settings:
         keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
             from their memory (docs/design/recovery.md); 0 for not at all.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
+        torch_backend: What init_process_group("coarse") takes: "native" for the C++ backend, compiled at first need;
+            "python" for the slower one; "auto" for that where the other cannot be compiled.
         node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
             and the next may differ between workers.
         node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
@@ -204,6 +207,7 @@ class Settings:
     replan_steps: int = -1
     keep_devices: float = 0.0
     failpoints: str = ""
+    torch_backend: str = "auto"
     node: str = ""
     node_address: str = ""
 
@@ -221,6 +225,7 @@ class Settings:
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
         _check_choice("COARSE_ROUTING", self.routing, ROUTING_CHOICES)
         _check_choice("COARSE_OWN_PATH", self.own_path, OWN_PATH_CHOICES)
+        _check_choice("COARSE_TORCH_BACKEND", self.torch_backend, TORCH_BACKEND_CHOICES)
         if not self.profile:
             raise ValueError(
                 "COARSE_PROFILE is empty; write off, cached, auto, refresh or the name of a file"
@@ -287,6 +292,7 @@ class Settings:
             "replan_steps": _read_int,
             "keep_devices": _read_float,
             "failpoints": _read_text,
+            "torch_backend": _read_text,
             "node": _read_text,
             "node_address": _read_text,
         }

@@ -10,5 +10,8 @@ Example:
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.recovery import Recovery
+from coarse.torch_entry import register as _register
+
+_register()  # where COARSE was not installed, so that torch did not do it
 
 __all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery"]

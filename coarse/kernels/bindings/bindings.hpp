@@ -17,5 +17,6 @@ void registerPacer(pybind11::module_& module);
 void registerReduce(pybind11::module_& module);
 void registerSnapshot(pybind11::module_& module);
 void registerCudaBatches(pybind11::module_& module);
+void registerCollectives(pybind11::module_& module);
 
 }  // namespace coarse

@@ -27,4 +27,5 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerReduce(module);
   coarse::registerSnapshot(module);
   coarse::registerCudaBatches(module);
+  coarse::registerCollectives(module);
 }

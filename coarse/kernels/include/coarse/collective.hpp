@@ -1,0 +1,122 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+/// What the ranks of a group ask of it: one collective operation on plain memory
+/// (docs/design/torch-backend.md). Free of torch and of Python; a torch extension that is compiled elsewhere
+/// includes this header.
+namespace coarse {
+
+/// The values are part of what ranks compare: add at the end, never renumber.
+enum class CollectiveKind : std::uint8_t {
+  kBarrier = 0,
+  kBroadcast = 1,
+  kAllReduce = 2,
+  kReduce = 3,
+  kAllGather = 4,
+  kReduceScatter = 5,
+  kGather = 6,
+  kScatter = 7,
+  kAllToAll = 8,
+};
+
+/// What elements are to a reduction. Operations that only move bytes take kOpaque.
+enum class ElementType : std::uint8_t {
+  kOpaque = 0,
+  kFloat32 = 1,
+  kFloat64 = 2,
+  kBFloat16 = 3,
+  kFloat16 = 4,
+  kInt8 = 5,
+  kUInt8 = 6,
+  kInt16 = 7,
+  kInt32 = 8,
+  kInt64 = 9,
+  kBool = 10,
+};
+
+enum class Combine : std::uint8_t {
+  kNone = 0,
+  kSum = 1,
+  kMean = 2,
+  kMax = 3,
+  kMin = 4,
+  kProduct = 5,
+  kBitAnd = 6,
+  kBitOr = 7,
+  kBitXor = 8,
+};
+
+inline constexpr std::size_t kMostDims = 8;
+inline constexpr std::size_t kDTypeNameBytes = 16;
+
+/// What a rank says about its call, compared by all: whatever differs here is a user's mistake.
+struct CallHeader {
+  std::uint64_t sequence = 0;
+  std::uint64_t pieceBytes = 0;  // of each rank's piece
+  std::int64_t dims[kMostDims] = {};
+  char dtype[kDTypeNameBytes] = {};
+  std::int32_t root = -1;
+  CollectiveKind kind = CollectiveKind::kBarrier;
+  Combine combine = Combine::kNone;
+  std::uint8_t numDims = 0;  // of a piece; 255: not told
+  std::uint8_t reserved = 0;
+};
+
+inline constexpr std::uint8_t kDimsNotTold = 255;
+
+/// One call of one rank. A *piece* is what one rank contributes to, or has of, the operation: the whole
+/// tensor of an all-reduce, the output of a reduce-scatter, the input of an all-gather.
+///
+/// inputs and outputs have an entry per rank where there is a piece for or from each (inputs of
+/// reduce-scatter, scatter at the root and all-to-all; outputs of all-gather, gather at the root and
+/// all-to-all), else one. Input and output may be the same memory, piece by piece; they must not partly
+/// overlap.
+struct Collective {
+  CallHeader header;  // sequence is set by the group
+  ElementType element = ElementType::kOpaque;
+  std::size_t elementBytes = 1;
+  const void* const* inputs = nullptr;
+  void* const* outputs = nullptr;
+  const std::uint64_t* inputBytes = nullptr;   // all-to-all: for each rank
+  const std::uint64_t* outputBytes = nullptr;  // all-to-all: from each rank
+  std::chrono::milliseconds timeout{0};
+};
+
+/// A group of ranks that run the same collectives in the same order.
+///
+/// Every operation takes part in a check: where ranks differ in kind, dtype, shape, root or operator, all of
+/// them get an error that names rank and sequence number, nothing is written, and the group goes on. After
+/// any other error the group is broken, and every later call fails with the first reason.
+///
+/// Reductions combine in the order of the ranks, in float32 for 16-bit types, so that all ranks get the same
+/// bits.
+///
+/// Thread safety: one caller of run() at a time; close() and sequence() from any thread.
+class Collectives {
+ public:
+  virtual ~Collectives() = default;
+
+  /// Runs one collective to its end.
+  /// @throws std::invalid_argument if ranks' calls differ; std::runtime_error if a rank is gone or late, or
+  /// the group is closed.
+  virtual void run(const Collective& call) = 0;
+
+  /// How many collectives were begun.
+  virtual std::uint64_t sequence() const noexcept = 0;
+
+  /// Which ranks have not begun the collective that this rank began last. Of another node: those not heard
+  /// of.
+  virtual std::string missingRanks() const = 0;
+
+  /// Leaves: a blocked run() throws, and so do other ranks that wait for this one. Idempotent.
+  virtual void close() noexcept = 0;
+};
+
+/// Of which layout the structures above are; a torch extension checks it before it uses them.
+inline constexpr std::uint32_t kCollectiveAbi = 1;
+
+}  // namespace coarse

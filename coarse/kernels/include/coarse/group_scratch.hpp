@@ -1,0 +1,99 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coarse/collective.hpp"
+#include "coarse/shared_memory.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+
+/// What one rank tells the others about where it is. Written by its rank alone, except for `sleepers`.
+struct alignas(128) RankBoard {
+  std::atomic<std::uint32_t> round{0};     // rounds published so far, modulo 2^32; a futex word
+  std::atomic<std::uint32_t> sleepers{0};  // who sleeps on `round`
+  std::atomic<std::uint32_t> hasLeft{0};   // the rank will publish nothing more
+  std::uint32_t reserved = 0;
+  CallHeader headers[2];  // of the calls that began in an even and in an odd round
+};
+static_assert(sizeof(CallHeader) == 104);
+static_assert(sizeof(RankBoard) == 256);
+
+/// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each.
+std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes);
+
+/// The ranks that are lost, found out without blocking.
+class Liveness {
+ public:
+  /// @param pidfds by rank; -1 where none is watched. Closed by this object.
+  explicit Liveness(std::vector<int> pidfds) : pidfds_(std::move(pidfds)) {}
+  Liveness(Liveness&& other) noexcept : pidfds_(std::exchange(other.pidfds_, {})) {}
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
+  Liveness& operator=(Liveness&&) = delete;
+  ~Liveness();
+
+  bool isGone(std::size_t rank) const noexcept;
+
+ private:
+  std::vector<int> pidfds_;
+};
+
+/// Scratch memory shared by the ranks of a group, through which they work in *rounds*: each rank writes into
+/// its own buffer, publishes, waits until all others have published the round, and reads their buffers.
+///
+/// Each rank has two buffers, taken in turns. Buffer r % 2 may be written in round r without any further
+/// wait: to have got past round r - 1, every rank must have published it, and it did so after it had read
+/// round r - 2.
+///
+/// Thread safety: one caller at a time; leave() and missing() from any thread.
+class GroupScratch {
+ public:
+  using Deadline = Clock::time_point;
+
+  /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
+  GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
+               Liveness liveness);
+
+  std::size_t rank() const noexcept { return rank_; }
+  std::size_t numRanks() const noexcept { return numRanks_; }
+  std::size_t bufferBytes() const noexcept { return bufferBytes_; }
+
+  /// Begins the next round; the own buffer may be written from now on.
+  void begin() noexcept { ++round_; }
+  std::byte* buffer(std::size_t rank) const noexcept;
+  CallHeader& header(std::size_t rank) const noexcept { return board(rank).headers[round_ % 2]; }
+
+  /// Ends the writing of this round, and waits until all other ranks have done the same.
+  /// @throws std::runtime_error that says who is missing: late, gone or left.
+  void meet(Deadline deadline);
+
+  /// Tells the others that nothing more will come, and ends a meet() of this rank. Idempotent.
+  void leave() noexcept;
+
+  /// Ranks that have not published the round that this one published last.
+  std::vector<std::size_t> missing() const;
+
+ private:
+  RankBoard& board(std::size_t rank) const noexcept;
+  bool hasPublished(std::size_t rank, std::uint32_t round) const noexcept;
+  void await(std::size_t rank, Deadline deadline);
+  void sleep(std::size_t rank, Deadline deadline);
+  void check(std::size_t rank, Deadline deadline) const;
+
+  Mapping memory_;
+  std::size_t rank_;
+  std::size_t numRanks_;
+  std::size_t bufferBytes_;
+  Liveness liveness_;
+  std::uint32_t round_ = 0;
+  std::atomic<bool> isClosed_{false};
+};
+
+}  // namespace coarse

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coarse/collective.hpp"
+#include "coarse/group_scratch.hpp"
+
+namespace coarse {
+
+/// Collectives of ranks that share memory: in rounds through the group's scratch (group_scratch.hpp).
+///
+/// A tensor of any size passes through the buffers in pieces that stay in a processor's cache: each rank
+/// copies its piece in, and takes from the others' buffers straight into the result, so that main memory sees
+/// every tensor once.
+class SharedCollectives final : public Collectives {
+ public:
+  /// @param scratch of the group, used by this object alone.
+  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch);
+
+  void run(const Collective& call) override;
+  std::uint64_t sequence() const noexcept override { return sequence_.load(std::memory_order_relaxed); }
+  std::string missingRanks() const override;
+  void close() noexcept override;
+
+ private:
+  using Deadline = GroupScratch::Deadline;
+  struct Running;
+
+  void dispatch(Running& running);
+  void compareHeaders(const Running& running) const;
+  template <typename Write, typename Read>
+  void round(Running& running, Write write, Read read);
+  template <typename Write, typename Read>
+  void inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, Write write, Read read);
+
+  void broadcast(Running& running);
+  void reduceDirectly(Running& running, bool isReceiver);
+  void reduceInSlices(Running& running);
+  void allGather(Running& running, bool isReceiver);
+  void reduceScatter(Running& running);
+  void scatter(Running& running);
+  void allToAll(Running& running);
+  std::size_t areaBytes(const Collective& call) const noexcept;
+
+  std::unique_ptr<GroupScratch> scratch_;
+  std::size_t rank_;
+  std::size_t numRanks_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::string broken_;  // why, if the group is
+  std::vector<const void*> terms_;
+};
+
+/// A call in words: "all_reduce of float32 [3, 4], sum".
+std::string describe(const CallHeader& header);
+
+}  // namespace coarse

@@ -1,0 +1,186 @@
+"""Compiles the C++ backend for the torch that is installed, once, and loads it.
+
+A c10d backend is tied to the minor of torch, the Python and the C++ ABI that it was compiled for, so that it cannot
+be part of a wheel. It is kept in the user's cache folder under a name that depends on all of these and its sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import coarse
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "native"
+_INCLUDE = Path(coarse.__file__).parent / "kernels" / "include"
+_INTERFACE = Path("coarse") / "collective.hpp"
+_UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
+_MODULE = "_coarse_c10d"
+_LIMIT_S = 600.0
+
+
+class BuildError(Exception):
+    """The C++ backend cannot be had here."""
+
+
+@cache
+def load_extension(kind: str = "auto") -> Any:
+    """The C++ backend as a module; compiled at the first call on this machine (about a minute).
+
+    Args:
+        kind: COARSE_TORCH_BACKEND: "python" refuses, "auto" and "native" compile.
+
+    Raises:
+        BuildError: If there is no compiler, or it fails; with its messages.
+    """
+    if kind == "python":
+        raise BuildError("COARSE_TORCH_BACKEND=python asks for it")
+    try:
+        return _load(build())
+    except BuildError:
+        if kind == "native":
+            raise RuntimeError("COARSE_TORCH_BACKEND=native, but it cannot be built") from None
+        raise
+
+
+def build() -> Path:
+    """Where the compiled backend is, after compiling it if it is not there yet.
+
+    Any number of processes may call it at once: one compiles, the others wait for it.
+
+    Raises:
+        BuildError: As load_extension().
+    """
+    target = cache_folder() / f"{_MODULE}-{build_key()}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                _compile(target)
+    except OSError as error:
+        raise BuildError(f"nothing can be kept in {target.parent}: {error}") from error
+    return target
+
+
+def cache_folder() -> Path:
+    """Where compiled backends are kept."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("coarse") / "torch_backend"
+
+
+def build_key() -> str:
+    """Differs wherever a compiled backend cannot be shared: torch, C++ ABI, Python, machine, sources, compiler."""
+    digest = hashlib.sha256()
+    parts = (
+        torch.__version__,
+        torch.version.git_version,
+        torch.compiled_with_cxx11_abi(),
+        sys.version,
+        _compiler(),
+    )
+    for part in (*parts, sysconfig.get_platform()):
+        digest.update(f"{part}\0".encode())
+    for path in (*sorted(_SOURCES.glob("*.[ch]pp")), _INCLUDE / _INTERFACE):
+        digest.update(path.read_bytes())
+    return (
+        f"torch{torch.__version__.replace('+', '_')}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+    )
+
+
+def _compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler; empty if there is none."""
+    command = os.environ.get("CXX", "").split() or ["g++"]
+    if shutil.which(command[0]) is None:
+        command = ["c++"]
+    return tuple(command) if shutil.which(command[0]) else ()
+
+
+def _compile(target: Path) -> None:
+    compiler = _compiler()
+    if not compiler:
+        raise BuildError("there is no C++ compiler (apt install g++, or set CXX)")
+    logger.warning("compiling the torch backend for torch %s, once (about a minute)", torch.__version__)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+        unit, result = Path(folder, "backend.cpp"), Path(folder, "backend.so")
+        # torch's headers are nine tenths of the work: all sources are one unit.
+        unit.write_text("".join(f'#include "{name}"\n' for name in _UNITS if (_SOURCES / name).exists()))
+        _run([*compiler, *_flags(), str(unit), "-o", str(result), *_libraries()])
+        result.replace(target)
+
+
+def _flags() -> list[str]:
+    # Not of torch.utils.cpp_extension, whose import takes a second and wants setuptools.
+    include = Path(torch.__file__).parent / "include"
+    system = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    standard = "c++20" if _torch_version() >= (2, 14) else "c++17"
+    return [
+        *("-O2", f"-std={standard}", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"),
+        f"-DTORCH_EXTENSION_NAME={_MODULE}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-isystem{path}" for path in system),
+        f"-I{_SOURCES}",
+        f"-I{_INCLUDE}",
+    ]
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:2])
+
+
+def _libraries() -> list[str]:
+    folder = Path(torch.__file__).parent / "lib"
+    return [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not compile it: {error}") from error
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(
+            f"{command[0]} cannot compile it for torch {torch.__version__}: " + "\n".join(errors[:5])
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise BuildError(f"{path} is no Python module")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from error
+    return module

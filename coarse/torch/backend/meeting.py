@@ -1,0 +1,155 @@
+"""How the ranks of a process group come together: who they are, and the memory that they share."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from typing import TYPE_CHECKING
+
+from coarse.env import WorkerIdentity
+from coarse.errors import RendezvousError
+from coarse.rendezvous import PeerWatch, WorkerAddress, gather_workers
+
+if TYPE_CHECKING:
+    from coarse.kernels import _native
+    from coarse.store import Store
+
+_TOKEN_BYTES = 32
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
+_ANSWER_TIMEOUT_S = 5.0
+_LOOK_INTERVAL_S = 0.25
+_LARGEST_BUFFER_BYTES = 512 << 10
+_SMALLEST_BUFFER_BYTES = 64 << 10
+_MOST_SCRATCH_BYTES = 64 << 20
+_LINE_BYTES = 128
+
+
+def open_group(
+    store: Store, *, rank: int, size: int, timeout_s: float, node: str = ""
+) -> _native.Collectives:
+    """Joins the group whose ranks meet in `store`; collective over them.
+
+    Args:
+        store: Of this group alone.
+        rank, size: Of this process in the group, and how many ranks it has.
+        timeout_s: How long to wait for the others.
+        node: As in Settings.
+
+    Raises:
+        RendezvousError: If a rank does not come in time, or there is another of the same number.
+        WorkerLostError: If one dies meanwhile.
+    """
+    from coarse.kernels import _native
+
+    identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    with PeerWatch(identity, node) as watch:
+        addresses = gather_workers(identity, store, timeout_s=timeout_s, watch=watch, node=node)
+        _check_one_node(rank, addresses)
+        fd = _share_memory(store, watch, rank=rank, size=size, timeout_s=timeout_s)
+    try:
+        return _native.Collectives(
+            fd=fd,
+            rank=rank,
+            num_ranks=size,
+            buffer_bytes=buffer_bytes(size),
+            pidfds=[-1 if peer == rank else os.pidfd_open(addresses[peer].pid) for peer in range(size)],
+        )
+    finally:
+        os.close(fd)
+
+
+def buffer_bytes(num_ranks: int) -> int:
+    """Size of a rank's buffer: what stays in a core's own cache, less where there are very many ranks."""
+    share = _MOST_SCRATCH_BYTES // (2 * num_ranks) // _LINE_BYTES * _LINE_BYTES
+    needed = num_ranks * _LINE_BYTES
+    return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
+
+
+def _check_one_node(rank: int, addresses: list[WorkerAddress]) -> None:
+    elsewhere = [peer for peer, address in enumerate(addresses) if address.host != addresses[rank].host]
+    if elsewhere:
+        raise RendezvousError(
+            f"rank {rank}: ranks {', '.join(map(str, elsewhere))} run on another node. The backend serves the ranks "
+            'of one node; use init_process_group("gloo") or "nccl" across several.'
+        )
+
+
+def _share_memory(store: Store, watch: PeerWatch, *, rank: int, size: int, timeout_s: float) -> int:
+    """The group's scratch memory: made by rank 0, and handed to the others by descriptor."""
+    from coarse.kernels import _native
+
+    deadline = time.monotonic() + timeout_s
+    if rank != 0:
+        return _receive_descriptor(_await_door(store, watch, rank, deadline))
+    fd = _native.create_sealed_memory(
+        "coarse-torch-group", _native.group_scratch_bytes(size, buffer_bytes(size))
+    )
+    try:
+        _hand_out(fd, store, watch, size - 1, deadline)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _hand_out(fd: int, store: Store, watch: PeerWatch, num_peers: int, deadline: float) -> None:
+    # An abstract name: it goes with the process, also by SIGKILL. Who may connect is checked below.
+    name, token = f"\0coarse-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen(max(1, num_peers))
+        store.set("door", token + name.encode())
+        served = 0
+        while served < num_peers:
+            listener.settimeout(_LOOK_INTERVAL_S)
+            try:
+                visitor = listener.accept()[0]
+            except TimeoutError:
+                watch.check()
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"rank 0: {num_peers - served} rank(s) did not come for the group's memory in time"
+                    ) from None
+                continue
+            with visitor:
+                visitor.settimeout(_ANSWER_TIMEOUT_S)
+                if _is_of_this_user(visitor) and hmac.compare_digest(visitor.recv(_TOKEN_BYTES), token):
+                    socket.send_fds(visitor, [b"\1"], [fd])
+                    served += 1
+
+
+def _await_door(store: Store, watch: PeerWatch, rank: int, deadline: float) -> bytes:
+    try:
+        return watch.get(store, "door", max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise RendezvousError(f"rank {rank}: rank 0 did not share the group's memory in time") from None
+
+
+def _receive_descriptor(door: bytes) -> int:
+    token, name = door[:_TOKEN_BYTES], door[_TOKEN_BYTES:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(name)
+            if not _is_of_this_user(connection):
+                raise RendezvousError(
+                    "the group's memory is offered by another user of this machine; refused"
+                )
+            connection.sendall(token)
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0, which has the group's memory, does not answer: {error}"
+            ) from error
+    if len(fds) != 1:
+        raise RendezvousError("rank 0 did not hand out the group's memory")
+    return fds[0]
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1]) == os.getuid()

@@ -1,0 +1,35 @@
+"""Skips everything here where torch is missing, and runs each backend's ranks once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the torch backend needs PyTorch")
+
+from ranks import RankPool, installed_coarse
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH in which COARSE is installed, as far as entry points are concerned."""
+    return installed_coarse(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def gloo(site: Path) -> Iterator[RankPool]:
+    yield from _pool("gloo", site)
+
+
+@pytest.fixture(scope="session")
+def coarse(site: Path) -> Iterator[RankPool]:
+    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native")
+
+
+def _pool(backend: str, site: Path, **variables: str) -> Iterator[Any]:
+    pool = RankPool(backend, site, **variables)
+    yield pool
+    pool.close()
