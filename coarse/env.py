@@ -173,6 +173,8 @@ class Settings:
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
             from their memory (docs/design/recovery.md); 0 for not at all.
+        replicas: How many other memory devices have what each of them keeps once more, so that the next attempt goes
+            on from there if a device is lost: 0 or 1. Needs `keep_devices`.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
         torch_backend: What init_process_group("coarse") takes: "native" for the C++ backend, compiled at first need;
             "python" for the slower one; "auto" for that where the other cannot be compiled.
@@ -206,6 +208,7 @@ class Settings:
     own_path: str = "auto"
     replan_steps: int = -1
     keep_devices: float = 0.0
+    replicas: int = 0
     failpoints: str = ""
     torch_backend: str = "auto"
     node: str = ""
@@ -252,6 +255,12 @@ class Settings:
                 f"COARSE_KEEP_DEVICES does not go with the algorithm {self.sync_algorithm}: memory devices keep what "
                 "their optimizer updates, and that needs coherent memory. Choose auto, direct or gather"
             )
+        _check_range("COARSE_REPLICAS", self.replicas, 0, 1)
+        if self.replicas and not self.keep_devices:
+            raise ValueError(
+                f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: memory devices that outlive a lost one "
+                "have to wait for the workers of the next attempt. Set it to some seconds, such as 60"
+            )
         parse_failpoints(self.failpoints)
         if self.dual_sync not in ("off", "auto"):
             parse_bytes(self.dual_sync, what="COARSE_DUAL_SYNC (off, auto or a size)")
@@ -291,6 +300,7 @@ class Settings:
             "own_path": _read_text,
             "replan_steps": _read_int,
             "keep_devices": _read_float,
+            "replicas": _read_int,
             "failpoints": _read_text,
             "torch_backend": _read_text,
             "node": _read_text,

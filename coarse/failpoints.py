@@ -1,7 +1,8 @@
-"""Named places at which tests have a worker die, such as `step.push:kill@rank=1,step=7,count=3`.
+"""Named places at which tests have something die, such as a worker by `step.push:kill@rank=1,step=7,count=3`.
 
-A failpoint is `PLACE:ACTION@CONDITION,...`; several are separated by semicolons. The only action is `kill` (SIGKILL
-to this very process). Conditions are `rank=R`, `attempt=A` and any number that the place gives.
+A failpoint is `PLACE:ACTION@CONDITION,...`; several are separated by semicolons. Actions are `kill` (SIGKILL to this
+very process) and `kill-mdN` (SIGKILL to memory device N of its node). Conditions are `rank=R`, `attempt=A` and any
+number that the place gives.
 
 | place | where a worker is | numbers |
 |---|---|---|
@@ -19,20 +20,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 PLACES = ("backward.push", "step.prepare", "step.push", "step.pull", "step.done")
-_FAILPOINT = re.compile(r"(?P<place>[a-z.]+):kill(?:@(?P<conditions>.+))?")
+_FAILPOINT = re.compile(r"(?P<place>[a-z.]+):kill(?:-md(?P<device>\d+))?(?:@(?P<conditions>.+))?")
 _CONDITION = re.compile(r"(?P<name>rank|attempt|step|count)=(?P<number>\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A place, and the numbers that must hold there for the worker to die."""
+    """A place, and the numbers that must hold there for the worker, or a memory device, to die."""
 
     place: str
     conditions: Mapping[str, int]
+    device: int | None = None
 
     def is_met(self, place: str, numbers: Mapping[str, int]) -> bool:
         """Whether to die at `place`, given what holds there."""
@@ -54,7 +56,8 @@ def _parse(text: str) -> Failpoint:
     match = _FAILPOINT.fullmatch(text)
     if match is None or match["place"] not in PLACES:
         raise ValueError(
-            f"COARSE_FAILPOINTS: {text!r} is no PLACE:kill@NAME=NUMBER,... with one of the places {', '.join(PLACES)}"
+            f"COARSE_FAILPOINTS: {text!r} is no PLACE:kill@NAME=NUMBER,... (or kill-mdN) with one of the places "
+            f"{', '.join(PLACES)}"
         )
     conditions = {}
     for part in filter(None, (match["conditions"] or "").split(",")):
@@ -62,7 +65,10 @@ def _parse(text: str) -> Failpoint:
         if condition is None:
             raise ValueError(f"COARSE_FAILPOINTS: {part!r} is no condition such as rank=1 or step=7")
         conditions[condition["name"]] = int(condition["number"])
-    return Failpoint(place=match["place"], conditions=conditions)
+    device = match["device"]
+    return Failpoint(
+        place=match["place"], conditions=conditions, device=None if device is None else int(device)
+    )
 
 
 class Failpoints:
@@ -72,10 +78,19 @@ class Failpoints:
         failpoints: All that were asked for.
         rank: This worker's.
         attempt: Number of this start of the job.
+        device_pid: The process of a memory device of this worker's node, by its number.
     """
 
-    def __init__(self, failpoints: Sequence[Failpoint], *, rank: int, attempt: int) -> None:
+    def __init__(
+        self,
+        failpoints: Sequence[Failpoint],
+        *,
+        rank: int,
+        attempt: int,
+        device_pid: Callable[[int], int] | None = None,
+    ) -> None:
         self._failpoints = failpoints
+        self._device_pid = device_pid
         self._always = {"rank": rank, "attempt": attempt}
 
     def __bool__(self) -> bool:
@@ -83,7 +98,12 @@ class Failpoints:
         return bool(self._failpoints)
 
     def reach(self, place: str, **numbers: int) -> None:
-        """Ends this process at once, if that was asked for at this place."""
+        """Ends this process, or a memory device, at once, if that was asked for at this place."""
         holds = {**self._always, **numbers}
-        if any(failpoint.is_met(place, holds) for failpoint in self._failpoints):
-            os.kill(os.getpid(), signal.SIGKILL)
+        for failpoint in self._failpoints:
+            if not failpoint.is_met(place, holds):
+                continue
+            if failpoint.device is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self._device_pid is not None:
+                os.kill(self._device_pid(failpoint.device), signal.SIGKILL)

@@ -64,7 +64,10 @@ class Session:
         self.identity = identity
         self.settings = settings
         self.failpoints = Failpoints(
-            parse_failpoints(settings.failpoints), rank=identity.rank, attempt=attempt.number
+            parse_failpoints(settings.failpoints),
+            rank=identity.rank,
+            attempt=attempt.number,
+            device_pid=client.device_pid if isinstance(client, Client) else None,
         )
         self._client: Client | SoloClient | None = client
         self._node = node

@@ -72,6 +72,12 @@ _SESSION_FLAGS = (
         "COARSE_KEEP_DEVICES",
         "seconds for which memory devices outlive workers that crash, for --max-restarts",
     ),
+    (
+        "--replicas",
+        "COARSE_REPLICAS",
+        "1 keeps each memory device's parameters and optimizer state at its neighbour too, so that a job goes on "
+        "without a checkpoint if a device is lost (default: 0); with --keep-devices and --max-restarts",
+    ),
     ("--heartbeat", "COARSE_HEARTBEAT_S", "seconds for which a memory device may stand still, 0 for ever"),
     ("--failpoints", "COARSE_FAILPOINTS", "faults to inject, for tests"),
     ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),

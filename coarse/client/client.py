@@ -37,11 +37,19 @@ from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.job import HOME_DEVICE
-from coarse.proxy.kept_groups import RecoveredUpdates
 from coarse.proxy.launch import Pace
 from coarse.proxy.memory import Segment
 from coarse.proxy.protocol import Message, Received
-from coarse.proxy.registration import CONTROL, DTYPE_NUMBERS, OP_NUMBERS, ROWS, SLOTS, GroupSchema, slots_of
+from coarse.proxy.registration import (
+    CONTROL,
+    DTYPE_NUMBERS,
+    OP_NUMBERS,
+    ROWS,
+    SLOTS,
+    GroupSchema,
+    RecoveredUpdates,
+    slots_of,
+)
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
@@ -119,9 +127,10 @@ class Client:
             heartbeat_s=settings.heartbeat_s,
             fate_of_device=fate_of_device,
             kill_silent=kill_silent,
+            replicas=settings.replicas,
         )
         self._questions = Questions(self.rank, settings.timeout_s, self._losses)
-        self._storage = ParameterStorage(connections, self._questions)
+        self._storage = ParameterStorage(connections, self._questions, replicas=settings.replicas)
         self._links = EmulatedLinks(emulation, connections[0], self._questions)
 
     @property
@@ -139,6 +148,10 @@ class Client:
         """The memory device that takes this worker's contributions, in words."""
         device = self._routing.bw_proxy
         return f"md{device} (pid {self._connections[device].pid})"
+
+    def device_pid(self, device: int) -> int:
+        """Process id of a memory device of this node."""
+        return self._connections[device].pid
 
     def describe_progress(self) -> str:
         """What becomes of a tensor that all workers of this node have pushed, in words."""

@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import os
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,13 +125,20 @@ def provide_devices(
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
         )
-        processes = None
-        if keeping is None or not find_kept_devices(keeping, table):
-            for memory in table.memories:
-                try_memory(memory)
-            kept_in = (
-                None if keeping is None else make_session_directory(keeping.attempt.job, keeping.session)
-            )
+        if settings.replicas:
+            check_replicas(table)
+        processes, kept_in = None, None
+        lost = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
+        if lost is None or lost:
+            for device, memory in enumerate(table.memories):
+                if lost is None or device in lost:
+                    try_memory(memory)
+            if keeping is not None:
+                kept_in = (
+                    keeping.directory
+                    if lost
+                    else make_session_directory(keeping.attempt.job, keeping.session)
+                )
             with link_nodes(
                 nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
             ) as links:
@@ -141,6 +150,8 @@ def provide_devices(
                     links=links,
                     emulation=emulation,
                     kept_in=kept_in,
+                    replaces=lost,
+                    introduce=_introducer(str(kept_in), settings, watch),
                 )
     except (OSError, ValueError, CoarseError) as error:
         store.set(key, json.dumps({"error": str(error)}).encode())
@@ -165,8 +176,30 @@ def provide_devices(
     )
 
 
-def find_kept_devices(keeping: Keeping, table: PartitionTable) -> bool:
-    """Whether memory devices wait for this attempt. Ends those that wait for one of an earlier run of the job.
+def check_replicas(table: PartitionTable) -> None:
+    """Raises ValueError unless what any one memory device has can be with another one too."""
+    if table.num_devices < 2:
+        raise ValueError(
+            "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "
+            "start two or more (COARSE_MEMORY_DEVICES), or unset COARSE_REPLICAS"
+        )
+    if sum(bool(device.workers) for device in table.devices) < 2:
+        raise ValueError(
+            "COARSE_REPLICAS=1 needs gradients in the memory of two devices, to redo a step without one of them, and "
+            "one device serves all workers; spread the workers in the partition table, or unset COARSE_REPLICAS"
+        )
+
+
+def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> frozenset[int] | None:
+    """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
+
+    Args:
+        keeping: Where.
+        table: The devices of this attempt.
+        replicas: How many of them may be lost.
+
+    Returns:
+        Those that are lost, and whose places new ones are to take; None if no device waits.
 
     Raises:
         RendezvousError: If they are for other workers than `table` has, or still have workers.
@@ -175,15 +208,16 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable) -> bool:
     is_first = keeping.attempt.number == 0
     if kept is not None and is_first:
         _dismiss(keeping.directory, kept)
-        return False
+        return None
     if is_first:
-        return False
-    if kept is None or not _is_reachable(keeping.directory, kept):
+        return None
+    lost = frozenset() if kept is None else _find_lost(keeping.directory, kept)
+    if kept is None or len(lost) > replicas:
         logger.warning(
             "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
             keeping.attempt.number,
         )
-        return False
+        return None
     workers = tuple(device.workers for device in table.devices)
     if kept.workers != workers:
         raise RendezvousError(
@@ -195,16 +229,42 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable) -> bool:
             f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
             f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
         )
-    return True
+    return lost
 
 
-def _is_reachable(directory: Path, kept: KeptDevices) -> bool:
-    try:
-        for device in range(len(kept.workers)):
+def _find_lost(directory: Path, kept: KeptDevices) -> frozenset[int]:
+    """Devices that do not listen any more."""
+    lost = set()
+    for device in range(len(kept.workers)):
+        try:
             DeviceConnection(device, socket_path(directory, device)).close()
-    except MemoryDeviceLostError:
-        return False
-    return True
+        except MemoryDeviceLostError:
+            lost.add(device)
+    return frozenset(lost)
+
+
+def _introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable[[int, int, int], None]:
+    """How a device that waits is given a connection to one that takes the place of a lost one.
+
+    What is returned raises CoarseError if that device is lost too, or does not answer in time.
+    """
+
+    def introduce(waiting: int, new: int, fd: int) -> None:
+        connection = DeviceConnection(waiting, socket_path(directory, waiting))
+        try:
+            connection.send({"type": "replace", "token": _read_token(directory), "device": new}, [fd])
+            collect_replies(
+                [connection],
+                kind="replaced",
+                group=None,
+                timeout_s=settings.timeout_s,
+                what=f"replacing memory device md{new}",
+                on_silence=watch.check,
+            )
+        finally:
+            connection.close()
+
+    return introduce
 
 
 def _dismiss(directory: Path, kept: KeptDevices) -> None:
@@ -324,7 +384,7 @@ def connect(
             pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
             agreement=NodeAgreement(identity.rank, node.nodes, store, timeout_s=settings.timeout_s),
             fate_of_device=_died if node.processes is None else node.processes.fate,
-            kill_silent=_leave_to_leader if node.processes is None else node.processes.kill_silent,
+            kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
         )
         os.close(segment_fd)
         os.close(doorbells_fd)
@@ -350,6 +410,18 @@ def _read_token(directory: str) -> str:
 def _died(device: int) -> str:
     del device
     return "died"
+
+
+def _killer(node: NodeDevices, connections: Sequence[DeviceConnection]) -> Callable[[int], None]:
+    """How the first worker of a node ends a memory device that does not work any more, whoever started it."""
+
+    def kill(device: int) -> None:
+        if node.processes is None or not node.processes.kill_silent(device):
+            # It lives: its connection is open.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(connections[device].pid, signal.SIGKILL)
+
+    return kill
 
 
 def _leave_to_leader(device: int) -> None:

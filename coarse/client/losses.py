@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from coarse.client.connection import DeviceConnection, OtherNodeLostError, SilentDeviceError
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
-from coarse.proxy.loss import AFTER_A_LOSS, silence
+from coarse.proxy.loss import after_a_loss, silence
 
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 _PATIENCE = 1.5
@@ -36,6 +36,7 @@ class Losses:
         heartbeat_s: How long they may stand still.
         fate_of_device: Tells in words how a memory device ended.
         kill_silent: Ends a memory device that does not work any more, on the worker that started it.
+        replicas: How many other memory devices have what each of them keeps.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Losses:
         heartbeat_s: float,
         fate_of_device: FateOfDevice,
         kill_silent: KillSilent,
+        replicas: int = 0,
     ) -> None:
         self._rank = rank
         self._connections = connections
         self._heartbeat_s = heartbeat_s
         self._fate_of_device = fate_of_device
         self._kill_silent = kill_silent
+        self._replicas = replicas
         self.known: CoarseError | None = None
         """Why the session is over, once that has been explained."""
         self._heartbeats = _native.HeartbeatWatch(
@@ -118,7 +121,8 @@ class Losses:
 
     def _loss(self, connection: DeviceConnection, fate: str) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(
-            f"worker {self._rank}: memory device md{connection.device} (pid {connection.pid}) {fate}. {AFTER_A_LOSS}"
+            f"worker {self._rank}: memory device md{connection.device} (pid {connection.pid}) {fate}. "
+            f"{after_a_loss(self._replicas)}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,6 +12,7 @@ from coarse.client.stored_value import StoredValue
 from coarse.errors import SnapshotLostError
 from coarse.proxy.memory import Segment
 from coarse.proxy.protocol import Received, int_field
+from coarse.proxy.storage import holders_of
 
 
 class ParameterStorage:
@@ -21,18 +21,28 @@ class ParameterStorage:
     Args:
         connections: One to each memory device.
         questions: Wait for its answers.
+        replicas: How many other memory devices have each value too.
     """
 
-    def __init__(self, connections: Sequence[DeviceConnection], questions: Questions) -> None:
+    def __init__(
+        self, connections: Sequence[DeviceConnection], questions: Questions, *, replicas: int = 0
+    ) -> None:
         self._connections = connections
         self._questions = questions
+        self._replicas = replicas
 
     def store(self, key: str, value: memoryview[Any]) -> int:
         """Keeps a value; returns its version.
 
         Who has loaded the key before keeps what he has; who loads it from now on gets this value, whole.
         """
-        connection = self._keeper(key)
+        versions = [
+            self._store_at(self._connections[device], key, value)
+            for device in holders_of(key, len(self._connections), self._replicas)
+        ]
+        return versions[0]
+
+    def _store_at(self, connection: DeviceConnection, key: str, value: memoryview[Any]) -> int:
         connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
         reserved = self._questions.wait_for(connection, "reserved", f"storage of {key!r}")
         segment = _take(reserved)
@@ -74,7 +84,7 @@ class ParameterStorage:
             connection.send({"type": "release_storage", "snapshot": number})
 
     def _look_up(self, key: str, snapshot: int) -> StoredValue:
-        connection = self._keeper(key)
+        connection = self._connections[self._device_of(key)]
         connection.send({"type": "lookup", "key": key, "snapshot": snapshot})
         found = self._questions.wait_for(connection, "found", f"storage of {key!r}")
         version = int(found.message["version"])
@@ -86,11 +96,8 @@ class ParameterStorage:
         segment.close()
         return StoredValue(version=version, value=value)
 
-    def _keeper(self, key: str) -> DeviceConnection:
-        return self._connections[self._device_of(key)]
-
     def _device_of(self, key: str) -> int:
-        return zlib.crc32(key.encode()) % len(self._connections)
+        return holders_of(key, len(self._connections))[0]
 
 
 class StorageSnapshot:

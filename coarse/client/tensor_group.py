@@ -16,8 +16,7 @@ from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
-from coarse.proxy.kept_groups import RecoveredUpdates
-from coarse.proxy.registration import GroupSchema
+from coarse.proxy.registration import GroupSchema, RecoveredUpdates
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

@@ -35,6 +35,7 @@ from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
 from coarse.proxy.protocol import Message, Received, int_field
 from coarse.proxy.registrar import Registrar
+from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
 from coarse.proxy.snapshot_service import SnapshotService
 from coarse.proxy.socket_directory import abandon_socket
 from coarse.proxy.storage_service import StorageService
@@ -66,12 +67,24 @@ class MemoryDevice:
         self._mailbox = Mailbox(self._loop)
         self._snapshots = SnapshotService(memory, self._workers.send, self._mailbox.post)
         self._registrar = Registrar(
-            job, memory, self._workers.send, self._peers.tell, self._snapshots, contents.groups
+            job,
+            memory,
+            self._workers.send,
+            self._peers.tell,
+            self._snapshots,
+            contents.groups,
+            contents.replicas,
         )
         self._storage = StorageService(
             memory if memory.is_mappable else HostMemory(), self._workers.send, contents.storage
         )
+        self._replication = Replication(job, memory, contents, self._peers.tell_one)
+        self._has_shared = False
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
+        self.lost: set[int] = set()
+        """Other devices that have ended; set by run()."""
+        self.replaced: dict[int, int] = {}
+        """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
         self._is_aborted = False
         self._goes_on = False
         self._is_unfinished = False  # a worker has left before its time
@@ -107,8 +120,7 @@ class MemoryDevice:
         """
         try:
             self._watch_leader()
-            own = self._data_path.share()
-            self._peers.tell({"type": "memory", "names": list(own)}, list(own.values()))
+            self._share()
             while not self._is_over():
                 self._loop.run_once(_TICK_S)
                 self._progress()
@@ -124,6 +136,7 @@ class MemoryDevice:
 
     def _progress(self) -> None:
         """Takes every step that has become possible."""
+        self._share()
         self._data_path.open()
         if self._data_path.is_ready and self._workers.is_complete and not self._data_path.is_started:
             self._welcome()
@@ -131,6 +144,16 @@ class MemoryDevice:
             self._registrar.advance(proxy)
             if not self._is_aborted and (silent := self._data_path.silent_device()) is not None:
                 self._abort(device_silent(self._job, silent))
+
+    def _share(self) -> None:
+        """Makes what all devices map, and tells the others, once all are there. Idempotent."""
+        if self._peers.is_complete and not self._has_shared:
+            self._has_shared = True
+            self._shared_memory = self._data_path.share()
+            self._peers.tell(*self._shared_message())
+
+    def _shared_message(self) -> tuple[Message, list[int]]:
+        return {"type": "memory", "names": list(self._shared_memory)}, list(self._shared_memory.values())
 
     def _welcome(self) -> None:
         """All workers are here: the data path starts, and they are told."""
@@ -147,21 +170,27 @@ class MemoryDevice:
     def _settle(self) -> bool:
         """Brings the contents to one whole step, once nobody uses them; returns whether it could.
 
-        The home device decides. No device says or reads anything of the next attempt before all have stopped.
+        The home device goes first, unless it is lost. No device says or reads anything of the next attempt before all
+        have stopped.
         """
         deadline_s = time.monotonic() + self._job.keep_s
         if not self._workers.await_ends(deadline_s):
             return False
         self._data_path.stop()
         self._peers.tell({"type": STOPPED})
-        if not self._peers.await_stop(deadline_s):
+        try:
+            self.lost = self._peers.await_stop(deadline_s)
+            waits_for_home = not self._job.is_home and HOME_DEVICE not in self.lost
+            if waits_for_home and not self._peers.await_message(HOME_DEVICE, "kept", deadline_s):
+                self.lost.add(HOME_DEVICE)
+        except TimeoutError:
             return False
-        if not self._job.is_home:
-            return self._peers.await_message(HOME_DEVICE, "kept", deadline_s)
+        if not self._replication.survives(self.lost):
+            return False
         if self._data_path.proxy is not None:
-            for problem in self._contents.groups.settle(self._data_path.proxy.finish_updates()):
-                logger.warning("[md%s] cannot keep %s", self._job.device, problem)
-        self._peers.tell({"type": "kept"})
+            self._replication.finish(self._data_path.proxy, self.lost)
+        if self._job.is_home:
+            self._peers.tell({"type": "kept"})
         return True
 
     def _watch_leader(self) -> None:
@@ -211,6 +240,10 @@ class MemoryDevice:
             self._data_path.take_client(int_field(message, "client"), segments[0])
         elif received.kind == "segments":
             self._registrar.take_peer_memory(message, segments)
+        elif received.kind in (REFILL_GROUP, REFILL_VALUE):
+            self._replication.take(message, segments)
+            for segment in segments:
+                segment.close()
         elif received.kind == "abort":
             self._abort(Loss.from_message(message))
         elif received.kind == "node_ended":
@@ -260,6 +293,23 @@ class MemoryDevice:
         """Ends, if the contents only wait for another attempt."""
         if self._workers.is_empty:
             self._deadline = 0.0
+
+    def device_replaced(self, device: int, fd: int) -> None:
+        """Gives another device that has taken a lost one's place what that one had.
+
+        Raises:
+            ProtocolError: If workers have come already.
+        """
+        if not self._workers.is_empty:
+            os.close(fd)
+            raise ProtocolError(f"memory device md{device} is replaced although workers have come")
+        if (before := self.replaced.pop(device, -1)) >= 0:
+            os.close(before)
+        self.replaced[device] = os.dup(fd)
+        self._peers.replace(device, fd)
+        self._replication.refill(device)
+        if self._has_shared:
+            self._peers.tell_one(device, *self._shared_message())
 
     def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
         self._is_unfinished |= message.get("is_finished") is not True
@@ -355,8 +405,9 @@ def run_device(job_fd: int) -> None:
             MemoryDevice(job, memory, contents).run()
             return
         attempt = job
-        while MemoryDevice(attempt.with_own_sockets(), memory, contents).run():
+        while (device := MemoryDevice(attempt.with_own_sockets(), memory, contents)).run():
             # From now on whoever comes first starts the attempt.
+            job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)
         contents.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from coarse.kernels import _native
@@ -50,6 +51,9 @@ class DeviceJob:
         join_timeout_s: How long to wait for all workers to connect.
         heartbeat_s: How long another device may do no work at all; 0 for ever.
         keep_s: How long to wait for the workers of the next attempt, if those of one are lost; 0 for not at all.
+        replicas: How many devices, the next ones of the ring, have the contents of each once more.
+        clients_of: The workers that each device serves.
+        is_replica_near: Whether that of the home device lies in the same memory as what it is a replica of.
     """
 
     device: int
@@ -75,11 +79,24 @@ class DeviceJob:
     join_timeout_s: float
     heartbeat_s: float
     keep_s: float
+    replicas: int = 0
+    clients_of: tuple[tuple[int, ...], ...] = ()
+    is_replica_near: bool = False
 
     @property
     def is_home(self) -> bool:
         """Whether this device keeps what all devices share."""
         return self.device == HOME_DEVICE
+
+    @property
+    def replica_keeper(self) -> int:
+        """The device that keeps the replica of what the home device has; -1 without."""
+        return (HOME_DEVICE + 1) % self.num_devices if self.replicas else -1
+
+    @property
+    def keeps_replica(self) -> bool:
+        """Whether this is that device."""
+        return self.device == self.replica_keeper
 
     @property
     def num_nodes(self) -> int:
@@ -127,6 +144,25 @@ class DeviceJob:
             peer_fds=tuple(-1 if fd < 0 else os.dup(fd) for fd in self.peer_fds),
         )
 
+    def with_peers(self, lost: Collection[int], replaced: Mapping[int, int]) -> DeviceJob:
+        """The same when other devices are not there any more, or others have come in their place.
+
+        Args:
+            lost: Devices whose socket is of no use; it is closed.
+            replaced: A socket, which now belongs to the job, of each device that is new.
+        """
+        fds = list(self.peer_fds)
+        for device in {*lost, *replaced}:
+            if fds[device] >= 0:
+                os.close(fds[device])
+            fds[device] = -1
+        for device, fd in replaced.items():
+            if device in lost:
+                os.close(fd)
+            else:
+                fds[device] = fd
+        return replace(self, peer_fds=tuple(fds))
+
     def to_json(self) -> bytes:
         """The form in which it is passed."""
         return json.dumps(asdict(self)).encode()
@@ -138,6 +174,6 @@ class DeviceJob:
             values = json.load(stream)
         for name in ("local_clients", "clients_in_memory", "peer_fds"):
             values[name] = tuple(values[name])
-        for name in ("nodes", "link_fds"):
+        for name in ("nodes", "link_fds", "clients_of"):
             values[name] = tuple(map(tuple, values[name]))
         return cls(**values)

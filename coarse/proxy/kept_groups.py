@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from coarse.errors import SchemaMismatchError
 from coarse.proxy.memory import Segment
-from coarse.proxy.protocol import Message
-from coarse.proxy.registration import PARAMETERS, STATES, GroupSchema
+from coarse.proxy.registration import PARAMETERS, STATES, GroupSchema, RecoveredUpdates
 from coarse.proxy.storage import Storage, VersionedStorage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveredUpdates:
-    """What parameters and states of a group hold that were kept.
-
-    Args:
-        step: The optimizer's last step, from 1.
-        num_updates: How many updates each tensor has seen, in the order of the group.
-    """
-
-    step: int
-    num_updates: tuple[int, ...]
-
-    def to_message(self) -> Message:
-        """The part of a control message that tells it."""
-        return {"step": self.step, "num_updates": list(self.num_updates)}
-
-    @classmethod
-    def from_message(cls, message: Message) -> RecoveredUpdates:
-        """Reads to_message()."""
-        return cls(step=int(message["step"]), num_updates=tuple(map(int, message["num_updates"])))
 
 
 @dataclass(slots=True)
@@ -53,7 +30,7 @@ class KeptGroup:
 
 
 class KeptGroups:
-    """The groups with an optimizer of a home device, by name. Used from the control thread alone."""
+    """The groups with an optimizer of a home device, or their replicas, by name. For the control thread alone."""
 
     def __init__(self) -> None:
         self._groups: dict[str, KeptGroup] = {}
@@ -91,6 +68,28 @@ class KeptGroups:
             },
             group=group,
         )
+
+    def restore(
+        self, schema: GroupSchema, segments: Mapping[str, Segment], updates: RecoveredUpdates
+    ) -> None:
+        """Takes a group that another memory device has kept.
+
+        Args:
+            schema: What it is.
+            segments: Parameters and states, from now on of this object.
+            updates: What they hold.
+        """
+        if (previous := self._groups.get(schema.name)) is not None:
+            previous.close()
+        self._groups[schema.name] = KeptGroup(
+            schema=schema, segments=dict(segments), group=-1, updates=updates
+        )
+
+    def settled(self) -> Iterator[tuple[KeptGroup, RecoveredUpdates]]:
+        """All groups of which it is known what they hold, and that."""
+        for kept in self._groups.values():
+            if kept.updates is not None:
+                yield kept, kept.updates
 
     def forget(self, group: int) -> None:
         """The workers have given a group up."""
@@ -131,14 +130,19 @@ class KeptGroups:
 
 @dataclass(slots=True)
 class DeviceContents:
-    """What outlives the workers of one attempt: parameters and states, and values that workers have stored."""
+    """What outlives the workers of one attempt: parameters and states, and values that workers have stored.
+
+    `groups` are the home device's, `replicas` the same once more at the device that keeps them.
+    """
 
     groups: KeptGroups = field(default_factory=KeptGroups)
+    replicas: KeptGroups = field(default_factory=KeptGroups)
     storage: Storage = field(default_factory=VersionedStorage)
 
     def close(self) -> None:
         """Gives everything up. Idempotent."""
         self.groups.close()
+        self.replicas.close()
         self.storage.close()
 
 

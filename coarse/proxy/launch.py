@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coarse.env import Settings
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
-from coarse.proxy.job import DeviceJob
+from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
@@ -43,6 +44,9 @@ class DeviceProcesses:
         emulation: The links of another machine; None without.
         kept_in: The empty directory in which the workers of another attempt can find the devices, which then wait for
             these if workers are lost; None if they end with the workers.
+        replaces: Devices of `kept_in` that are lost, and whose places the new ones take; None to start all.
+        introduce: Gives a device that lives a connection to a new one: told the number of either, and a descriptor,
+            which stays the caller's.
 
     Raises:
         OSError: If a process or socket cannot be made; what was made is undone.
@@ -58,16 +62,21 @@ class DeviceProcesses:
         links: NodeLinks,
         emulation: Emulation | None,
         kept_in: Path | None = None,
+        replaces: frozenset[int] | None = None,
+        introduce: Callable[[int, int, int], None] | None = None,
     ) -> None:
         num_devices, num_clients = table.num_devices, table.num_workers
         self.directory = tempfile.mkdtemp(prefix="coarse-") if kept_in is None else str(kept_in)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        token = secrets.token_hex(32)
-        _write_private(Path(self.directory) / TOKEN_FILE, token)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        started = range(num_devices) if replaces is None else sorted(replaces)
+        token_file = Path(self.directory) / TOKEN_FILE
+        if replaces is None:
+            _write_private(token_file, secrets.token_hex(32))
+        token = token_file.read_text()
         num_sync_cores = count_sync_cores(settings, num_devices, num_clients)
         peers = _socket_pairs(num_devices)
         try:
-            for device in range(num_devices):
+            for device in started:
                 with _listen(socket_path(self.directory, device)) as listener:
                     job = DeviceJob(
                         device=device,
@@ -93,11 +102,20 @@ class DeviceProcesses:
                         join_timeout_s=settings.timeout_s,
                         heartbeat_s=settings.heartbeat_s,
                         keep_s=0.0 if kept_in is None else settings.keep_devices,
+                        replicas=settings.replicas,
+                        clients_of=tuple(each.workers for each in table.devices),
+                        is_replica_near=table.memories[HOME_DEVICE]
+                        == table.memories[(HOME_DEVICE + 1) % num_devices],
                     )
-                    self._processes.append(_start(job))
+                    self._processes[device] = _start(job)
             if kept_in is not None:
                 workers = tuple(device.workers for device in table.devices)
-                KeptDevices(workers=workers, memories=table.memories, pids=self.pids).write(kept_in)
+                pids = self._pids_beside(KeptDevices.read(kept_in), num_devices)
+                KeptDevices(workers=workers, memories=table.memories, pids=pids).write(kept_in)
+            for new, old in itertools.product(started, range(num_devices)):
+                peer = peers[old][new]
+                if introduce is not None and old not in started and peer is not None:
+                    introduce(old, new, peer.fileno())
         except BaseException:
             self.kill()
             raise
@@ -109,8 +127,15 @@ class DeviceProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids, in the order of the devices."""
-        return tuple(process.pid for process in self._processes)
+        """Process ids of those that were started here, in the order of the devices."""
+        return tuple(process.pid for process in self._processes.values())
+
+    def _pids_beside(self, kept: KeptDevices | None, num_devices: int) -> tuple[int, ...]:
+        """Process ids of all devices, of which some may be older."""
+        return tuple(
+            self._processes[device].pid if kept is None or device in self._processes else kept.pids[device]
+            for device in range(num_devices)
+        )
 
     def hide(self) -> None:
         """Removes the directory with the sockets. Idempotent."""
@@ -118,16 +143,25 @@ class DeviceProcesses:
 
     def fate(self, device: int, timeout_s: float = 1.0) -> str:
         """How a device that closed its connection ended, in words."""
-        process = self._processes[device]
+        process = self._processes.get(device)
+        if process is None:  # of an earlier attempt
+            return "died"
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return "stopped answering"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def kill_silent(self, device: int) -> None:
-        """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more."""
+    def kill_silent(self, device: int) -> bool:
+        """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more.
+
+        Returns:
+            Whether it was started here.
+        """
+        if device not in self._processes:
+            return False
         self._processes[device].kill()
+        return True
 
     def reap(self, timeout_s: float) -> None:
         """Collects the devices once the last worker has left; after `timeout_s` seconds, in the background."""
@@ -136,12 +170,12 @@ class DeviceProcesses:
         reaper.join(timeout_s)
 
     def _wait(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             process.wait()
 
     def kill(self) -> None:
         """Ends the devices at once. Idempotent."""
-        for process in self._processes:
+        for process in self._processes.values():
             process.kill()
             process.wait()
         self.hide()
@@ -215,6 +249,7 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
 
 
 def _listen(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)  # of a device that was lost
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(_BACKLOG)

@@ -9,11 +9,24 @@ from dataclasses import dataclass
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Message, int_field
 
-AFTER_A_LOSS = (
-    "Gradients of this step are lost, parameters are those of the step before. Start the job again from your last "
-    "checkpoint."
-)
 _MOST_CHARACTERS_BETWEEN_NODES = 4000  # a frame between nodes has its limit
+
+
+def after_a_loss(replicas: int) -> str:
+    """What the loss of a memory device means, and what to do.
+
+    Args:
+        replicas: How many others have what it kept.
+    """
+    if replicas:
+        return (
+            "What it kept is with its neighbour too (COARSE_REPLICAS): workers that are started again, as "
+            "--max-restarts does, go on from the last whole step."
+        )
+    return (
+        "Gradients of this step are lost, parameters are those of the step before. Start the job again from your "
+        "last checkpoint."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +84,16 @@ class Loss:
 
 def device_died(job: DeviceJob, device: int) -> Loss:
     """Another memory device of this node has closed its connection."""
-    return Loss(error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {AFTER_A_LOSS}")
+    return Loss(
+        error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {after_a_loss(job.replicas)}"
+    )
 
 
 def device_silent(job: DeviceJob, device: int) -> Loss:
     """A memory device of this node is there and does not work."""
     return Loss(
         error="MemoryDeviceLostError",
-        text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {AFTER_A_LOSS}",
+        text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {after_a_loss(job.replicas)}",
         silent_device=device,
     )
 
@@ -98,7 +113,7 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
     return Loss(
         error="MemoryDeviceLostError",
         text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
-        f"{AFTER_A_LOSS}",
+        f"{after_a_loss(0)}",
         is_elsewhere=True,
     )
 

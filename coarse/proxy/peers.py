@@ -40,13 +40,34 @@ class Peers:
         self._on_lost = on_lost
         self._channels: dict[int, Channel] = {}
         self._stopped: set[int] = set()
+        self._missing = {device for device, fd in enumerate(job.peer_fds) if fd < 0} - {job.device}
         for device, fd in enumerate(job.peer_fds):
-            if device == job.device:
-                continue
-            channel = Channel(socket.socket(fileno=fd))
-            channel.socket.setblocking(False)
-            self._channels[device] = channel
-            loop.watch(fd, lambda device=device: self._read(device))  # type: ignore[misc]
+            if fd >= 0:
+                self._open(device, fd)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all other devices are there, or were; not while one that was lost before is to be replaced."""
+        return not self._missing
+
+    def replace(self, device: int, fd: int) -> None:
+        """Another device has taken the place of one that was lost.
+
+        Args:
+            device: Its number.
+            fd: A connected SEQPACKET socket to it, which now belongs to the peers.
+        """
+        if (lost := self._channels.pop(device, None)) is not None:
+            self._loop.unwatch(lost.fileno())
+            lost.close()
+        self._missing.discard(device)
+        self._open(device, fd)
+
+    def _open(self, device: int, fd: int) -> None:
+        channel = Channel(socket.socket(fileno=fd))
+        channel.socket.setblocking(False)
+        self._channels[device] = channel
+        self._loop.watch(fd, lambda: self._read(device))
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends to every other device; one that is gone is noticed by its socket."""
@@ -54,19 +75,36 @@ class Peers:
             with contextlib.suppress(OSError):
                 channel.send(message, fds)
 
-    def await_stop(self, deadline_s: float) -> bool:
+    def tell_one(self, device: int, message: Message, fds: Sequence[int] = ()) -> None:
+        """The same to one device."""
+        with contextlib.suppress(OSError):
+            self._channels[device].send(message, fds)
+
+    def await_stop(self, deadline_s: float) -> set[int]:
         """Waits until every other device has said STOPPED; what it says after that is not read.
 
         Returns:
-            Whether all have; not if one has ended, or has not said it by `deadline_s` of the monotonic clock.
+            Devices that have ended without it.
+
+        Raises:
+            TimeoutError: If one has not said it by `deadline_s` of the monotonic clock.
         """
-        return all(
-            device in self._stopped or self.await_message(device, STOPPED, deadline_s)
+        ended = {
+            device
             for device in self._channels
-        )
+            if device not in self._stopped and not self.await_message(device, STOPPED, deadline_s)
+        }
+        return ended | self._missing
 
     def await_message(self, device: int, kind: str, deadline_s: float) -> bool:
-        """As await_stop(), of one device and any message. What it says before is of no interest any more."""
+        """Waits until one device has said something. What it says before is of no interest any more.
+
+        Returns:
+            Whether it has; not if it has ended.
+
+        Raises:
+            TimeoutError: If it has not by `deadline_s` of the monotonic clock.
+        """
         channel = self._channels[device]
         self._loop.unwatch(channel.fileno())
         poll = select.poll()
@@ -80,7 +118,7 @@ class Peers:
                 received.close()
                 if received.kind == kind:
                     return True
-        return False
+        raise TimeoutError(f"memory device md{device} has not said {kind!r} in time")
 
     def close(self) -> None:
         """Closes all connections."""

@@ -9,7 +9,7 @@ from coarse.proxy.group_snapshots import (
     allocate_snapshots,
     choose_pool_limit,
 )
-from coarse.proxy.job import DeviceJob
+from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_groups import KeptGroups
 from coarse.proxy.memory import DeviceMemory, HostMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
@@ -18,6 +18,10 @@ from coarse.proxy.registration import (
     CONTROL,
     NODE,
     PARAMETERS,
+    REPLICA_CONTROL,
+    REPLICA_OF,
+    REPLICA_PARAMETERS,
+    REPLICA_STATES,
     ROWS,
     SETTINGS,
     SLOTS,
@@ -25,7 +29,11 @@ from coarse.proxy.registration import (
     SNAPSHOT_POOL,
     SNAPSHOT_REQUEST,
     STATES,
+    UNDO_CONTROL,
+    UNDO_PARAMETERS,
+    UNDO_STATES,
     GroupSchema,
+    RecoveredUpdates,
     Registration,
     check_agreement,
     fd_of,
@@ -50,6 +58,7 @@ class Registrar:
         send_to_peers: Tells the other devices.
         snapshots: Reads snapshots of groups, if this is the home device.
         kept: Groups of an earlier attempt, and those to be kept for a later one.
+        replicas: The same of what this device keeps for the home device.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class Registrar:
         send_to_peers: SendToPeers,
         snapshots: SnapshotService,
         kept: KeptGroups,
+        replicas: KeptGroups,
     ) -> None:
         self._job = job
         self._memory = memory
@@ -67,6 +77,7 @@ class Registrar:
         self._send_to_peers = send_to_peers
         self._snapshots = snapshots
         self._kept = kept
+        self._replicas = replicas
         self._registrations: dict[int, Registration] = {}
 
     def register(self, client: int, message: Message) -> None:
@@ -94,6 +105,8 @@ class Registrar:
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Another device has allocated its share of a group."""
         registration = self._registration(int_field(message, "group"))
+        if isinstance(recovered := message.get("recovered"), dict):
+            registration.recovered = RecoveredUpdates.from_message(recovered)
         received = iter(segments)
         for own, names in (
             (registration.slots, message["clients"]),
@@ -125,6 +138,7 @@ class Registrar:
             proxy.remove_group(registration.group)
         registration.close()
         self._kept.forget(registration.group)
+        self._replicas.forget(registration.group)
         del self._registrations[registration.group]
 
     def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
@@ -138,10 +152,24 @@ class Registrar:
                 if not self._job.is_home and CONTROL not in registration.shared:
                     return
                 self._allocate(registration)
-            if CONTROL in registration.shared and len(registration.slots) == self._job.num_clients:
+            if self._is_shared(registration) and len(registration.slots) == self._job.num_clients:
                 self._activate(registration, proxy)
         except (CoarseError, ValueError, _native.CudaError) as error:
             self._refuse(registration, error)
+
+    def _is_shared(self, registration: Registration) -> bool:
+        """Whether all that the node has once is there."""
+        is_replicated = self._is_replicated(registration.schema)
+        return CONTROL in registration.shared and (
+            not is_replicated or REPLICA_CONTROL in registration.shared
+        )
+
+    def _undoes(self, schema: GroupSchema) -> bool:
+        """Whether a step that not all shards have seen when workers are lost is to be undone."""
+        return self._job.keep_s > 0 and schema.updates_early
+
+    def _is_replicated(self, schema: GroupSchema) -> bool:
+        return self._job.replicas > 0 and schema.state_names is not None
 
     def _check_agreement(self, registration: Registration) -> None:
         first = min(registration.schemas)
@@ -167,7 +195,13 @@ class Registrar:
                     "keeps under way; raise COARSE_SHARD_BYTES"
                 )
         native_plan = schema.native_plan(registration.group, self._job.num_clients)
-        shared = self._allocate_shared(schema, native_plan) if self._job.is_home else {}
+        shared = {}
+        if self._job.is_home:
+            if (kept := self._kept.find(schema)) is not None:
+                registration.recovered = kept.updates
+            shared = self._allocate_shared(schema, native_plan)
+        elif self._job.keeps_replica and self._is_replicated(schema):
+            shared = self._allocate_replica(registration, native_plan)
         registration.shared.update(shared)
         own, settings, rows = {}, {}, {}
         for client in self._job.local_clients:
@@ -191,6 +225,7 @@ class Registrar:
                 "settings": list(settings),
                 "rows": list(rows),
                 "shared": list(shared),
+                "recovered": None if registration.recovered is None else registration.recovered.to_message(),
                 "extents": [segment.extent for segment in segments],
             },
             [segment.fd for segment in segments],
@@ -219,8 +254,35 @@ class Registrar:
         }
         control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
         allocated[CONTROL] = self._memory.allocate_host(f"{CONTROL} of {schema.name}", control_bytes)
+        if self._undoes(schema):
+            undo_bytes = {UNDO_PARAMETERS: plan.parameter_bytes, UNDO_STATES: plan.kept_bytes}
+            for name, length in undo_bytes.items():
+                if length:
+                    allocated[name] = self._memory.allocate(f"{name} of {schema.name}", length)
+            allocated[UNDO_CONTROL] = self._memory.allocate_host(
+                f"{UNDO_CONTROL} of {schema.name}", _native.undo_control_bytes(plan.num_shards)
+            )
         if schema.state_names is not None and self._memory.is_mappable:
             allocated.update(allocate_snapshots(self._memory, schema.name, plan))
+        return allocated
+
+    def _allocate_replica(self, registration: Registration, plan: _native.GroupPlan) -> dict[str, Segment]:
+        """What this device keeps once more of what the home device has."""
+        schema = registration.schema
+        kept = None if registration.recovered is None else self._replicas.find(schema)
+        if kept is not None and kept.updates == registration.recovered:
+            registration.is_replica_filled = True
+            allocated = {REPLICA_OF[name]: segment.duplicate() for name, segment in kept.segments.items()}
+        else:
+            num_bytes = {REPLICA_PARAMETERS: plan.parameter_bytes, REPLICA_STATES: plan.kept_bytes}
+            allocated = {
+                name: self._memory.allocate(f"{name} of {schema.name}", length)
+                for name, length in num_bytes.items()
+                if length
+            }
+        allocated[REPLICA_CONTROL] = self._memory.allocate_host(
+            f"{REPLICA_CONTROL} of {schema.name}", _native.replica_control_bytes(plan.num_shards)
+        )
         return allocated
 
     def _check_fits(self, schema: GroupSchema) -> None:
@@ -237,6 +299,10 @@ class Registrar:
         needed += tensor_bytes * (num_nodes - 1) // num_nodes
         if (kept := self._kept.find(schema)) is not None:
             needed -= sum(segment.num_bytes for segment in kept.segments.values())
+        elif self._is_replicated(schema) and self._job.is_replica_near:
+            needed += schema.kept_bytes
+        if self._undoes(schema):
+            needed += schema.kept_bytes
         available = self._memory_of(schema).available_bytes()
         if needed > available:
             raise OutOfDeviceMemoryError(
@@ -250,8 +316,7 @@ class Registrar:
         clients = range(self._job.num_clients)
         plan = schema.native_plan(registration.group, self._job.num_clients)
         self._add_snapshots(registration, plan)
-        kept = self._kept.find(schema)
-        updates = None if kept is None else kept.updates
+        updates = registration.recovered
         proxy.add_group(
             plan,
             shared[CONTROL].fd,
@@ -268,10 +333,29 @@ class Registrar:
             step=0 if updates is None else updates.step,
             update_numbers=() if updates is None else updates.num_updates,
             rows_fds=[registration.rows[client].fd for client in sorted(registration.rows)],
+            replica=_native.Replica(
+                control_fd=fd_of(shared, REPLICA_CONTROL),
+                parameters=region_of(shared, REPLICA_PARAMETERS),
+                states=region_of(shared, REPLICA_STATES),
+                owner=HOME_DEVICE,
+                keeper=max(self._job.replica_keeper, 0),
+                is_filled=registration.is_replica_filled,
+            ),
+            undo=_native.UndoLog(
+                control_fd=fd_of(shared, UNDO_CONTROL),
+                parameters=region_of(shared, UNDO_PARAMETERS),
+                states=region_of(shared, UNDO_STATES),
+            ),
         )
         registration.is_active = True
         if self._job.is_home and self._job.keep_s and schema.state_names is not None:
             self._kept.adopt(registration.group, schema, shared)
+        if self._job.keeps_replica and REPLICA_CONTROL in shared:
+            self._replicas.adopt(
+                registration.group,
+                schema,
+                {name: shared[replica] for name, replica in REPLICA_OF.items() if replica in shared},
+            )
         read_only = self._open_slots(registration)
         if self._job.is_home:
             read_only |= {

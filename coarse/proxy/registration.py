@@ -24,6 +24,13 @@ SETTINGS = "settings"  # of the worker that is told, where the group has an opti
 NODE = "node"  # where there are several nodes
 PARAMETERS = "parameters"  # these two where the group has an optimizer
 STATES = "states"
+REPLICA_CONTROL = "replica control"  # these three where the group has a replica; only devices are told them
+REPLICA_PARAMETERS = "replica of parameters"
+REPLICA_STATES = "replica of states"
+UNDO_CONTROL = "undo control"  # these three where a step that was begun is undone; only devices are told them
+UNDO_PARAMETERS = "parameters before"
+UNDO_STATES = "states before"
+REPLICA_OF = {PARAMETERS: REPLICA_PARAMETERS, STATES: REPLICA_STATES}
 SNAPSHOT_REQUEST = "snapshot request"  # these three where there are snapshots of parameters and states
 SNAPSHOT_CONTROL = "snapshot control"
 SNAPSHOT_POOL = "snapshot pool"
@@ -82,6 +89,11 @@ class GroupSchema:
             spec.nbytes + spec.num_elements * wide * (num_states + (spec.dtype != "float32"))
             for spec in self.specs
         )
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether parameters are updated before all gradients of a step are complete: these take turns in slots."""
+        return self.window_bytes > 0
 
     @property
     def has_tables(self) -> bool:
@@ -224,6 +236,28 @@ def _settings(schema: GroupSchema) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredUpdates:
+    """What parameters and states of a group hold that were kept.
+
+    Args:
+        step: The optimizer's last step, from 1.
+        num_updates: How many updates each tensor has seen, in the order of the group.
+    """
+
+    step: int
+    num_updates: tuple[int, ...]
+
+    def to_message(self) -> Message:
+        """The part of a control message that tells it."""
+        return {"step": self.step, "num_updates": list(self.num_updates)}
+
+    @classmethod
+    def from_message(cls, message: Message) -> RecoveredUpdates:
+        """Reads to_message()."""
+        return cls(step=int(message["step"]), num_updates=tuple(map(int, message["num_updates"])))
+
+
 @dataclass(slots=True)
 class Registration:
     """One tensor group on its way from the first worker's request to the last worker's goodbye."""
@@ -234,6 +268,8 @@ class Registration:
     rows: dict[int, Segment] = field(default_factory=dict)  # likewise; of groups with tables
     settings: dict[int, Segment] = field(default_factory=dict)  # likewise, where there is an optimizer
     shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
+    recovered: RecoveredUpdates | None = None  # what the home device has kept of it
+    is_replica_filled: bool = False  # that the device which keeps it has the same
     is_allocated: bool = False
     is_active: bool = False
     refusal: Message | None = None

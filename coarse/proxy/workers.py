@@ -67,6 +67,17 @@ class WorkerHandler(Protocol):
     def dismissed(self) -> None:
         """Nobody will come any more."""
 
+    def device_replaced(self, device: int, fd: int) -> None:
+        """A worker has started another memory device in the place of one that was lost.
+
+        Args:
+            device: Its number.
+            fd: A connected socket to it, which now belongs to the handler.
+
+        Raises:
+            ProtocolError: If it has come too late.
+        """
+
 
 class Workers:
     """Every connection of a memory device to a worker. Used from the control thread alone.
@@ -202,6 +213,13 @@ class Workers:
         elif received.kind == "dismiss":
             self._check_token(received.message)
             self._handler.dismissed()
+        elif received.kind == "replace":
+            self._check_token(received.message)
+            device = int_field(received.message, "device", high=self._job.num_devices - 1)
+            if device == self._job.device or len(received.fds) != 1:
+                raise ProtocolError("'replace' names no other memory device, or comes without a connection")
+            self._handler.device_replaced(device, received.fds.pop())
+            worker.send({"type": "replaced"})
         else:
             raise ProtocolError(f"{received.kind!r} came before hello")
 

@@ -93,7 +93,9 @@ class GradientSynchroniser:
                 name,
                 specs,
                 state_names=state_names,
-                window_bytes=sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL if shares_slots else 0,
+                window_bytes=max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
+                if shares_slots
+                else 0,
                 gpu=gpu,
             )
         )
@@ -106,6 +108,7 @@ class GradientSynchroniser:
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
         self._overlapped: OffloadedParameters | None = None
+        self._before_update: Callable[[], object] = lambda: None
         self._waits_for_update = True
         self._is_update_under_way = False
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
@@ -148,13 +151,17 @@ class GradientSynchroniser:
             tables=self._tables,
         )
 
-    def update_in_backward(self, offloaded: OffloadedParameters, *, waits: bool) -> None:
+    def update_in_backward(
+        self, offloaded: OffloadedParameters, *, waits: bool, before_update: Callable[[], object]
+    ) -> None:
         """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
 
         Args:
             offloaded: The parameters.
             waits: Whether backward ends when updates are complete, instead of finish_update().
+            before_update: Called as a backward begins that updates, before any gradient is pushed.
         """
+        self._before_update = before_update
         self._overlapped = offloaded
         self._kind = UpdateKind.UPDATE
         self._waits_for_update = waits
@@ -348,6 +355,7 @@ class GradientSynchroniser:
     def _arm(self) -> None:
         self._armed = True
         if self._overlapped is not None and not self._num_pushed:
+            self._before_update()
             self._overlapped.begin()
         Variable._execution_engine.queue_callback(self._untraced_end)
 
@@ -426,7 +434,9 @@ class GradientSynchroniser:
         for parameter in self._parameters:
             parameter.grad = None
         if self._waits_for_update:
+            self._pass_by("step.pull")
             self.finish_update()
+            self._pass_by("step.done")
         else:
             self._path.flush()
 

@@ -57,6 +57,7 @@ class Offloading(Refusals):
         overlap: bool,
         measures: bool = False,
         staleness: int = 0,
+        before_update: Callable[[], object] = lambda: None,
     ) -> OffloadedParameters:
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
@@ -67,6 +68,7 @@ class Offloading(Refusals):
             measures: Whether memory devices measure averaged gradients, for measured_gradients().
             staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
                 devices, else copies: `cached_parameters`.
+            before_update: With `overlap`, called as each backward() begins that averages.
 
         Raises:
             RuntimeError: If this was done before.
@@ -106,7 +108,7 @@ class Offloading(Refusals):
         reference = weakref.ref(self._offloaded)
         self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
         if overlap:
-            gradients.update_in_backward(self._offloaded, waits=not staleness)
+            gradients.update_in_backward(self._offloaded, waits=not staleness, before_update=before_update)
         self._groups[0] = gradients.group
         self._gradients = gradients
         self._watch_end()
@@ -141,6 +143,11 @@ class Offloading(Refusals):
     def keeps_devices(self) -> bool:
         """Whether the memory devices outlive workers that crash."""
         return self._gradients is not None and self._session.settings.keep_devices > 0
+
+    @property
+    def replicates_devices(self) -> bool:
+        """Whether what a memory device has outlives that device too."""
+        return self._gradients is not None and self._session.settings.replicas > 0
 
     def keep_state(self, step: int, state: bytes) -> None:
         """Gives this worker's own state to the memory devices, which keep those of the last two steps.

@@ -66,7 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     Raises:
         TypeError: If the model is not wrapped.
         ValueError: If an option of the optimizer cannot be offloaded, it does not hold the model's parameters, or
-            memory devices are to be kept and overlap is True or staleness above 0.
+            memory devices are to be kept and staleness is above 0, or have replicas and overlap is True.
         SchemaMismatchError: If workers construct different ones.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
@@ -112,11 +112,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             return
         _check_members(optimizer, model)
-        if overlap and model.keeps_devices:
+        if overlap and model.replicates_devices:
             raise ValueError(
-                "overlap=True does not go with COARSE_KEEP_DEVICES: it updates parameters while gradients of others "
-                "are not complete yet, so that after a crash neither the step before nor the step after could be "
-                "had; pass overlap=False, or unset COARSE_KEEP_DEVICES"
+                "overlap=True does not go with COARSE_REPLICAS: it updates parameters while gradients of others are "
+                "not complete yet, so that neither copy alone could finish a step; pass overlap=False, or unset "
+                "COARSE_REPLICAS"
+            )
+        if overlap and model.keeps_devices and model.tables:
+            raise ValueError(
+                "overlap=True and COARSE_KEEP_DEVICES do not go with sparse gradients: updates of tables cannot be "
+                "undone; pass overlap=False, or make the embeddings dense (sparse=False)"
+            )
+        if model.tables and model.replicates_devices:
+            raise ValueError(
+                "COARSE_REPLICAS does not go with sparse gradients: an update of a table changes few rows, and whole "
+                "shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
             )
         if staleness and model.keeps_devices:
             raise ValueError(
@@ -124,7 +134,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "staleness=0, or unset COARSE_KEEP_DEVICES"
             )
         self._offloaded = model.offload(
-            optimizer, rule, overlap=overlap, measures=policy.needs_measures, staleness=staleness
+            optimizer,
+            rule,
+            overlap=overlap,
+            measures=policy.needs_measures,
+            staleness=staleness,
+            before_update=self._prepare_update,
         )
         # Read by GradScaler, which then hands scale and found_inf to step().
         self._step_supports_amp_scaling = not overlap
@@ -171,8 +186,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return 0 if self._offloaded is None else self._offloaded.recovered_step
 
     def before_update(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called in each step() that is not skipped, before memory devices can begin the update."""
+        """Has `callback` called in each step() that is not skipped, before memory devices can begin the update.
+
+        With overlap=True in each backward() that averages, as it begins.
+        """
         self._before_update.append(callback)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether memory devices update parameters during backward(), before step() is called."""
+        return self._overlaps
+
+    def _prepare_update(self) -> None:
+        for callback in self._before_update:
+            callback()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
@@ -194,8 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return None
         scale = self._gradient_scale()
         if scale is not None:
-            for callback in self._before_update:
-                callback()
+            self._prepare_update()
             self._model.update_parameters(gradient_scale=scale)
         return None
 

@@ -33,8 +33,8 @@ class Recovery:
     It is also a WorkerState: what Checkpointer can save and restore of a worker, if its step() directly follows the
         optimizer's.
 
-    State is that of the moment when step() was called: a restarted worker goes on as if that step() had just
-    returned, with the next batch. What the loop does in between belongs into `after_step`.
+    State is that of the moment when step() was called, or backward() with overlap=True: a restarted worker goes on as
+    if that step() had just returned, with the next batch. What the loop does in between belongs into `after_step`.
 
     Does nothing where memory devices are not kept (COARSE_KEEP_DEVICES), or the optimizer does not run in them: then
     `step` is 0.
@@ -160,7 +160,9 @@ class Recovery:
     def _keep(self) -> None:
         """Gives this worker's state to the memory devices, before any update of the step can begin."""
         self._num_updates += 1
-        state = to_json(self.state_dict(), translate=as_small_tensor)
+        # With overlap=True step() comes later, and counts itself.
+        num_steps = self._num_steps + self._optimizer.overlaps
+        state = to_json({**self.state_dict(), "step": num_steps}, translate=as_small_tensor)
         kept = json.dumps({"update": self._num_updates, "state": state})
         self._model.keep_state(self._num_updates, kept.encode())
 

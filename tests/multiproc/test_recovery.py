@@ -2,119 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import signal
 
 import numpy as np
 import pytest
-from harness import LIMIT_S, open_descriptors
+from harness import open_descriptors
+from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
 
-from coarse.client.schema import TensorSpec
-from coarse.client.tensor_group import UpdateKind
-from coarse.client.update_settings import SETTINGS_DTYPE
-from coarse.env import Attempt, Settings
 from coarse.errors import RendezvousError, SchemaMismatchError
-from coarse.session import Session
-
-ADAM = 4
-STATES = ("exp_avg", "exp_avg_sq")
-LENGTHS = (70_001, 33, 40_000, 5)  # several shards of 64 KiB, and two that are gathered
-STEPS = 6
-WORKERS = 2
-
-
-def join(me, attempt=0, *, keep=60.0, **settings):
-    return Session.join(
-        identity=me.identity,
-        store=me.store(f"store{attempt}"),
-        settings=Settings(
-            **{
-                "timeout_s": LIMIT_S,
-                "keep_devices": keep,
-                "shard_bytes": 64 << 10,
-                "profile": "off",
-                **settings,
-            }
-        ),
-        attempt=Attempt(job="test", number=attempt),
-    )
-
-
-def array(memory):
-    return np.frombuffer(memory, dtype=np.float32)
-
-
-def register(session, lengths=LENGTHS, state_names=STATES):
-    specs = [
-        TensorSpec(name=str(i), dtype="float32", num_elements=n, op="mean") for i, n in enumerate(lengths)
-    ]
-    group = session.register_parameters("model", specs, state_names=state_names)
-    if group.recovered is None and session.identity.rank == 0:
-        for index, length in enumerate(lengths):
-            array(group.parameter(index))[:] = np.linspace(-1, 1, length, dtype=np.float32)
-    session.barrier()
-    return group
-
-
-def write_settings(group, step):
-    settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
-    settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
-    settings["rule"] = ADAM
-    settings["gradient_scale"] = settings["parameter_scale"] = 1
-    settings["step_size"] = 0.01 / step
-    settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
-    settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
-    # Tensor 1 has a gradient in every other step only.
-    settings["update_number"] = [step, (step + 1) // 2, step, step]
-    settings["has_gradient"] = [1, step % 2, 1, 1]
-
-
-def fill_slots(group, rank, step):
-    for index, spec in enumerate(group.specs):
-        gradient = np.random.default_rng([rank, step, index]).normal(size=spec.num_elements)
-        array(group.buffer(index))[:] = gradient.astype(np.float32)
-
-
-def take_step(group, rank, step, reach=lambda place: None):
-    """One training step, with a word about each place that it comes to."""
-    fill_slots(group, rank, step)
-    for index in range(len(LENGTHS)):
-        reach(f"backward.push {index}")
-        group.push(index)
-    group.pull_all()
-    reach("step.prepare")
-    write_settings(group, step)
-    for index in range(len(LENGTHS)):
-        reach(f"step.push {index}")
-        group.push(index, present=index != 1 or step % 2 == 1, update=UpdateKind.UPDATE_BY_MEAN)
-    reach("step.pull")
-    group.pull_all()
-    reach("step.done")
-
-
-def digest(group):
-    found = hashlib.sha256()
-    for index in range(len(group.specs)):
-        found.update(group.parameter(index))
-        for number in range(len(STATES)):
-            found.update(group.state(index, number))
-    return found.hexdigest()
-
-
-def train(me, attempt, reach=None, **settings):
-    """Trains to the end, from wherever memory is; returns where that was, and what came out."""
-    with join(me, attempt, **settings) as session:
-        group = register(session)
-        first = 0 if group.recovered is None else group.recovered.step
-        for step in range(first + 1, STEPS + 1):
-            take_step(
-                group, me.rank, step, lambda place, step=step: reach(group, step, place) if reach else None
-            )
-        session.barrier()
-        updates = None if group.recovered is None else group.recovered.num_updates
-        return first, updates, digest(group)
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +47,6 @@ def dies_at(rank, step, place):
             die()
 
     return reach
-
-
-def finish(job, attempt, **settings):
-    """Runs an attempt to its end; returns the step it went on from, the updates of each tensor, and its digest."""
-    results = job.run(WORKERS, lambda me: train(me, attempt, **settings))
-    assert results[0] == results[1]
-    return tuple(results[0])
 
 
 # ---- where workers die ----

@@ -148,6 +148,7 @@ struct ClusterShape {
   std::size_t numSyncCores = 1;
   Scheduling scheduling = Scheduling::kQueues;
   bool isDeferred = false;  // memory devices have others compute (deferred_memory.hpp)
+  bool hasReplica = false;  // of groups with an optimizer, at device 1
 };
 
 template <std::size_t numClients, std::size_t numDevices, std::size_t numSyncCores>
@@ -255,7 +256,7 @@ class Cluster {
     for (std::size_t client = 0; client < shape_.numClients; ++client) addToClient(plan, client);
   }
   void addToProxies(const GroupPlan& plan) {
-    auto memory = std::make_unique<GroupMemory>(plan, index_);
+    auto memory = std::make_unique<GroupMemory>(plan, index_, shape_.hasReplica);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
       proxies_[device]->addGroup(plan, memory->control.fd, regionsOf(memory->slots), device == 0,
                                  memory->nodeSegment.fd, memory->optimizerFds(), {}, memory->rowsFds(),
@@ -298,6 +299,8 @@ class Cluster {
     return {memoryOf(plan).rows[client].data() + table.offset, table.numRows, table.rowBytes};
   }
   std::byte* parameters(const GroupPlan& plan) const { return memoryOf(plan).parameters.data(); }
+  /// Of the shape's replica.
+  std::byte* replicatedParameters(const GroupPlan& plan) const { return memoryOf(plan).replica[1].data(); }
   SnapshotTrigger snapshotTrigger(const GroupPlan& plan) const {
     const OptimizerFds fds = memoryOf(plan).optimizerFds();
     return {fds.snapshots.request, fds.snapshots.control};
@@ -326,7 +329,7 @@ class Cluster {
 
  private:
   struct GroupMemory {
-    GroupMemory(const GroupPlan& plan, NodeIndex index)
+    GroupMemory(const GroupPlan& plan, NodeIndex index, bool hasReplica)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
           nodeSegment(NodeSegment::numBytes(plan, index)),
           parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
@@ -339,6 +342,11 @@ class Cluster {
         slots.emplace_back(plan.clientBytes());
         settings.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));
       }
+      if (hasReplica && plan.hasOptimizer) {
+        for (const std::size_t length :
+             {ReplicaControl::numBytes(plan.shards.size()), plan.parameterBytes(), plan.keptBytes()})
+          replica.emplace_back(std::max<std::size_t>(length, 1));
+      }
       for (std::size_t i = 0; plan.rowsBytes() > 0 && i < plan.numClients; ++i) {
         rowFds.emplace_back(createSparseSealedMemory("test", plan.rowsBytes()));
         rows.emplace_back(rowFds.back(), plan.rowsBytes(), Mapping::Access::kReadWrite);
@@ -346,12 +354,14 @@ class Cluster {
     }
     std::vector<int> rowsFds() const { return {rowFds.begin(), rowFds.end()}; }
     OptimizerFds optimizerFds() const {
-      return {
+      OptimizerFds fds{
           fdsOf(settings), parameters.fd, states.fd, {snapshotRequest.fd, snapshotControl.fd, snapshotPool}};
+      if (!replica.empty()) fds.replica = {replica[0].fd, replica[1].fd, replica[2].fd, 0, 1, false};
+      return fds;
     }
     Memory control, nodeSegment, parameters, states, snapshotRequest, snapshotControl;
     Fd snapshotPool;
-    std::vector<Memory> slots, settings;
+    std::vector<Memory> slots, settings, replica;
     std::vector<Fd> rowFds;  // these two only where there are tables
     std::vector<Mapping> rows;
   };

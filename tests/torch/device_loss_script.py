@@ -1,8 +1,9 @@
 """Trains a small model with checkpoints; its first attempt loses a memory device. Run by a launcher.
 
-    device_loss_script.py FOLDER DEVICE
+    device_loss_script.py FOLDER DEVICE [overlap]
 
-Memory device DEVICE is killed in step KILLED_IN of attempt 0; -1 kills none. At the end FOLDER/end-RANK has a hash of
+Memory device DEVICE is killed in step KILLED_IN of attempt 0; -1 kills none. With overlap it updates in backward.
+At the end FOLDER/end-RANK has a hash of
 parameters and optimizer state, the number of the attempt, and the step from which it went on.
 """
 
@@ -30,7 +31,9 @@ def main() -> None:
     model = coarse.torch.DistributedDataParallel(
         nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Dropout(0.3), nn.Linear(300, 4))
     )
-    optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    optimizer = coarse.torch.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01), model, overlap="overlap" in sys.argv[3:]
+    )
     state = {"random": RandomState()}
     with Checkpointer(folder / "checkpoints", model, optimizer, every=EVERY, state=state) as checkpointer:
         first = checkpointer.restore()

@@ -1,6 +1,9 @@
 """Trains a small model with all that has state: dropout, batch norm, shuffled data, a scheduler. Run by a launcher.
 
-    recovery_script.py REPORT-FOLDER
+    recovery_script.py REPORT-FOLDER [bfloat16 | overlap]
+
+With bfloat16 it trains 16-bit parameters with momentum, instead of float32 ones with AdamW; with overlap parameters
+are updated in backward.
 
 Each attempt appends its losses to REPORT-FOLDER/losses-RANK, as hexadecimal floats behind step numbers; the last
 one writes REPORT-FOLDER/end-RANK: a hash of parameters, buffers and optimizer state, the number of the attempt, and
@@ -47,9 +50,16 @@ def main() -> None:
     np.random.seed(rank)
     inputs = torch.randn(BATCHES * BATCH, 8, generator=torch.Generator().manual_seed(rank))
     loader = DataLoader(TensorDataset(inputs), batch_size=BATCH, shuffle=True)
-    model = coarse.torch.DistributedDataParallel(Model(), forward_sync_buffers=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    optimizer = coarse.torch.DistributedOptimizer(optimizer, model)
+    is_narrow = "bfloat16" in sys.argv[2:]
+    trained = Model().bfloat16() if is_narrow else Model()
+    model = coarse.torch.DistributedDataParallel(trained, forward_sync_buffers=False)
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        if is_narrow
+        else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
+    overlap = "overlap" in sys.argv[2:]
+    optimizer = coarse.torch.DistributedOptimizer(optimizer, model, overlap=overlap)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     recovery = coarse.torch.Recovery(model, optimizer, state={"schedule": schedule}, after_step=schedule.step)
     step = recovery.step
@@ -59,11 +69,12 @@ def main() -> None:
         for _ in recovery.epochs(EPOCHS):
             for (batch,) in recovery.batches(loader):
                 optimizer.zero_grad()
-                loss = model(batch).square().mean()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                loss = model(batch.bfloat16() if is_narrow else batch).square().mean()
                 step += 1
                 print(step, loss.item().hex(), file=losses, flush=True)
+                loss.backward()
+                if not overlap:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 schedule.step()
     digest = hashlib.sha256()

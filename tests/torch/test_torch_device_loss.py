@@ -23,12 +23,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [(), ("--keep-devices", "60")], ids=["", "kept"])
-@pytest.mark.parametrize("device", [0, 1])
+KEPT = ("--keep-devices", "60")
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "how"),
+    [(0, (), ()), (1, KEPT, ()), (1, (), ("overlap",)), (0, KEPT, ("overlap",))],
+    ids=["0", "1 kept", "1 overlap", "0 kept overlap"],
+)
 def test_what_it_held_comes_back_from_the_newest_checkpoint(
-    undisturbed: Path, tmp_path: Path, device: int, options: tuple[str, ...]
+    undisturbed: Path, tmp_path: Path, device: int, options: tuple[str, ...], how: tuple[str, ...]
 ) -> None:
-    printed = launch(COARSE_RUN, SCRIPT, (str(tmp_path), str(device)), "--max-restarts", "1", *options)
+    printed = launch(COARSE_RUN, SCRIPT, (str(tmp_path), str(device), *how), "--max-restarts", "1", *options)
     assert f"memory device md{device}" in printed
     for (digest, attempt, went_on_from), (expected, *_) in zip(
         ends(tmp_path), ends(undisturbed), strict=True

@@ -12,9 +12,11 @@ SCRIPT = Path(__file__).parent / "recovery_script.py"
 STEPS = 15
 
 
-def launch(launcher: tuple[str, ...], folder: Path, *options: str, **variables: str) -> str:
+def launch(
+    launcher: tuple[str, ...], folder: Path, *options: str, arguments: tuple[str, ...] = (), **variables: str
+) -> str:
     """Runs the script to its end; returns what was printed."""
-    return launch_script(launcher, SCRIPT, (str(folder),), *options, **variables)
+    return launch_script(launcher, SCRIPT, (str(folder), *arguments), *options, **variables)
 
 
 def losses(folder: Path) -> list[list[str]]:
@@ -53,21 +55,31 @@ CRASHES = (
 )
 
 
-def failpoints() -> str:
+CRASHES_IN_BACKWARD = (
+    # Updates of a step are undone unless all are made: in mid-backward, before the last push, and after it.
+    ("backward.push:kill@rank=1,step=4,count=3", {3}),
+    ("backward.push:kill@rank=0,step=6,count=5", {5}),
+    ("step.pull:kill@rank=1,step=8", {7, 8}),
+)
+
+Crashes = tuple[tuple[str, set[int]], ...]
+
+
+def failpoints(crashes: Crashes = CRASHES) -> str:
     """One of the crashes in each attempt."""
-    return ";".join(f"{crash},attempt={attempt}" for attempt, (crash, _) in enumerate(CRASHES))
+    return ";".join(f"{crash},attempt={attempt}" for attempt, (crash, _) in enumerate(crashes))
 
 
-def check_went_on(folder: Path, undisturbed: Path, printed: str) -> None:
+def check_went_on(folder: Path, undisturbed: Path, printed: str, crashes: Crashes = CRASHES) -> None:
     digests, attempts, _ = ends(folder)
-    assert attempts == {str(len(CRASHES))}, printed
+    assert attempts == {str(len(crashes))}, printed
     for rank in range(WORKERS):
         # Of each attempt but the last: how many steps it has taken again, or not.
         went_on = [
             int(line.split()[-1]) for line in printed.splitlines() if f"worker {rank}: from step" in line
         ]
-        assert len(went_on) == len(CRASHES), printed
-        assert all(step in steps for step, (_, steps) in zip(went_on, CRASHES, strict=True)), went_on
+        assert len(went_on) == len(crashes), printed
+        assert all(step in steps for step, (_, steps) in zip(went_on, crashes, strict=True)), went_on
     assert losses(folder) == losses(undisturbed)
     assert digests == ends(undisturbed)[0]
 
@@ -90,6 +102,17 @@ def test_torchrun_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> 
         COARSE_FAILPOINTS=failpoints(),
     )
     check_went_on(tmp_path, undisturbed, printed)
+
+
+def test_updates_in_backward_are_whole_steps_too(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    launch(COARSE_RUN, undisturbed, arguments=("overlap",))
+    restarts = ("--max-restarts", str(len(CRASHES_IN_BACKWARD)), "--keep-devices", "60")
+    crashes = ("--failpoints", failpoints(CRASHES_IN_BACKWARD))
+    printed = launch(COARSE_RUN, disturbed, *restarts, *crashes, arguments=("overlap",))
+    check_went_on(disturbed, undisturbed, printed, CRASHES_IN_BACKWARD)
 
 
 def test_without_keeping_a_restart_begins_from_scratch(undisturbed: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_several_are_separated_by_semicolons():
         "step.push:kill@",
         "step.push:kill@rank",
         "step.push:kill@rank=x",
+        "step.push:kill-md",
     ],
 )
 def test_anything_else_is_refused_by_the_settings(text):
@@ -57,6 +58,23 @@ def test_a_worker_dies_at_its_failpoint_and_nowhere_else():
         failpoints.reach("step.pull", step=1)
         failpoints.reach("step.push", step=1)
         os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_memory_device_dies_instead_where_that_is_asked_for():
+    asked = []
+    (failpoint,) = parse_failpoints("step.pull:kill-md3@step=2")
+    assert failpoint.device == 3
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    failpoints = Failpoints(
+        (failpoint,), rank=0, attempt=0, device_pid=lambda device: asked.append(device) or pid
+    )
+    failpoints.reach("step.pull", step=1)
+    assert asked == []
+    failpoints.reach("step.pull", step=2)
+    assert asked == [3]
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 

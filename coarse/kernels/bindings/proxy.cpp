@@ -10,6 +10,24 @@
 namespace py = pybind11;
 
 namespace coarse {
+namespace {
+
+using UpdatesTuple = std::tuple<std::uint32_t, std::uint32_t, std::vector<std::uint32_t>, std::string>;
+
+template <typename Finish>
+std::vector<UpdatesTuple> asTuples(Finish finish) {
+  std::vector<GroupUpdates> finished;
+  {
+    const py::gil_scoped_release released;
+    finished = finish();
+  }
+  std::vector<UpdatesTuple> all;
+  for (GroupUpdates& each : finished)
+    all.emplace_back(each.group, each.step, std::move(each.updateNumbers), std::move(each.problem));
+  return all;
+}
+
+}  // namespace
 
 void registerProxy(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
@@ -19,6 +37,20 @@ void registerProxy(py::module_& module) {
       .value("LOST", NodeEvent::Kind::kLost)
       .value("ENDED", NodeEvent::Kind::kEnded)
       .finalize();
+  py::class_<ReplicaFds>(module, "Replica")
+      .def(py::init([](int controlFd, const Region& parameters, const Region& states, std::size_t owner,
+                       std::size_t keeper, bool isFilled) {
+             return ReplicaFds{controlFd, parameters, states, owner, keeper, isFilled};
+           }),
+           py::kw_only(), py::arg("control_fd"), py::arg("parameters"), py::arg("states"), py::arg("owner"),
+           py::arg("keeper"), py::arg("is_filled"));
+  py::class_<UndoFds>(module, "UndoLog")
+      .def(py::init([](int controlFd, const Region& parameters, const Region& states) {
+             return UndoFds{controlFd, parameters, states};
+           }),
+           py::kw_only(), py::arg("control_fd"), py::arg("parameters"), py::arg("states"));
+  module.def("undo_control_bytes", &UndoLog::controlBytes, py::arg("num_shards"));
+  module.def("replica_control_bytes", &ReplicaControl::numBytes, py::arg("num_shards"));
   py::class_<Proxy>(module, "Proxy")
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
@@ -50,7 +82,8 @@ void registerProxy(py::module_& module) {
              const Region& nodeSegment, const Region& parameters, const Region& states, int snapshotRequestFd,
              int snapshotControlFd, int snapshotPoolFd, std::uint32_t step,
              std::vector<std::uint32_t> updateNumbers, const std::vector<int>& rowsFds,
-             std::vector<int> settingsFds, const std::shared_ptr<TensorMemory>& memory) {
+             std::vector<int> settingsFds, const std::shared_ptr<TensorMemory>& memory,
+             const ReplicaFds& replica, const UndoFds& undo) {
             GroupUpdates updates;
             updates.step = step;
             updates.updateNumbers = std::move(updateNumbers);
@@ -58,7 +91,9 @@ void registerProxy(py::module_& module) {
                            {std::move(settingsFds),
                             parameters,
                             states,
-                            {snapshotRequestFd, snapshotControlFd, snapshotPoolFd}},
+                            {snapshotRequestFd, snapshotControlFd, snapshotPoolFd},
+                            replica,
+                            undo},
                            updates, rowsFds, memory == nullptr ? hostMemory() : memory);
           },
           py::arg("plan"), py::arg("control_fd"), py::arg("slots"), py::arg("initialise"),
@@ -67,22 +102,21 @@ void registerProxy(py::module_& module) {
           py::arg("snapshot_control_fd") = -1, py::arg("snapshot_pool_fd") = -1, py::kw_only(),
           py::arg("step") = 0, py::arg("update_numbers") = std::vector<std::uint32_t>(),
           py::arg("rows_fds") = std::vector<int>(), py::arg("settings_fds") = std::vector<int>(),
-          py::arg("memory") = nullptr, ReleaseGil())
+          py::arg("memory") = nullptr, py::arg_v("replica", ReplicaFds(), "Replica()"),
+          py::arg_v("undo", UndoFds(), "UndoLog()"), ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
-      .def("finish_updates",
-           [](Proxy& proxy) {
-             std::vector<GroupUpdates> finished;
-             {
-               const py::gil_scoped_release released;
-               finished = proxy.finishGroupUpdates();
-             }
-             std::vector<std::tuple<std::uint32_t, std::uint32_t, std::vector<std::uint32_t>, std::string>>
-                 all;
-             for (GroupUpdates& each : finished)
-               all.emplace_back(each.group, each.step, std::move(each.updateNumbers),
-                                std::move(each.problem));
-             return all;
-           })
+      .def(
+          "finish_updates",
+          [](Proxy& proxy, const std::vector<std::size_t>& lostClients) {
+            return asTuples([&] { return proxy.finishGroupUpdates(lostClients); });
+          },
+          py::arg("lost_clients") = std::vector<std::size_t>())
+      .def(
+          "finish_replicas",
+          [](Proxy& proxy, const std::vector<std::size_t>& lostClients, bool isOwnerLost) {
+            return asTuples([&] { return proxy.finishReplicas(lostClients, isOwnerLost); });
+          },
+          py::arg("lost_clients"), py::arg("is_owner_lost"))
       .def("abort_client", &Proxy::abortClient, py::arg("client"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))

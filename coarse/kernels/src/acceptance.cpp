@@ -21,36 +21,6 @@ std::string nameOf(std::size_t client, const std::vector<int>& ranks) {
   return std::to_string(ranks.empty() ? static_cast<int>(client) : ranks[client]);
 }
 
-/// What two workers' settings of one tensor differ in, with both values; empty if they are alike.
-std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other) {
-  const auto differ = [](const char* name, auto first, auto second) {
-    // Bits, so that NaN is like NaN.
-    if (std::memcmp(&first, &second, sizeof(first)) == 0) return std::string();
-    std::ostringstream text;
-    text << name << " " << first << " and " << second;
-    return text.str();
-  };
-  const std::string differences[] = {
-      differ("rule", static_cast<std::uint32_t>(one.rule), static_cast<std::uint32_t>(other.rule)),
-      differ("number of the update", one.updateNumber, other.updateNumber),
-      differ("step size", one.stepSize, other.stepSize),
-      differ("weight decay", one.gradientDecay, other.gradientDecay),
-      differ("parameter scale", one.parameterScale, other.parameterScale),
-      differ("scale of the gradient", one.gradientScale, other.gradientScale),
-      differ("decay of the first state", one.firstDecay, other.firstDecay),
-      differ("weight of the gradient in the first state", one.firstWeight, other.firstWeight),
-      differ("momentum", one.momentum, other.momentum),
-      differ("decay of the second state", one.secondDecay, other.secondDecay),
-      differ("weight of the gradient in the second state", one.secondWeight, other.secondWeight),
-      differ("bias correction", one.secondScale, other.secondScale),
-      differ("epsilon", one.epsilon, other.epsilon),
-  };
-  for (const std::string& difference : differences) {
-    if (!difference.empty()) return difference;
-  }
-  return {};
-}
-
 std::string pathDisagreement(const TensorGroup& group, std::uint32_t shard) {
   const std::uint8_t path = group.pathFlags(shard);
   for (std::size_t client = 1; client < group.plan().numClients; ++client) {
@@ -108,6 +78,35 @@ bool hasOwnPath(const TensorGroup& group, const Shard& shard) noexcept {
 }
 
 }  // namespace
+
+std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other) {
+  const auto differ = [](const char* name, auto first, auto second) {
+    // Bits, so that NaN is like NaN.
+    if (std::memcmp(&first, &second, sizeof(first)) == 0) return std::string();
+    std::ostringstream text;
+    text << name << " " << first << " and " << second;
+    return text.str();
+  };
+  const std::string differences[] = {
+      differ("rule", static_cast<std::uint32_t>(one.rule), static_cast<std::uint32_t>(other.rule)),
+      differ("number of the update", one.updateNumber, other.updateNumber),
+      differ("step size", one.stepSize, other.stepSize),
+      differ("weight decay", one.gradientDecay, other.gradientDecay),
+      differ("parameter scale", one.parameterScale, other.parameterScale),
+      differ("scale of the gradient", one.gradientScale, other.gradientScale),
+      differ("decay of the first state", one.firstDecay, other.firstDecay),
+      differ("weight of the gradient in the first state", one.firstWeight, other.firstWeight),
+      differ("momentum", one.momentum, other.momentum),
+      differ("decay of the second state", one.secondDecay, other.secondDecay),
+      differ("weight of the gradient in the second state", one.secondWeight, other.secondWeight),
+      differ("bias correction", one.secondScale, other.secondScale),
+      differ("epsilon", one.epsilon, other.epsilon),
+  };
+  for (const std::string& difference : differences) {
+    if (!difference.empty()) return difference;
+  }
+  return {};
+}
 
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
   if (!paths.isHostMemory && plan.numClients > kMostClientsOfGpu)

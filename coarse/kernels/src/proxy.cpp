@@ -56,6 +56,7 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
   if (!ringFds.empty()) openRings(ringLogsFd, ringFds);
   openLinks();
+  stagings_.resize(config_.numSyncCores);
   SyncCoresConfig cores;
   cores.numCores = config_.numSyncCores;
   cores.spinBudget = std::chrono::microseconds(config_.spinMicroseconds);
@@ -179,6 +180,9 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
   if (group->snapshots() != nullptr)
     group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
   if (initialise && updates.step > 0) noteUpdates(*group, updates.step, updates.updateNumbers);
+  if (Replica* replica = group->replica(); replica != nullptr && replica->keeper() == config_.device) {
+    if (updates.step > 0) replica->begin(*group, updates);
+  }
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
   syncCores_->whilePaused([&] {
     addCompute(memory);
@@ -228,10 +232,20 @@ bool Proxy::isWorkingOn(const TensorGroup& group) const noexcept {
   return computeOf(group).isWorkingOn(group);
 }
 
-std::vector<GroupUpdates> Proxy::finishGroupUpdates() {
+std::vector<GroupUpdates> Proxy::finishGroupUpdates(const std::vector<std::size_t>& lostClients) {
   std::vector<GroupUpdates> updates;
   for (TensorGroup* group : groups_.all()) {
-    if (group->plan().hasOptimizer) updates.push_back(finishUpdates(*group));
+    if (group->plan().hasOptimizer) updates.push_back(finishUpdates(*group, lostClients));
+  }
+  return updates;
+}
+
+std::vector<GroupUpdates> Proxy::finishReplicas(const std::vector<std::size_t>& lostClients,
+                                                bool isOwnerLost) {
+  std::vector<GroupUpdates> updates;
+  for (TensorGroup* group : groups_.all()) {
+    if (group->replica() != nullptr && group->replica()->keeper() == config_.device)
+      updates.push_back(finishReplica(*group, lostClients, isOwnerLost));
   }
   return updates;
 }
@@ -300,7 +314,7 @@ bool Proxy::work(std::size_t core) {
   const bool servesQueues = core == 0;
   bool progressed = servesQueues && intake_.drain();
   if (servesQueues) wakeOthers();
-  progressed |= runReadyShard();
+  progressed |= runReadyShard(core);
   if (servesQueues) progressed |= advanceComputes();
   progressed |= advanceRings(core);
   if (servesQueues) progressed |= links_.runDue();
@@ -379,6 +393,11 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     report(-1, std::move(difference));
     return;
   }
+  if (const Replica* replica = group.replica(); replica != nullptr && group.isUpdate(entry.shard)) {
+    replica->control().updates().add(entry.shard);
+    doorbells_[replica->owner()].ring();
+    return;
+  }
   const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
   const bool isOnOwnPath = group.isOnOwnPath(entry.shard) && nodeExchange_ == nullptr;
   if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
@@ -404,11 +423,32 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
 
 // ---- reduction ----
 
-bool Proxy::runReadyShard() {
+bool Proxy::runReadyShard(std::size_t core) {
   for (TensorGroup* group : groups_.all()) {
+    if (group->replica() != nullptr && runReplicatedShard(*group, core)) return true;
     ReadyShard ready;
     if (!popReady(group->control(), ready)) continue;
     runShard(*group, {group->plan().id, ready.shard, ready.step, 0});
+    return true;
+  }
+  return false;
+}
+
+/// Updates a shard whose owner this device is, or copies one whose replica it keeps.
+bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
+  Replica& replica = *group.replica();
+  std::uint32_t shard = 0;
+  const auto entry = [&]() -> RingEntry {
+    return {group.plan().id, shard,
+            group.control().contribution(shard, 0).step.load(std::memory_order_relaxed), 0};
+  };
+  if (replica.owner() == config_.device && replica.control().updates().take(shard)) {
+    runShard(group, entry());
+    return true;
+  }
+  if (replica.keeper() == config_.device && replica.control().copies().take(shard)) {
+    replica.copy(group, shard, stagings_[core], group.numPresent(shard) > 0);
+    finishForAll(group, entry(), group.shape(shard));
     return true;
   }
   return false;
@@ -438,7 +478,14 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
 }
 
 void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
-  if (group.isUpdate(entry.shard)) noteUpdate(group, entry.shard);
+  if (group.isUpdate(entry.shard)) {
+    noteUpdate(group, entry.shard);
+    if (const Replica* replica = group.replica(); replica != nullptr) {
+      replica->control().copies().add(entry.shard);
+      doorbells_[replica->keeper()].ring();
+      return;
+    }
+  }
   finishForAll(group, entry, group.shape(entry.shard));
 }
 

@@ -1,7 +1,12 @@
 #include "coarse/recovery.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "coarse/acceptance.hpp"
 
@@ -17,17 +22,99 @@ void contributeForAll(const TensorGroup& group, std::uint32_t shard) noexcept {
   }
 }
 
-std::uint32_t stepOf(const TensorGroup& group, std::uint32_t shard) noexcept {
-  return group.control().update(shard).step.load(std::memory_order_acquire);
+/// Parameters and states of a group, in the memory of one device, and what they hold of each shard.
+class Copy {
+ public:
+  static Copy ownersOf(TensorGroup& group) { return {group, group.parameters(), group.states(), false}; }
+  static Copy replicaOf(TensorGroup& group) {
+    return {group, group.replica()->parameters(), group.replica()->states(), true};
+  }
+
+  UpdateRecord& record(std::uint32_t shard) const noexcept {
+    return isReplica_ ? group_.replica()->control().record(shard) : group_.control().update(shard);
+  }
+  std::uint32_t step(std::uint32_t shard) const noexcept {
+    return record(shard).step.load(std::memory_order_acquire);
+  }
+  std::uint32_t lastStep() const noexcept {
+    std::uint32_t last = 0;
+    for (std::uint32_t shard = 0; shard < group_.plan().shards.size(); ++shard)
+      last = std::max(last, step(shard));
+    return last;
+  }
+  /// Shards of which nothing was ever copied, to a replica, have no version that could see a step.
+  bool isEmpty(std::uint32_t shard) const noexcept { return isReplica_ && step(shard) == 0; }
+  /// Runs the update that every worker has prepared, by what clients say that are not lost.
+  /// @returns why it cannot; empty if it has.
+  std::string redo(std::uint32_t shard, const std::vector<std::size_t>& lostClients) const;
+  GroupUpdates updates(std::string problem = {}) const;
+
+ private:
+  Copy(TensorGroup& group, std::byte* parameters, std::byte* states, bool isReplica)
+      : group_(group), parameters_(parameters), states_(states), isReplica_(isReplica) {}
+  void update(const Shard& shard, const UpdateSettings& settings, const void* gradient) const noexcept;
+
+  TensorGroup& group_;
+  std::byte* parameters_;
+  std::byte* states_;
+  bool isReplica_;
+};
+
+void Copy::update(const Shard& shard, const UpdateSettings& settings, const void* gradient) const noexcept {
+  std::array<float*, kMostStates> states;
+  for (std::size_t i = 0; i < group_.plan().numStates; ++i) states[i] = group_.stateIn(states_, shard, i);
+  UpdateArrays arrays;
+  arrays.gradients = &gradient;
+  arrays.numGradients = 1;
+  arrays.parameter = group_.parameterIn(parameters_, shard);
+  if (group_.plan().hasMaster(shard)) arrays.master = group_.stateIn(states_, shard, group_.plan().numStates);
+  arrays.states = states.data();
+  arrays.numElements = shard.numElements;
+  coarse::update(settings, shard.dtype, arrays, 1);
 }
 
-/// @returns why the shard cannot see the step that others have seen; empty if it has.
-std::string catchUp(TensorGroup& group, std::uint32_t shard, std::uint32_t step) {
-  if (stepOf(group, shard) == step) return {};
-  if (stepOf(group, shard) + 1 != step) {
-    return "shard " + std::to_string(shard) + " has seen " + std::to_string(stepOf(group, shard)) +
-           " steps, another one " + std::to_string(step);
+std::string Copy::redo(std::uint32_t shard, const std::vector<std::size_t>& lostClients) const {
+  constexpr std::size_t kComparedBytes = offsetof(UpdateSettings, hasGradient);
+  const Shard& plan = group_.plan().shards[shard];
+  std::optional<UpdateSettings> settings;
+  const void* gradient = nullptr;
+  for (std::size_t client = 0; client < group_.plan().numClients; ++client) {
+    if (std::find(lostClients.begin(), lostClients.end(), client) != lostClients.end()) continue;
+    const UpdateSettings own = group_.settings(shard, client);
+    if (!settings) settings = own;
+    if (std::memcmp(&*settings, &own, kComparedBytes) != 0)
+      return "workers disagree on the optimizer's settings: " + firstDifference(*settings, own);
+    if (gradient == nullptr && own.hasGradient != 0) gradient = group_.slot(client, plan);
   }
+  if (!settings) return "the slots of all workers are lost";
+  if (!isRunnable(*settings, group_.plan().numStates)) return "there is no update rule";
+  UpdateRecord& seen = record(shard);
+  if (gradient != nullptr) {
+    update(plan, *settings, gradient);
+    seen.updateNumber.store(settings->updateNumber, std::memory_order_relaxed);
+  }
+  // release: the update before the note of it.
+  seen.step.store(step(shard) + 1, std::memory_order_release);
+  return {};
+}
+
+GroupUpdates Copy::updates(std::string problem) const {
+  const std::vector<Shard>& shards = group_.plan().shards;
+  GroupUpdates updates;
+  updates.group = group_.plan().id;
+  updates.step = lastStep();
+  updates.problem = std::move(problem);
+  updates.updateNumbers.resize(group_.plan().numTensors());
+  for (std::uint32_t shard = 0; shard < shards.size(); ++shard) {
+    updates.updateNumbers[shards[shard].tensor] = record(shard).updateNumber.load(std::memory_order_relaxed);
+    if (isEmpty(shard)) updates.step = 0;
+  }
+  return updates;
+}
+
+/// Runs an update of a group of which no memory is lost as a memory device does, wherever that lies.
+/// @returns as Copy::redo().
+std::string complete(TensorGroup& group, std::uint32_t shard, std::uint32_t step) {
   contributeForAll(group, shard);
   if (std::string difference = disagreement(group, shard, {}); !difference.empty()) return difference;
   const auto compute = group.memory().makeCompute(
@@ -35,6 +122,22 @@ std::string catchUp(TensorGroup& group, std::uint32_t shard, std::uint32_t step)
   compute->begin(group, {group.plan().id, shard, step, 0});
   compute->drain();
   return {};
+}
+
+/// Brings all shards to the step that any of them has seen.
+GroupUpdates finish(TensorGroup& group, const Copy& copy, const std::vector<std::size_t>& lostClients) {
+  const std::uint32_t last = copy.lastStep();
+  for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
+    if (copy.step(shard) == last || copy.isEmpty(shard)) continue;
+    if (copy.step(shard) + 1 != last) {
+      return copy.updates("shard " + std::to_string(shard) + " has seen " + std::to_string(copy.step(shard)) +
+                          " steps, another one " + std::to_string(last));
+    }
+    std::string problem =
+        group.replica() == nullptr ? complete(group, shard, last) : copy.redo(shard, lostClients);
+    if (!problem.empty()) return copy.updates(std::move(problem));
+  }
+  return copy.updates();
 }
 
 }  // namespace
@@ -58,22 +161,43 @@ void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::
   }
 }
 
-GroupUpdates finishUpdates(TensorGroup& group) {
-  const std::vector<Shard>& shards = group.plan().shards;
-  GroupUpdates updates;
-  updates.group = group.plan().id;
-  updates.updateNumbers.resize(group.plan().numTensors());
-  for (std::uint32_t shard = 0; shard < shards.size(); ++shard)
-    updates.step = std::max(updates.step, stepOf(group, shard));
-  for (std::uint32_t shard = 0; shard < shards.size(); ++shard) {
-    if (std::string problem = catchUp(group, shard, updates.step); !problem.empty()) {
-      updates.problem = std::move(problem);
-      return updates;
+namespace {
+
+/// Brings all shards to the step before the one that some of them have seen, unless all have.
+GroupUpdates undo(TensorGroup& group, const Copy& copy) {
+  const auto numShards = static_cast<std::uint32_t>(group.plan().shards.size());
+  std::uint32_t first = copy.lastStep();
+  for (std::uint32_t shard = 0; shard < numShards; ++shard) first = std::min(first, copy.step(shard));
+  for (std::uint32_t shard = 0; shard < numShards; ++shard) {
+    const std::uint32_t seen = copy.step(shard);
+    if (!group.undoLog()->restore(group, shard, first)) {
+      return copy.updates("shard " + std::to_string(shard) + " has seen " + std::to_string(seen) +
+                          " steps, another one " + std::to_string(first) +
+                          ", and the log does not go so far");
     }
-    updates.updateNumbers[shards[shard].tensor] =
-        group.control().update(shard).updateNumber.load(std::memory_order_relaxed);
   }
-  return updates;
+  return copy.updates();
+}
+
+}  // namespace
+
+GroupUpdates finishUpdates(TensorGroup& group, const std::vector<std::size_t>& lostClients) {
+  if (group.undoLog() != nullptr) return undo(group, Copy::ownersOf(group));
+  return finish(group, Copy::ownersOf(group), lostClients);
+}
+
+GroupUpdates finishReplica(TensorGroup& group, const std::vector<std::size_t>& lostClients,
+                           bool isOwnerLost) {
+  const Copy copy = Copy::replicaOf(group);
+  if (isOwnerLost) return finish(group, copy, lostClients);
+  const Copy owners = Copy::ownersOf(group);
+  std::vector<std::byte> staging;
+  for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
+    if (copy.step(shard) != owners.step(shard)) group.replica()->copy(group, shard, staging);
+    if (copy.step(shard) != owners.lastStep())
+      return copy.updates("the home device could not finish its step");
+  }
+  return copy.updates();
 }
 
 }  // namespace coarse

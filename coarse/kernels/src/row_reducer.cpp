@@ -176,7 +176,7 @@ void updateRows(TensorGroup& group, std::uint32_t shardIndex, const UpdateSettin
   bool isKept = false;
   while (merge.next()) {
     // Snapshots keep nothing of shards that do not change.
-    if (!isKept) group.keepForSnapshots(shardIndex);
+    if (!isKept) group.keepBefore(shardIndex);
     isKept = true;
     const std::size_t row = merge.row() - range.begin;
     const std::size_t element = row * all.table.rowElements;

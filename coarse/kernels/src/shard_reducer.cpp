@@ -96,7 +96,7 @@ void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   const UpdateInputs inputs(group, shardIndex);
   if (!inputs.isRunnable()) return;
   if (group.plan().isTable(shard)) return updateRows(group, shardIndex, inputs.settings);
-  group.keepForSnapshots(shardIndex);
+  group.keepBefore(shardIndex);
   std::array<float*, kMostStates> states;
   for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
   UpdateArrays arrays;

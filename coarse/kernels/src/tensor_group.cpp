@@ -149,6 +149,16 @@ void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
     states_ = memory_->map(fds.states, keptBytes, "states");
   if (fds.snapshots.control >= 0)
     snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
+  if (fds.replica.control >= 0) {
+    if (!tables_.empty())
+      throw std::invalid_argument("tables have no replica: their updates change few rows");
+    replica_ = std::make_unique<Replica>(plan_, *memory_, fds.replica);
+  }
+  if (fds.undo.control >= 0) {
+    if (!tables_.empty() || replica_ != nullptr)
+      throw std::invalid_argument("neither tables nor groups with a replica undo a step");
+    undoLog_ = std::make_unique<UndoLog>(plan_, *memory_, fds.undo);
+  }
 }
 
 void TensorGroup::mapRows(const std::vector<int>& fds) {
@@ -166,10 +176,10 @@ void TensorGroup::mapRows(const std::vector<int>& fds) {
     rows_.push_back(mapSealed(fd, plan_.rowsBytes(), Mapping::Access::kReadWrite, "rows"));
 }
 
-float* TensorGroup::state(const Shard& shard, std::size_t number) const noexcept {
+float* TensorGroup::stateIn(std::byte* states, const Shard& shard, std::size_t number) const noexcept {
   const KeptArrays& kept = kept_[shard.tensor];
   const std::size_t element = (shard.offset - kept.slotOffset) / itemBytes(shard.dtype);
-  return reinterpret_cast<float*>(states_.get() + kept.offset + number * kept.arrayBytes) + element;
+  return reinterpret_cast<float*>(states + kept.offset + number * kept.arrayBytes) + element;
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {

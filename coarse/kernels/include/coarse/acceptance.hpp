@@ -36,4 +36,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
 /// @param ranks of the clients, for the message; their numbers if it is empty.
 std::string disagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks);
 
+/// What two workers' settings of one tensor differ in, with both values.
+std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other);
+
 }  // namespace coarse

@@ -99,7 +99,10 @@ class Proxy {
 
   /// Brings each group that has an optimizer to one step, and tells which. @pre stop() was called, on all
   /// devices, and no worker lives any more.
-  std::vector<GroupUpdates> finishGroupUpdates();
+  /// @param lostClients, isOwnerLost as for finishUpdates() and finishReplica().
+  std::vector<GroupUpdates> finishGroupUpdates(const std::vector<std::size_t>& lostClients = {});
+  /// The same for the replicas that this device keeps.
+  std::vector<GroupUpdates> finishReplicas(const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
   /// Wakes `client` for good: nothing will complete any more.
   void abortClient(std::size_t client) noexcept;
@@ -138,7 +141,8 @@ class Proxy {
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
-  bool runReadyShard();
+  bool runReadyShard(std::size_t core);
+  bool runReplicatedShard(TensorGroup& group, std::size_t core);
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
   void runShard(TensorGroup& group, const RingEntry& entry);
@@ -169,7 +173,8 @@ class Proxy {
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
 
-  std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
+  std::vector<std::vector<std::byte>> stagings_;  // of each sync core, for copies to replicas
+  std::uint32_t numPushedReady_ = 0;              // by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
   std::atomic<int> numLeft_{0};

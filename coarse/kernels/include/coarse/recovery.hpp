@@ -27,8 +27,16 @@ void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
 void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::uint32_t>& updateNumbers);
 
 /// Brings all shards to one step: if any of them has seen a step that others have not, these see it now, by
-/// the slots and settings that every worker had written before it pushed the first update.
+/// the slots and settings that every worker had written before it pushed the first update; or, of a group
+/// with an UndoLog, these see it no more.
+/// @param lostClients those whose slots and settings went with a memory device: others' are taken, which hold
+/// the same mean. Of groups with a replica only.
 /// @pre the group has an optimizer; no worker and no sync core of any device uses it any more.
-GroupUpdates finishUpdates(TensorGroup& group);
+GroupUpdates finishUpdates(TensorGroup& group, const std::vector<std::size_t>& lostClients = {});
+
+/// The same for the group's replica. Where the owner is there, the replica becomes what finishUpdates() has
+/// made of the owner's memory; where it is lost, shards are updated in the replica. @pre as for
+/// finishUpdates().
+GroupUpdates finishReplica(TensorGroup& group, const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
 }  // namespace coarse

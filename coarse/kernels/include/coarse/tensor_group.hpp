@@ -11,9 +11,11 @@
 #include "coarse/group_snapshots.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/reduce.hpp"
+#include "coarse/replica.hpp"
 #include "coarse/row_buffer.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/tensor_memory.hpp"
+#include "coarse/undo_log.hpp"
 #include "coarse/update.hpp"
 
 namespace coarse {
@@ -121,6 +123,8 @@ struct OptimizerFds {
   Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots
   Region states = -1;           // GroupPlan::keptBytes(), likewise; none where that is 0
   SnapshotFds snapshots{};      // of parameters and states; none without snapshots
+  ReplicaFds replica{};         // likewise; none without a replica
+  UndoFds undo{};               // likewise; none where a step that was begun can be finished
 };
 
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
@@ -138,6 +142,8 @@ class TensorGroup {
   /// Where slots, parameters and states lie.
   const TensorMemory& memory() const noexcept { return *memory_; }
   const GroupControl& control() const noexcept { return control_; }
+  std::byte* parameters() const noexcept { return parameters_.get(); }
+  std::byte* states() const noexcept { return states_.get(); }
   std::byte* slot(std::size_t client, const Shard& shard) const noexcept {
     return slots_[client].get() + shard.offset;
   }
@@ -172,18 +178,28 @@ class TensorGroup {
   bool isReduced(std::uint32_t shard) const noexcept;
   /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
-  std::byte* parameter(const Shard& shard) const noexcept {
-    const KeptArrays& kept = kept_[shard.tensor];
-    return parameters_.get() + kept.parameterOffset + (shard.offset - kept.slotOffset);
+  std::byte* parameter(const Shard& shard) const noexcept { return parameterIn(parameters_.get(), shard); }
+  float* state(const Shard& shard, std::size_t number) const noexcept {
+    return stateIn(states_.get(), shard, number);
   }
-  float* state(const Shard& shard, std::size_t number) const noexcept;
+  /// The same in memory that is laid out alike.
+  std::byte* parameterIn(std::byte* parameters, const Shard& shard) const noexcept {
+    const KeptArrays& kept = kept_[shard.tensor];
+    return parameters + kept.parameterOffset + (shard.offset - kept.slotOffset);
+  }
+  float* stateIn(std::byte* states, const Shard& shard, std::size_t number) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
   /// Null without an optimizer or snapshots of what it keeps.
   GroupSnapshots* snapshots() const noexcept { return snapshots_.get(); }
+  /// Null without one.
+  Replica* replica() const noexcept { return replica_.get(); }
+  /// Null without one.
+  UndoLog* undoLog() const noexcept { return undoLog_.get(); }
   /// To be called before the parameter and the states of a shard change.
-  void keepForSnapshots(std::uint32_t shard) const noexcept {
+  void keepBefore(std::uint32_t shard) const noexcept {
     if (snapshots_ != nullptr) snapshots_->keep(shard);
+    if (undoLog_ != nullptr) undoLog_->keep(*this, shard);
   }
 
  private:
@@ -203,6 +219,8 @@ class TensorGroup {
   TensorBytes states_;
   std::vector<KeptArrays> kept_;  // by tensor
   std::unique_ptr<GroupSnapshots> snapshots_;
+  std::unique_ptr<Replica> replica_;
+  std::unique_ptr<UndoLog> undoLog_;
 };
 
 }  // namespace coarse

@@ -1,0 +1,132 @@
+"""What a replica of parameters and optimizer state costs a step: AdamW in the memory devices without and with one.
+
+    python benchmarks/replica_cost.py [--parameters MILLIONS] [--devices N] [--steps N] [--rounds N] [--json FILE]
+
+Two workers, which only average gradients and step: there is no computation that could hide anything. Systems take
+turns; their parameters are compared, bit for bit, before times are believed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import coarse.torch
+from coarse.bench.record import MEASURED, Provenance, append_records
+
+NUM_WORKERS = 2
+NUM_TENSORS = 8
+SYSTEMS = {
+    "no replica": {},
+    "devices kept": {"COARSE_KEEP_DEVICES": "60"},
+    "devices kept, replica": {"COARSE_KEEP_DEVICES": "60", "COARSE_REPLICAS": "1"},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=float, default=10.0, metavar="MILLIONS")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each system has its turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the records to FILE")
+    arguments = parser.parse_args()
+    times: dict[str, list[float]] = {system: [] for system in SYSTEMS}
+    digests = set()
+    for _ in range(arguments.rounds):
+        for system in SYSTEMS:
+            seconds, digest = _run(system, arguments)
+            times[system] += seconds
+            digests.add(digest)
+    if len(digests) > 1:
+        raise RuntimeError(f"replicas change what is trained: {len(digests)} results")
+    records = [
+        {
+            "bench": "replica cost",
+            "system": system,
+            "parameters": round(arguments.parameters * 1e6),
+            "devices": arguments.devices,
+            "step_ms": statistics.median(seconds) * 1e3,
+            "step_min_ms": min(seconds) * 1e3,
+            "step_p99_ms": sorted(seconds)[int(0.99 * (len(seconds) - 1))] * 1e3,
+        }
+        for system, seconds in times.items()
+    ]
+    provenance = Provenance.here()
+    print(
+        f"optimizer.step() of AdamW on {arguments.parameters:g}M float32 parameters, {NUM_WORKERS} workers, "
+        f"{arguments.devices} memory devices; measured on {provenance.machine}"
+    )
+    print(f"{'system':<28}{'step ms p50':>12}{'min':>9}{'p99':>9}")
+    for record in records:
+        print(
+            f"{record['system']:<28}{record['step_ms']:>12.1f}{record['step_min_ms']:>9.1f}{record['step_p99_ms']:>9.1f}"
+        )
+    if arguments.json is not None:
+        append_records(arguments.json, records, provenance, kind=MEASURED)
+    return 0
+
+
+def _run(system: str, arguments: argparse.Namespace) -> tuple[list[float], str]:
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.SimpleQueue()
+    with tempfile.TemporaryDirectory() as directory:
+        workers = [
+            spawn.Process(target=_work, args=(rank, system, arguments, directory, results))
+            for rank in range(NUM_WORKERS)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if any(worker.exitcode for worker in workers):
+            raise RuntimeError(f"{system}: a worker failed; its traceback is above")
+    found: tuple[list[float], str] = results.get()
+    return found
+
+
+def _work(rank: int, system: str, arguments: argparse.Namespace, directory: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(SYSTEMS[system], RANK=str(rank), WORLD_SIZE=str(NUM_WORKERS), TMPDIR=directory)
+    os.environ.update(COARSE_MEMORY_DEVICES=str(arguments.devices), TORCHELASTIC_RUN_ID=directory)
+    tempfile.tempdir = None
+    dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=rank, world_size=NUM_WORKERS)
+    num_elements = round(arguments.parameters * 1e6) // NUM_TENSORS
+    generator = torch.Generator().manual_seed(rank)
+    model = torch.nn.ParameterList(torch.zeros(num_elements) for _ in range(NUM_TENSORS))
+    model.forward = lambda *gradients: sum((p * g).sum() for p, g in zip(model, gradients, strict=True))
+    wrapped = coarse.torch.DistributedDataParallel(model)
+    optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped)
+    gradients = [torch.randn(num_elements, generator=generator) for _ in range(NUM_TENSORS)]
+    seconds = []
+    for step in range(-3, arguments.steps):  # three to warm up
+        wrapped(*gradients).backward()
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.step()
+        if step >= 0:
+            seconds.append(time.perf_counter() - begin)
+    if rank == 0:
+        digest = hashlib.sha256()
+        for parameter in model:
+            digest.update(parameter.detach().numpy())
+        results.put((seconds, digest.hexdigest()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+#include "coarse/undo_log.hpp"
+
+#include <cstring>
+
+#include "coarse/tensor_group.hpp"
+
+namespace coarse {
+namespace {
+
+struct Place {
+  std::byte* parameters;
+  std::byte* states;
+};
+
+void copyShard(const TensorGroup& group, std::uint32_t shard, const Place& to, const Place& from) noexcept {
+  const Shard& plan = group.plan().shards[shard];
+  std::memcpy(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
+              plan.numElements * itemBytes(plan.dtype));
+  const std::size_t numArrays = group.plan().numStates + (group.plan().hasMaster(plan) ? 1 : 0);
+  for (std::size_t i = 0; i < numArrays; ++i) {
+    std::memcpy(group.stateIn(to.states, plan, i), group.stateIn(from.states, plan, i),
+                plan.numElements * sizeof(float));
+  }
+}
+
+void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept {
+  to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  // release: the copy before the note of it.
+  to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
+}
+
+}  // namespace
+
+UndoLog::UndoLog(const GroupPlan& plan, const TensorMemory& memory, const UndoFds& fds)
+    : controlMapping_(mapSealed(fds.control, controlBytes(plan.shards.size()), Mapping::Access::kReadWrite,
+                                "undo control")),
+      records_(ArrayCursor(controlMapping_.data()).take<UpdateRecord>(plan.shards.size())),
+      parameters_(memory.map(fds.parameters, plan.parameterBytes(), "parameters before")) {
+  if (const std::size_t keptBytes = plan.keptBytes(); keptBytes > 0)
+    states_ = memory.map(fds.states, keptBytes, "states before");
+}
+
+std::size_t UndoLog::controlBytes(std::size_t numShards) noexcept {
+  ArrayCursor cursor(nullptr);
+  cursor.take<UpdateRecord>(numShards);
+  return cursor.offset();
+}
+
+void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) noexcept {
+  copyShard(group, shard, {parameters_.get(), states_.get()}, {group.parameters(), group.states()});
+  copyRecord(records_[shard], group.control().update(shard));
+}
+
+bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) noexcept {
+  UpdateRecord& seen = group.control().update(shard);
+  if (seen.step.load(std::memory_order_acquire) == step) return true;
+  if (records_[shard].step.load(std::memory_order_acquire) != step) {
+    // Without a gradient, a step changes nothing that had to be kept.
+    if (group.numPresent(shard) > 0) return false;
+    seen.step.store(step, std::memory_order_release);
+    return true;
+  }
+  copyShard(group, shard, {group.parameters(), group.states()}, {parameters_.get(), states_.get()});
+  copyRecord(seen, records_[shard]);
+  return true;
+}
+
+}  // namespace coarse

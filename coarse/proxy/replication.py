@@ -1,0 +1,119 @@
+"""What memory devices keep of each other's contents, and give to a device that takes a lost one's place.
+
+With one replica every device has a neighbour, the next one of the ring, that keeps what it has once more
+(docs/design/recovery.md). Parameters and states of all groups are the home device's, stored values everybody's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from coarse.errors import ProtocolError
+from coarse.kernels import _native
+from coarse.proxy.job import HOME_DEVICE, DeviceJob
+from coarse.proxy.kept_groups import DeviceContents, KeptGroups
+from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.protocol import Message, int_field, text_field
+from coarse.proxy.registration import GroupSchema, RecoveredUpdates
+from coarse.proxy.storage import holders_of
+
+logger = logging.getLogger(__name__)
+
+REFILL_GROUP = "refill_group"
+REFILL_VALUE = "refill_value"
+
+SendToPeer = Callable[[int, Message, Sequence[int]], None]
+"""Sends a message and descriptors to one other memory device."""
+
+
+class Replication:
+    """What one memory device does about replicas. Used from the control thread alone.
+
+    Args:
+        job: The device's place in the session.
+        memory: Where what comes back to it is to lie.
+        contents: What the device has.
+        send: Tells another device.
+    """
+
+    def __init__(
+        self, job: DeviceJob, memory: DeviceMemory, contents: DeviceContents, send: SendToPeer
+    ) -> None:
+        self._job = job
+        self._memory = memory
+        self._contents = contents
+        self._send = send
+
+    def survives(self, lost: Collection[int]) -> bool:
+        """Whether nothing is lost with these devices."""
+        return not lost or (self._job.replicas > 0 and len(lost) == 1)
+
+    def finish(self, proxy: _native.Proxy, lost: Collection[int]) -> None:
+        """Brings what this device has of all groups to one whole step. On others than the home device after that.
+
+        Args:
+            proxy: Stopped; no worker lives any more.
+            lost: Devices that do not live any more either.
+        """
+        lost_clients = [client for device in lost for client in self._job.clients_of[device]]
+        if self._job.is_home:
+            self._settle(self._contents.groups, proxy.finish_updates(lost_clients))
+        if self._job.keeps_replica:
+            is_owner_lost = HOME_DEVICE in lost
+            self._settle(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
+
+    def _settle(self, groups: KeptGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
+        for problem in groups.settle(finished):
+            logger.warning("[md%s] cannot keep %s", self._job.device, problem)
+
+    def refill(self, device: int) -> None:
+        """Gives a device that has taken a lost one's place what that one had, if it was here too."""
+        if device == HOME_DEVICE and self._job.keeps_replica:
+            for kept, updates in self._contents.replicas.settled():
+                message: Message = {
+                    "type": REFILL_GROUP,
+                    "schema": kept.schema.to_message(0),
+                    "updates": updates.to_message(),
+                    "names": list(kept.segments),
+                    "extents": [segment.extent for segment in kept.segments.values()],
+                }
+                self._send(device, message, [segment.fd for segment in kept.segments.values()])
+        storage = self._contents.storage
+        for key in storage.keys():  # noqa: SIM118  # a Storage is no dictionary
+            value = storage.get(key).segment
+            if value is not None and device in holders_of(key, self._job.num_devices, self._job.replicas):
+                message = {"type": REFILL_VALUE, "key": key, "num_bytes": value.num_bytes}
+                self._send(device, message | {"extents": [value.extent]}, [value.fd])
+
+    def take(self, message: Message, segments: Sequence[Segment]) -> None:
+        """This device has taken a lost one's place, and another one tells what that had: copies it.
+
+        Raises:
+            OutOfDeviceMemoryError: If it does not fit here.
+            ProtocolError: If it is nothing of the kind.
+        """
+        if message["type"] == REFILL_VALUE:
+            key = text_field(message, "key")
+            num_bytes = int_field(message, "num_bytes", low=1)
+            self._contents.storage.put(
+                key, self._copy(f"stored tensor {key[:100]!r}", segments[0], num_bytes)
+            )
+            return
+        schema_message, updates = message.get("schema"), message.get("updates")
+        if not isinstance(schema_message, dict) or not isinstance(updates, dict):
+            raise ProtocolError("a group comes back without saying what it is")
+        schema = GroupSchema.from_message(schema_message)
+        copies = {
+            name: self._copy(f"{name} of {schema.name}", segment, segment.num_bytes)
+            for name, segment in zip(message["names"], segments, strict=True)
+        }
+        recovered = RecoveredUpdates.from_message(updates)
+        self._contents.groups.restore(schema, copies, recovered)
+        logger.info("[md%s] has %s again, of step %d", self._job.device, schema.name, recovered.step)
+
+    def _copy(self, label: str, segment: Segment, num_bytes: int) -> Segment:
+        copy = self._memory.allocate(label, num_bytes)
+        with copy.map() as target, segment.map(read_only=True) as source:
+            target[:num_bytes] = source[:num_bytes]
+        return copy
