@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
 from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, provide_devices
 from coarse.client.link_probes import LinkProbes
@@ -224,6 +225,14 @@ class Session:
         """
         check_array(array, op)
         self._open().all_reduce(array.ctypes.data, array.size, array.dtype.name, op)
+
+    def open_async_reducer(self) -> AsyncReducer:
+        """Has tensors reduced by name from now on, from any thread; until it is closed nothing else is reduced.
+
+        Raises:
+            ValueError: If there is one worker only, and nothing to reduce.
+        """
+        return self._linked().open_async_reducer()
 
     def broadcast(self, array: npt.NDArray[Any], *, root: int = 0) -> None:
         """Gives worker `root`'s array to all, in place; every worker calls it alike.

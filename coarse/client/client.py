@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, check_peers, collect_replies
 from coarse.client.emulated_links import EmulatedLinks
 from coarse.client.link_probes import LinkProbes, probe_schema
@@ -244,6 +245,11 @@ class Client:
             on_host=True,
         )
         return Meeting(self._register(schema))
+
+    def open_async_reducer(self) -> AsyncReducer:
+        """Has tensors pushed and pulled by name from now on, and by nothing else; its own end is the caller's."""
+        self._check_usable()
+        return AsyncReducer(self, self._native)
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True

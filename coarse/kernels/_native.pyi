@@ -2,7 +2,7 @@
 
 import enum
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, overload
 
@@ -259,6 +259,16 @@ class Proxy:
 class HeartbeatWatch:
     def __init__(self, *, doorbells_fd: int, num_devices: int, limit_ms: int) -> None: ...
     def look(self) -> int | None: ...
+
+class AsyncReducer:
+    def __init__(
+        self, client: Client, timeout_s: float, describe: Callable[[WaitStatus, int, int], str]
+    ) -> None: ...
+    def add(self, key: str, group: int, tensor: int, num_bytes: int) -> None: ...
+    def reduce_all(self, requests: Sequence[tuple[str, int, int, int]]) -> str: ...
+    def close(self) -> None: ...
+    @property
+    def interface(self) -> int: ...
 
 class Client:
     def __init__(

@@ -7,6 +7,7 @@ import os
 import pytest
 from store_suite import run_store_suite
 
+from coarse.socket_store import LocalAddress, PrefixStore, SocketStore, StoreServer, TcpAddress
 from coarse.store import DirectoryStore
 
 
@@ -20,6 +21,25 @@ def test_torch_store():
 
     store = dist.HashStore()
     run_store_suite(lambda: TorchStore(store, prefix="suite"))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "local"])
+def test_socket_store(kind):
+    address = TcpAddress("127.0.0.1", 0) if kind == "tcp" else LocalAddress(f"test-{os.getpid()}")
+    server = StoreServer(address)
+    stores = []
+
+    def open_store():
+        found = TcpAddress("127.0.0.1", server.port) if kind == "tcp" else address
+        stores.append(SocketStore(found, timeout_s=20.0))
+        return PrefixStore(stores[-1], "suite")
+
+    try:
+        run_store_suite(open_store)
+    finally:
+        for store in stores:
+            store.close()
+        server.close()
 
 
 def test_additions_of_several_processes_do_not_get_lost(tmp_path):

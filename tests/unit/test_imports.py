@@ -22,7 +22,7 @@ def modules_after(statement):
     ("statement", "forbidden"),
     [
         ("import coarse", FRAMEWORKS | {"numpy"}),
-        ("import coarse.session", FRAMEWORKS),
+        ("import coarse.session, coarse.launch", FRAMEWORKS),
         ("import coarse.client.client", FRAMEWORKS | {"numpy"}),
         ("import coarse.proxy.device", FRAMEWORKS | {"numpy", "rich"}),
         ("import coarse.cli.device, coarse.cli.main", FRAMEWORKS | {"numpy", "rich"}),

@@ -21,6 +21,7 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerTensorGroup(module);
   coarse::registerProxy(module);
   coarse::registerClient(module);
+  coarse::registerAsyncReducer(module);
   coarse::registerGpuTransfers(module);
   coarse::registerHeartbeat(module);
   coarse::registerPacer(module);

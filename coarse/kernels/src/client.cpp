@@ -160,6 +160,17 @@ bool Client::areDone(std::uint32_t groupId, const ShardRange& shards) const {
   return true;
 }
 
+ShardRange Client::shardsOf(std::uint32_t groupId, std::uint32_t tensorIndex) {
+  const ClientTensor& tensor = tensorOf(find(groupId), tensorIndex);
+  return {tensor.firstShard, tensor.firstShard + tensor.numShards, tensor.step};
+}
+
+WaitStatus Client::waitUntil(const std::function<bool()>& isDone, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+  return wait(isDone, completed + 1, timeoutSeconds);
+}
+
 WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint32_t step, std::uint8_t flags,
                              Health health) {
   Descriptor descriptor;

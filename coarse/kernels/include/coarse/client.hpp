@@ -70,7 +70,7 @@ struct ClientConfig {
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
 ///
 /// Thread safety: one caller at a time, whichever thread it is; beside it other threads may call post(),
-/// areDone() and checkPeers().
+/// areDone() and checkPeers(), and one may waitUntil().
 class Client {
  public:
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
@@ -109,6 +109,11 @@ class Client {
   WaitStatus post(std::uint32_t group, const ShardRange& shards, std::uint8_t flags);
   /// Whether the results of these shards are there. @pre as for post().
   bool areDone(std::uint32_t group, const ShardRange& shards) const;
+  /// Of the tensor's last push, for areDone().
+  ShardRange shardsOf(std::uint32_t group, std::uint32_t tensor);
+  /// Waits until `isDone` says so, which is asked whenever a result may have come. Tensors may be pushed
+  /// meanwhile, by one thread at a time, and by `isDone` itself pulled.
+  WaitStatus waitUntil(const std::function<bool()>& isDone, double timeoutSeconds);
   /// Whether everybody is there that results could come from: kDone, or what became of them.
   WaitStatus checkPeers();
   /// Waits for the result, copies it to `destination` unless that is null, shard by shard as they complete.

@@ -1,0 +1,80 @@
+"""Reduces tensors by name, as many at once as there are, for frameworks that call from many threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coarse.client.schema import TensorSpec
+from coarse.errors import CoarseError
+from coarse.kernels import _native
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+    from coarse.client.tensor_group import TensorGroup
+
+Request = tuple[str, int, int, int]
+"""A tensor's key, the address of its contribution, that of its result (they may be the same), and its bytes."""
+
+
+class AsyncReducer:
+    """The tensors of a session that are reduced whenever somebody asks for it, by name.
+
+    Every worker registers the same tensors in the same order; requests may come in any order and from any thread. The
+    first failure ends all that is under way, and every later request fails with it. While it is open nothing else
+    pushes or pulls in the session.
+
+    Args:
+        client: Of the session; stays the caller's.
+        native: The client's end of the data path.
+    """
+
+    def __init__(self, client: Client, native: _native.Client) -> None:
+        self._client = client
+        self._groups: dict[int, TensorGroup] = {}
+        self._registering = threading.Lock()
+        self.failure: CoarseError | None = None
+        """What ended everything, once something has."""
+        self._native = _native.AsyncReducer(native, client.timeout_s, self._describe)
+
+    @property
+    def interface(self) -> int:
+        """Address of a CoarseAsyncReducer (async_reducer_interface.h), through which native libraries reduce."""
+        return self._native.interface
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
+        """Registers tensors, each to be reduced by the key `name/its own name`; every worker does it alike.
+
+        Raises:
+            SchemaMismatchError: If another worker registers something else; names the first difference.
+            SyncTimeoutError: If another worker does not register.
+        """
+        with self._registering:
+            group = self._client.register(name, specs)
+            self._groups[group.id] = group
+            for index, spec in enumerate(specs):
+                self._native.add(f"{name}/{spec.name}", group.id, index, spec.nbytes)
+        return group
+
+    def reduce_all(self, requests: Sequence[Request]) -> None:
+        """Reduces tensors, and waits for all of them.
+
+        Raises:
+            CoarseError: What went wrong, here or with a request of somebody else.
+        """
+        failure = self._native.reduce_all(list(requests))
+        if failure:
+            raise self.failure or CoarseError(failure)
+
+    def close(self) -> None:
+        """Ends what is under way with an error. Idempotent."""
+        self._native.close()
+
+    def _describe(self, status: _native.WaitStatus, group: int, tensor: int) -> str:
+        try:
+            self._client.check(status, lambda: self._groups[group]._describe_wait(tensor))
+        except CoarseError as error:
+            self.failure = error
+            return f"{type(error).__name__}: {error}"
+        return f"a wait ended with {status.name}"

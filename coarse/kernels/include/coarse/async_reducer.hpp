@@ -1,0 +1,105 @@
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "coarse/async_reducer_interface.h"
+#include "coarse/client.hpp"
+#include "coarse/waiting.hpp"
+
+namespace coarse {
+
+/// Reduces tensors by name, as many at once as there are, for frameworks that call from many threads in
+/// orders of their own and do not wait.
+///
+/// A tensor is pushed in the caller's thread, while it is in that core's cache; a thread of this class waits
+/// for results, copies them out and says so. A name that is asked for again before its result is there takes
+/// its turn.
+///
+/// The first failure, of whatever, is everybody's: all that is under way ends with it, and so does what comes
+/// later.
+///
+/// Thread safety: any thread may call anything. While it exists nobody else may push or pull tensors of the
+/// client.
+class AsyncReducer {
+ public:
+  /// Told once for each reduce(): null, or what failed.
+  using Done = std::function<void(const char* failure)>;
+  /// Says in words what a wait for a tensor of a group ended with; called without locks.
+  using Describe = std::function<std::string(WaitStatus, std::uint32_t group, std::uint32_t tensor)>;
+
+  /// @param client must outlive this.
+  /// @param timeoutSeconds how long a result may take, from its push on.
+  AsyncReducer(Client& client, double timeoutSeconds, Describe describe);
+  AsyncReducer(const AsyncReducer&) = delete;
+  AsyncReducer& operator=(const AsyncReducer&) = delete;
+  ~AsyncReducer();
+
+  /// Names a registered tensor. @throws std::invalid_argument if the name is taken.
+  void add(const std::string& key, std::uint32_t group, std::uint32_t tensor, std::size_t numBytes);
+  /// Contributes `source`, and has the result written to `destination`, which may be the same.
+  /// @param done is called from any thread, maybe before this returns; both buffers stay until then.
+  void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done);
+  /// Ends what is under way with a failure, and the thread. Idempotent; not to be called by a Done.
+  void close() noexcept;
+  /// What libraries that are built elsewhere call; valid until close().
+  const CoarseAsyncReducer& interface() const noexcept { return interface_; }
+
+ private:
+  struct Request {
+    const void* source = nullptr;
+    void* destination = nullptr;
+    Done done;
+  };
+  struct Tensor {
+    std::uint32_t group = 0;
+    std::uint32_t index = 0;
+    std::size_t numBytes = 0;
+    bool isUnderWay = false;
+    std::deque<Request> waiting;  // for their turn
+  };
+  struct UnderWay {
+    Tensor* tensor = nullptr;
+    ShardRange shards;
+    Request request;
+    Clock::time_point since;
+  };
+
+  std::string take(std::string_view key, std::size_t numBytes, Request& request);
+  void start(Tensor& tensor, Request&& request);
+  void run();
+  bool collect();
+  WaitStatus takeDone(std::vector<Request>& finished);
+  double secondsLeft();
+  void fail(WaitStatus status);
+  void failAll(std::string reason);
+  std::string describeOldest(WaitStatus status);
+
+  Client& client_;
+  const double timeoutSeconds_;
+  const Describe describe_;
+  CoarseAsyncReducer interface_;
+  std::atomic<int> numSubmitting_ = 0;
+
+  std::mutex mutex_;  // guards what follows, and calls of the client that push and pull
+  std::condition_variable hasWork_;
+  std::unordered_map<std::string, Tensor> tensors_;
+  std::deque<UnderWay> underWay_;  // the oldest first
+  WaitStatus pushStatus_ = WaitStatus::kDone;
+  std::string failure_;
+  bool isStopping_ = false;
+
+  std::thread thread_;  // last: all else is there when it starts
+};
+
+}  // namespace coarse

@@ -1,0 +1,200 @@
+#include "coarse/async_reducer.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+namespace coarse {
+namespace {
+
+constexpr const char* kClosed = "the session is closed";
+
+void reduceThrough(void* reducer, const char* key, const void* source, void* destination,
+                   std::uint64_t numBytes, CoarseReduceDone done, void* context) {
+  static_cast<AsyncReducer*>(reducer)->reduce(
+      key, source, destination, numBytes, [done, context](const char* failure) { done(context, failure); });
+}
+
+}  // namespace
+
+AsyncReducer::AsyncReducer(Client& client, double timeoutSeconds, Describe describe)
+    : client_(client),
+      timeoutSeconds_(timeoutSeconds),
+      describe_(std::move(describe)),
+      interface_{COARSE_ASYNC_REDUCER_VERSION, this, &reduceThrough},
+      thread_([this] { run(); }) {}
+
+AsyncReducer::~AsyncReducer() { close(); }
+
+void AsyncReducer::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    isStopping_ = true;
+  }
+  hasWork_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  failAll(kClosed);
+}
+
+void AsyncReducer::add(const std::string& key, std::uint32_t group, std::uint32_t tensor,
+                       std::size_t numBytes) {
+  const std::lock_guard lock(mutex_);
+  Tensor added;
+  added.group = group;
+  added.index = tensor;
+  added.numBytes = numBytes;
+  if (!tensors_.try_emplace(key, std::move(added)).second)
+    throw std::invalid_argument("there is a tensor of the name " + key + " already");
+}
+
+void AsyncReducer::reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes,
+                          Done done) {
+  Request request{source, destination, std::move(done)};
+  numSubmitting_.fetch_add(1);
+  const std::string failure = take(key, numBytes, request);
+  // Of callers that come together the last one wakes the memory devices: a wake-up costs a context switch.
+  if (numSubmitting_.fetch_sub(1) == 1) client_.flush();
+  if (failure.empty()) {
+    hasWork_.notify_one();
+  } else {
+    request.done(failure.c_str());
+  }
+}
+
+/// @returns why the request was not taken; empty if it was.
+std::string AsyncReducer::take(std::string_view key, std::size_t numBytes, Request& request) {
+  const std::lock_guard lock(mutex_);
+  if (!failure_.empty()) return failure_;
+  if (isStopping_) return kClosed;
+  const auto found = tensors_.find(std::string(key));
+  if (found == tensors_.end()) return "no tensor was registered as " + std::string(key);
+  Tensor& tensor = found->second;
+  if (tensor.numBytes != numBytes)
+    return std::string(key) + " has " + std::to_string(tensor.numBytes) + " bytes, not " +
+           std::to_string(numBytes);
+  if (tensor.isUnderWay) {
+    tensor.waiting.push_back(std::move(request));
+    return {};
+  }
+  try {
+    start(tensor, std::move(request));
+  } catch (const std::exception& error) {  // its group is gone
+    return error.what();
+  }
+  return {};
+}
+
+/// @pre mutex_ is held, and the tensor is not under way.
+void AsyncReducer::start(Tensor& tensor, Request&& request) {
+  const WaitStatus status = client_.push(tensor.group, tensor.index, kPresent, request.source);
+  tensor.isUnderWay = true;
+  if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread tells it
+  underWay_.push_back(
+      {&tensor, client_.shardsOf(tensor.group, tensor.index), std::move(request), Clock::now()});
+}
+
+void AsyncReducer::run() {
+  while (true) {
+    {
+      std::unique_lock lock(mutex_);
+      hasWork_.wait(lock, [this] { return isStopping_ || !underWay_.empty(); });
+      if (isStopping_) return;
+    }
+    WaitStatus status = WaitStatus::kDone;
+    try {
+      status = client_.waitUntil([this] { return collect(); }, secondsLeft());
+      const std::lock_guard lock(mutex_);
+      if (status == WaitStatus::kDone) status = pushStatus_;
+    } catch (const std::exception& error) {
+      failAll(error.what());
+    }
+    if (status != WaitStatus::kDone) fail(status);
+  }
+}
+
+double AsyncReducer::secondsLeft() {
+  const std::lock_guard lock(mutex_);
+  if (underWay_.empty()) return timeoutSeconds_;
+  const std::chrono::duration<double> waited = Clock::now() - underWay_.front().since;
+  return std::max(0.0, timeoutSeconds_ - waited.count());
+}
+
+/// Hands out what is done. @returns whether something was, or there is another reason to look up.
+bool AsyncReducer::collect() {
+  std::vector<Request> finished;
+  WaitStatus status = WaitStatus::kDone;
+  bool isOver = false;
+  {
+    const std::lock_guard lock(mutex_);
+    status = takeDone(finished);
+    if (status != WaitStatus::kDone) pushStatus_ = status;
+    isOver = isStopping_ || pushStatus_ != WaitStatus::kDone || underWay_.empty();
+  }
+  for (const Request& request : finished) request.done(nullptr);
+  return isOver || !finished.empty();
+}
+
+/// @pre mutex_ is held.
+WaitStatus AsyncReducer::takeDone(std::vector<Request>& finished) {
+  for (std::size_t i = 0; i < underWay_.size();) {
+    Tensor& tensor = *underWay_[i].tensor;
+    if (!client_.areDone(tensor.group, underWay_[i].shards)) {
+      ++i;
+      continue;
+    }
+    Request request = std::move(underWay_[i].request);
+    underWay_.erase(underWay_.begin() + static_cast<std::ptrdiff_t>(i));
+    const WaitStatus status = client_.pull(tensor.group, tensor.index, request.destination, timeoutSeconds_);
+    finished.push_back(std::move(request));
+    if (status != WaitStatus::kDone) return status;
+    tensor.isUnderWay = false;
+    if (tensor.waiting.empty()) continue;
+    Request next = std::move(tensor.waiting.front());
+    tensor.waiting.pop_front();
+    start(tensor, std::move(next));
+    client_.flush();
+  }
+  return WaitStatus::kDone;
+}
+
+void AsyncReducer::fail(WaitStatus status) {
+  std::string reason = describeOldest(status);
+  failAll(std::move(reason));
+}
+
+std::string AsyncReducer::describeOldest(WaitStatus status) {
+  std::uint32_t group = 0;
+  std::uint32_t tensor = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!underWay_.empty()) {
+      group = underWay_.front().tensor->group;
+      tensor = underWay_.front().tensor->index;
+    }
+  }
+  try {
+    return describe_(status, group, tensor);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+void AsyncReducer::failAll(std::string reason) {
+  std::vector<Request> failed;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = std::move(reason);
+    for (UnderWay& each : underWay_) failed.push_back(std::move(each.request));
+    for (auto& [key, tensor] : tensors_) {
+      for (Request& request : tensor.waiting) failed.push_back(std::move(request));
+      tensor.waiting.clear();
+    }
+    underWay_.clear();
+    pushStatus_ = WaitStatus::kDone;
+  }
+  // failure_ changes no more.
+  for (const Request& request : failed) request.done(failure_.c_str());
+}
+
+}  // namespace coarse

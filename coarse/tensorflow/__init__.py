@@ -1,0 +1,19 @@
+"""COARSE under TensorFlow and Keras: a tf.distribute.Strategy whose gradients are reduced by memory devices.
+
+Example:
+    >>> import coarse.tensorflow
+    >>> strategy = coarse.tensorflow.Strategy()  # was tf.distribute.MultiWorkerMirroredStrategy()
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([...])
+    ...     model.compile(...)
+"""
+
+import tensorflow as _tensorflow
+
+from coarse.tensorflow.versions import check_version as _check_version
+
+_check_version(_tensorflow.__version__)
+
+from coarse.tensorflow.strategy import Strategy  # noqa: E402
+
+__all__ = ["Strategy"]

@@ -1,0 +1,223 @@
+"""What the workers of a strategy do together with arrays: reduce, gather and broadcast, by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coarse.client.async_reducer import Request
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.errors import SchemaMismatchError, SyncTimeoutError
+from coarse.session import Session
+
+Array = npt.NDArray[Any]
+Signature = tuple[str, int]
+"""Dtype and number of elements of a tensor."""
+
+_RECORD_BYTES = 512
+_TEXT_BYTES = _RECORD_BYTES - 8
+_CHUNK_BYTES = 128 << 10
+_NUM_CHUNKS = 4
+
+DEFAULT_CHANNEL = "exchange"
+
+
+class Collectives:
+    """Collective operations of the workers of one session. Any thread may call; every worker has to.
+
+    Reductions of different names may come in any order, and so may gathers and broadcasts of different channels.
+    Those of one channel have one order, and workers that are at different ones are told what each of them does.
+
+    Args:
+        session: Of several workers; stays the caller's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.rank = session.identity.rank
+        self.num_workers = session.identity.world_size
+        self._reducer = session.open_async_reducer()
+        self._keys: dict[tuple[str, str, tuple[Signature, ...]], list[str]] = {}
+        self._num_registered: dict[str, int] = {}
+        self._registering = threading.Lock()
+        self._exchanging: dict[str, threading.Lock] = {}
+
+    @property
+    def interface(self) -> int:
+        """As AsyncReducer's."""
+        return self._reducer.interface
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended everything, once something has."""
+        return self._reducer.failure
+
+    def keys_of(self, name: str, op: str, signatures: Sequence[Signature]) -> list[str]:
+        """The key of each tensor of a reduction, which is registered at the first call.
+
+        Args:
+            name: The same on every worker, for the same reduction.
+            op: "sum", "mean" or "max".
+            signatures: Of its tensors.
+        """
+        wanted = (name, op, tuple(signatures))
+        with self._registering:
+            if wanted not in self._keys:
+                self._keys[wanted] = self._register(*wanted)
+            return self._keys[wanted]
+
+    def reduce(self, name: str, op: str, arrays: Sequence[Array]) -> list[Array]:
+        """Reduces arrays over all workers; returns new ones.
+
+        Raises:
+            CoarseError: If workers or memory devices are lost, or one does not come.
+        """
+        sources = [np.asarray(array, order="C") for array in arrays]
+        results = [np.empty(source.shape, source.dtype) for source in sources]
+        full = [i for i, source in enumerate(sources) if source.size]
+        keys = (
+            self.keys_of(name, op, [(sources[i].dtype.name, sources[i].size) for i in full]) if full else []
+        )
+        self._reduce_all(
+            [_request(key, sources[i], results[i]) for key, i in zip(keys, full, strict=True)],
+            f"reducing {name}",
+        )
+        return results
+
+    def open_channel(self, channel: str) -> None:
+        """Registers a channel, which its first use would do too; every worker does so alike."""
+        self._channel_keys(channel)
+
+    def gather(self, name: str, array: Array, channel: str = DEFAULT_CHANNEL) -> list[Array]:
+        """Every worker's array, by rank. They may differ in their first dimension.
+
+        Raises:
+            SchemaMismatchError: If workers gather different things.
+        """
+        array = np.asarray(array, order="C")
+        row = array.shape[1:]
+        what = f"gathering {name}: {array.dtype} rows of shape {list(row)}"
+        with self._lock_of(channel):
+            lengths = self._compare(channel, what, len(array))
+            row_bytes = array.dtype.itemsize * int(np.prod(row, dtype=np.int64))
+            ends = np.cumsum(lengths) * row_bytes
+            contents = np.zeros(int(ends[-1]), np.uint8)
+            start = int(ends[self.rank]) - array.nbytes
+            contents[start : start + array.nbytes] = _bytes_of(array)
+            self._add_up(channel, contents, what)
+        pieces = np.split(contents, ends[:-1])
+        return (
+            [piece.view(array.dtype).reshape(-1, *row) for piece in pieces]
+            if row_bytes
+            else [array] * len(pieces)
+        )
+
+    def broadcast(self, what: str, array: Array, channel: str = DEFAULT_CHANNEL) -> Array:
+        """Worker 0's array, on all of them.
+
+        Args:
+            what: Says what the workers do, for errors: "creating variable w".
+            array: Of the same shape and dtype on each.
+
+        Raises:
+            SchemaMismatchError: If workers do different things.
+        """
+        what = f"{what}: {array.dtype}{list(array.shape)}"
+        contents = np.zeros(array.nbytes, np.uint8)
+        if self.rank == 0:
+            contents[:] = _bytes_of(np.asarray(array, order="C"))
+        with self._lock_of(channel):
+            self._compare(channel, what, 0)
+            self._add_up(channel, contents, what)
+        return contents.view(array.dtype).reshape(array.shape)
+
+    def close(self) -> None:
+        """Ends what is under way with an error. Idempotent."""
+        self._reducer.close()
+
+    def _register(self, name: str, op: str, signatures: tuple[Signature, ...]) -> list[str]:
+        number = self._num_registered.get(name, 0)
+        self._num_registered[name] = number + 1
+        group = f"{name}#{number}" if number else name
+        specs = [
+            TensorSpec(name=f"tensor {i}", dtype=dtype, num_elements=num_elements, op=op)
+            for i, (dtype, num_elements) in enumerate(signatures)
+        ]
+        self._reducer.register(group, specs)
+        return [f"{group}/{spec.name}" for spec in specs]
+
+    def _lock_of(self, channel: str) -> threading.Lock:
+        with self._registering:
+            return self._exchanging.setdefault(channel, threading.Lock())
+
+    def _channel_keys(self, channel: str) -> list[str]:
+        """Of what all say, and of the chunks in which contents travel."""
+        signatures = [("uint8", self.num_workers * _RECORD_BYTES)] + [("uint8", _CHUNK_BYTES)] * _NUM_CHUNKS
+        return self.keys_of(channel, "sum", signatures)
+
+    def _compare(self, channel: str, what: str, number: int) -> list[int]:
+        """Makes sure that all workers do the same; returns the number of each."""
+        text = what.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        records = np.zeros((self.num_workers, _RECORD_BYTES), np.uint8)
+        records[self.rank] = np.frombuffer(text + number.to_bytes(8, "little"), np.uint8)
+        self._reduce_all([_request(self._channel_keys(channel)[0], records, records)], what)
+        texts = [bytes(record[:_TEXT_BYTES]).rstrip(b"\0").decode(errors="replace") for record in records]
+        if len(set(texts)) > 1:
+            doings = "; ".join(f"worker {rank} is {each}" for rank, each in enumerate(texts))
+            raise SchemaMismatchError(
+                f"worker {self.rank}: workers do different things: {doings}. Every worker must create the same "
+                "variables and reduce the same values, in the same order."
+            )
+        return [int.from_bytes(bytes(record[_TEXT_BYTES:]), "little") for record in records]
+
+    def _add_up(self, channel: str, contents: Array, what: str) -> None:
+        """Adds up the bytes of all workers, in place; where one has some, the others have zeros."""
+        keys = self._channel_keys(channel)[1:]
+        for start in range(0, contents.size, _CHUNK_BYTES * _NUM_CHUNKS):
+            requests = []
+            pieces = []
+            for key, at in zip(keys, range(start, contents.size, _CHUNK_BYTES), strict=False):
+                piece = contents[at : at + _CHUNK_BYTES]
+                whole = piece if piece.size == _CHUNK_BYTES else np.resize(piece, _CHUNK_BYTES)
+                requests.append(_request(key, whole, whole))
+                pieces.append((piece, whole))
+            self._reduce_all(requests, what)
+            for piece, whole in pieces:
+                if piece is not whole:
+                    piece[:] = whole[: piece.size]
+
+    def _reduce_all(self, requests: list[Request], what: str) -> None:
+        if not requests:
+            return
+        try:
+            self._reducer.reduce_all(requests)
+        except SyncTimeoutError as error:
+            raise SyncTimeoutError(
+                f"{error}. This worker was {what}; what is reduced over workers, such as a metric that is read, "
+                "has to be asked for on all of them, not on one alone."
+            ) from error
+
+
+def can_reduce(dtype: str) -> bool:
+    """Whether memory devices reduce tensors of this dtype."""
+    return dtype in ITEM_BYTES
+
+
+def add_up(parts: Sequence[Array], op: str) -> Array:
+    """Reduces what was gathered, in the order of the ranks."""
+    combine: Callable[[Array, Array], Array] = np.maximum if op == "max" else np.add
+    total = parts[0]
+    for part in parts[1:]:
+        total = combine(total, part)
+    return (total / len(parts)).astype(total.dtype) if op == "mean" else total
+
+
+def _request(key: str, source: Array, destination: Array) -> Request:
+    return key, source.ctypes.data, destination.ctypes.data, source.nbytes
+
+
+def _bytes_of(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)

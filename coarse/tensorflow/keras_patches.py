@@ -1,0 +1,76 @@
+"""Two places where Keras 3 looks at the class of a strategy, or not at other workers at all.
+
+Each is changed for models of coarse.tensorflow.Strategy only, once per process, where Keras has what is known.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+_MARK = "_is_patched_by_coarse"
+
+
+def apply(strategy_class: Any) -> None:
+    """Changes Keras, unless that was done.
+
+    Args:
+        strategy_class: Of the strategies that it is changed for.
+
+    Raises:
+        ImportError: If this Keras has no such places.
+    """
+    try:
+        import keras
+        from keras.src.backend.tensorflow import trainer
+    except ImportError:  # tf.distribute works without Keras
+        return
+    if not hasattr(trainer, "reduce_per_replica"):
+        raise ImportError(
+            f"coarse.tensorflow does not know Keras {keras.__version__}: it was tested with 3.15. Install that"
+        )
+    _patch_predict(trainer, strategy_class)
+    _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
+
+
+def _patch_predict(trainer: Any, strategy_class: Any) -> None:
+    """Keras concatenates what replicas predict over processes for MultiWorkerMirroredStrategy only."""
+    original = trainer.reduce_per_replica
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if (
+            reduction == "concat"
+            and isinstance(strategy, strategy_class)
+            and strategy.num_replicas_in_sync > 1
+        ):
+            return tf.nest.map_structure(lambda value: strategy.gather(value, axis=0), values)
+        return original(values, strategy, reduction)
+
+    setattr(reduce_per_replica, _MARK, True)
+    trainer.reduce_per_replica = reduce_per_replica
+
+
+def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:
+    """Each worker looks at its own gradients: if one has an infinity, and skips the step, the others wait for it."""
+    original = optimizer_class.check_finite
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = original(self, grads)
+        context = tf.distribute.get_replica_context()
+        if context is None or not isinstance(context.strategy, strategy_class):
+            return finite
+        num_infinite = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
+        )
+        return tf.equal(num_infinite, 0)
+
+    setattr(check_finite, _MARK, True)
+    optimizer_class.check_finite = check_finite

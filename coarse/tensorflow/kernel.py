@@ -1,0 +1,129 @@
+"""The TensorFlow op that reduces tensors in graphs: built for the installed TensorFlow when it is first needed."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import tensorflow as tf
+
+import coarse.kernels
+from coarse.errors import CoarseError
+from coarse.tensorflow.collectives import Collectives
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("reduce_op.cc")
+_INCLUDE = Path(coarse.kernels.__file__).with_name("include")
+_INTERFACE = _INCLUDE / "coarse" / "async_reducer_interface.h"
+_BUILD_TIMEOUT_S = 300.0
+
+
+class KernelBuildError(CoarseError):
+    """The op could not be built here: there is no compiler, or it refuses."""
+
+
+class ReduceKernel:
+    """The op CoarseReduce of one session.
+
+    Args:
+        library: As load_library() returns it.
+        collectives: Of the session.
+        number: Tells the sessions of this process apart.
+
+    Raises:
+        KernelBuildError: If the library is of another version of COARSE.
+    """
+
+    def __init__(self, library: Path, collectives: Collectives, number: int) -> None:
+        self._ops = tf.load_op_library(str(library))
+        self._functions = ctypes.CDLL(str(library))
+        self._number = number
+        self._functions.coarse_open_endpoint.argtypes = (ctypes.c_int64, ctypes.c_void_p)
+        self._functions.coarse_close_endpoint.argtypes = (ctypes.c_int64,)
+        if not self._functions.coarse_open_endpoint(number, collectives.interface):
+            raise KernelBuildError(f"{library} was built for another version of COARSE; remove it")
+
+    def reduce(self, tensors: Sequence[Any], keys: Sequence[str]) -> list[Any]:
+        """Reduces tensors in a graph, each by itself; all have been when the graph has run."""
+        results = [
+            self._ops.coarse_reduce(contribution=tensor, key=key, endpoint=self._number)
+            for tensor, key in zip(tensors, keys, strict=True)
+        ]
+        with tf.control_dependencies(results):
+            self._ops.coarse_sequence()
+        return results
+
+    def close(self) -> None:
+        """Has ops that still run fail. Idempotent."""
+        self._functions.coarse_close_endpoint(self._number)
+
+
+def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
+    """The op, built if it was not yet; None, with a warning, where it cannot be.
+
+    Args:
+        collectives: Of the session.
+        number: Tells the sessions of this process apart.
+    """
+    try:
+        return ReduceKernel(build_library(), collectives, number)
+    except (KernelBuildError, OSError, tf.errors.NotFoundError) as error:
+        logger.warning(
+            "coarse.tensorflow: tensors are reduced through Python, which is slower, for the op cannot be built: %s",
+            error,
+        )
+        return None
+
+
+@functools.cache
+def build_library() -> Path:
+    """The shared library of the op, for this TensorFlow; takes half a minute the first time.
+
+    Raises:
+        KernelBuildError: If it cannot be built.
+    """
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", f"-I{_INCLUDE}"]
+    command += tf.sysconfig.get_compile_flags()
+    links = tf.sysconfig.get_link_flags()
+    ingredients = [tf.__version__, *command, *links, _SOURCE.read_text(), _INTERFACE.read_text()]
+    name = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
+    directory = Path(platformdirs.user_cache_dir("coarse"), "tensorflow")
+    library = directory / f"reduce_op-{tf.__version__}-{name}.so"
+    if library.exists():
+        return library
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one worker of the node builds, the others wait for it
+        if not library.exists():
+            _build(command, links, library)
+    return library
+
+
+def _build(command: Sequence[str], links: Sequence[str], library: Path) -> None:
+    """Compiles to a name of its own, which becomes the library's when it is whole."""
+    logger.info("coarse.tensorflow: building %s", library)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        built = Path(scratch, library.name)
+        try:
+            done = subprocess.run(
+                [*command, str(_SOURCE), "-o", str(built), *links],
+                capture_output=True,
+                text=True,
+                timeout=_BUILD_TIMEOUT_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelBuildError(f"{error}; install g++ (apt install g++)") from error
+        if done.returncode != 0:
+            raise KernelBuildError(f"{command[0]} says: {done.stderr.strip()[-500:]}")
+        built.replace(library)

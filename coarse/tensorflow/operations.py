@@ -1,0 +1,188 @@
+"""Collective operations on tensors, eager or in a graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.framework import ops
+
+from coarse.tensorflow.collectives import DEFAULT_CHANNEL, Array, Collectives, add_up, can_reduce
+from coarse.tensorflow.kernel import ReduceKernel
+from coarse.tensorflow.names import CollectiveNames
+
+_CAST_TO = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+}
+
+
+class Operations:
+    """Collective operations of the workers of one strategy.
+
+    Args:
+        collectives: What does the work.
+        kernel: Does it in graphs, so that tensors overlap with computation and each other; None for Python.
+    """
+
+    def __init__(self, collectives: Collectives, kernel: ReduceKernel | None) -> None:
+        self._collectives = collectives
+        self._kernel = kernel
+        self._names = CollectiveNames()
+        self._last_calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def reduce(self, op: str, tensors: Sequence[Any], name: str = "") -> list[Any]:
+        """Adds up tensors over all workers, or averages them.
+
+        Args:
+            op: "sum" or "mean"; that of whole numbers is rounded towards zero.
+            tensors: Of the same shapes and dtypes on all workers.
+            name: For what is read outside of functions.
+        """
+        if not tensors:
+            return []
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        wide = [_widened(tensor) for tensor in tensors]
+        name = name or self._names.next()
+        with tf.device("/CPU:0"):
+            reduced: list[Any] = [None] * len(wide)
+            for kind in ("mean", "sum"):
+                chosen = [i for i, each in enumerate(wide) if _kind(op, each) == kind]
+                results = self._reduce_alike(name, kind, [wide[i] for i in chosen])
+                for i, result in zip(chosen, results, strict=True):
+                    reduced[i] = result
+        return [self._narrowed(op, each, tensor) for each, tensor in zip(reduced, tensors, strict=True)]
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all workers, in the order of their ranks, one behind the other in their first dimension."""
+        name = self._names.next()
+        channel = self._channel(name)
+
+        def gather(array: Array) -> Array:
+            return np.concatenate(self._collectives.gather(name, array, channel))
+
+        with tf.device("/CPU:0"):
+            tensor = tf.convert_to_tensor(tensor)
+            if not can_reduce(tensor.dtype.name) and tensor.dtype in (tf.string, tf.variant, tf.resource):
+                raise ValueError(
+                    f"tensors of {tensor.dtype.name} cannot be gathered from workers; gather numbers"
+                )
+            gathered = self._call(gather, [tensor])[0]
+        gathered.set_shape([None, *tensor.shape[1:]])
+        return gathered
+
+    def broadcast(self, what: str, tensor: Any) -> Any:
+        """Worker 0's tensor, on all workers.
+
+        Args:
+            what: Says what the workers do, for errors.
+            tensor: Of the same shape and dtype on each.
+        """
+        with tf.device("/CPU:0"):
+            tensor = tf.convert_to_tensor(tensor)
+            channel = self._channel(self._names.next())
+            result = self._call(lambda array: self._collectives.broadcast(what, array, channel), [tensor])[0]
+        result.set_shape(tensor.shape)
+        return result
+
+    def _reduce_alike(self, name: str, op: str, tensors: list[Any]) -> list[Any]:
+        if not tensors:
+            return []
+        if not all(tensor.shape.is_fully_defined() for tensor in tensors):
+            return [self._reduce_of_any_shape(name, op, i, tensor) for i, tensor in enumerate(tensors)]
+        if self._kernel is not None and ops.inside_function():
+            return self._reduce_by_kernel(self._kernel, name, op, tensors)
+
+        def reduce(*arrays: Array) -> list[Array]:
+            return self._collectives.reduce(name, op, arrays)
+
+        if ops.inside_function():  # graphs run in orders of their own, in which workers could not register
+            full = [tensor for tensor in tensors if tensor.shape.num_elements()]
+            self._collectives.keys_of(
+                name, op, [(each.dtype.name, each.shape.num_elements()) for each in full]
+            )
+        results = self._call(reduce, tensors)
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape)
+        return results
+
+    def _reduce_by_kernel(self, kernel: ReduceKernel, name: str, op: str, tensors: list[Any]) -> list[Any]:
+        full = [i for i, tensor in enumerate(tensors) if tensor.shape.num_elements()]
+        signatures = [(tensors[i].dtype.name, tensors[i].shape.num_elements()) for i in full]
+        results = list(tensors)
+        if full:
+            keys = self._collectives.keys_of(name, op, signatures)
+            reduced = kernel.reduce([tensors[i] for i in full], keys)
+            for i, result in zip(full, reduced, strict=True):
+                results[i] = result
+        return results
+
+    def _reduce_of_any_shape(self, name: str, op: str, number: int, tensor: Any) -> Any:
+        """For tensors whose shape is not known before they are there: all are gathered, and added up here."""
+
+        channel = self._channel(f"{name}, {number}")
+
+        def reduce(array: Array) -> Array:
+            total: Array = add_up(self._collectives.gather(name, array[np.newaxis], channel), op)[0]
+            return total
+
+        result = self._call(reduce, [tensor])[0]
+        result.set_shape(tensor.shape)
+        return result
+
+    def _channel(self, name: str) -> str:
+        if not ops.inside_function():
+            return DEFAULT_CHANNEL
+        channel = f"{DEFAULT_CHANNEL} {name}"
+        self._collectives.open_channel(channel)
+        return channel
+
+    def _call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+        """Calls a function of arrays: now, or whenever the graph runs, in the order in which it was built."""
+        if not ops.inside_function():
+            results = function(*(_array_of(tensor) for tensor in tensors))
+            return [
+                tf.convert_to_tensor(each) for each in (results if isinstance(results, list) else [results])
+            ]
+        graph = ops.get_default_graph()
+        # Calls block the threads of TensorFlow: in different orders, workers would wait for each other.
+        with tf.control_dependencies([self._last_calls[graph]] if graph in self._last_calls else []):
+            results = tf.numpy_function(
+                function, list(tensors), [tensor.dtype for tensor in tensors], stateful=True
+            )
+        results = list(results) if isinstance(results, (list, tuple)) else [results]
+        self._last_calls[graph] = results[0].op
+        return results
+
+    def _narrowed(self, op: str, reduced: Any, tensor: Any) -> Any:
+        if op == "mean" and not tensor.dtype.is_floating and not tensor.dtype.is_complex:
+            reduced = tf.cast(tf.math.truediv(reduced, self._collectives.num_workers), reduced.dtype)
+        if tensor.dtype.is_complex:
+            return tf.complex(reduced[..., 0], reduced[..., 1])
+        return reduced if reduced.dtype == tensor.dtype else tf.cast(reduced, tensor.dtype)
+
+
+def _widened(tensor: Any) -> Any:
+    if tensor.dtype.is_complex:
+        return tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
+    widened = tf.cast(tensor, _CAST_TO[tensor.dtype]) if tensor.dtype in _CAST_TO else tensor
+    if not can_reduce(widened.dtype.name):
+        raise ValueError(f"tensors of {tensor.dtype.name} cannot be reduced over the workers; reduce numbers")
+    return widened
+
+
+def _kind(op: str, tensor: Any) -> str:
+    return "mean" if op == "mean" and tensor.dtype.is_floating else "sum"
+
+
+def _array_of(tensor: Any) -> Array:
+    array: Array = np.asarray(tensor.numpy())
+    return array

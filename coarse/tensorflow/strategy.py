@@ -1,0 +1,335 @@
+"""A tf.distribute.Strategy of one process per worker, whose collectives go through memory devices."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, distribute_utils, input_util, reduce_util
+from tensorflow.python.distribute import values as distributed_values
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.framework import random_seed
+
+from coarse.launch import Launch, join_session
+from coarse.session import Session
+from coarse.tensorflow import keras_patches
+from coarse.tensorflow.collectives import Collectives
+from coarse.tensorflow.kernel import ReduceKernel, load_kernel
+from coarse.tensorflow.operations import Operations
+
+logger = logging.getLogger(__name__)
+
+_OPS = {reduce_util.ReduceOp.SUM: "sum", reduce_util.ReduceOp.MEAN: "mean"}
+
+
+class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
+    """Takes the place of tf.distribute.MultiWorkerMirroredStrategy, with its scope() and run(), and model.fit().
+
+    One process per worker, started by `coarse run`, with torchrun's variables or a TF_CONFIG; without any of these it
+    is the only worker, says so, and reduces nothing. Variables that are created in scope() start with worker 0's
+    values. All workers get one global random seed, so that they shuffle alike before data is dealt out; pass
+    `seed` to choose it.
+
+    Args:
+        device: Of this worker; the GPU of its local rank if there is one, else the CPU.
+        seed: For tf.random.set_seed() on all workers; worker 0's counts. By default worker 0's, or a new one.
+
+    Raises:
+        RendezvousError: If workers are missing, there twice, or do not agree.
+        OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
+    """
+
+    def __init__(self, device: str | None = None, *, seed: int | None = None) -> None:
+        launch = Launch.from_environment()
+        number = _next_number()
+        if launch.identity.world_size == 1:
+            logger.warning(
+                "coarse.tensorflow.Strategy: neither RANK and WORLD_SIZE nor TF_CONFIG name other workers; this "
+                "process is the only one. Start the script with `coarse run -n N script.py` for more."
+            )
+        self._coarse_session = join_session(launch, number)
+        try:
+            device = device or _device(self._coarse_session)
+            super().__init__(CoarseExtended(self, device, self._coarse_session, number))
+            keras_patches.apply(Strategy)
+            self.extended._set_common_seed(seed)
+        except BaseException:
+            self._coarse_session.close(is_finished=False)
+            raise
+        atexit.register(self._close_at_exit, os.getpid())
+
+    @property
+    def rank(self) -> int:
+        """Which of the workers this process is."""
+        return self._coarse_session.identity.rank
+
+    @property
+    def session(self) -> Session:
+        """The session of this strategy's workers and memory devices."""
+        return self._coarse_session
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """As tf.distribute.Strategy.reduce(): "SUM" or "MEAN" over the workers, and over `axis` unless it is None.
+
+        Raises:
+            ValueError: For another operation.
+        """
+        name = reduce_op.value if isinstance(reduce_op, reduce_util.ReduceOp) else str(reduce_op)
+        if name.upper() not in ("SUM", "MEAN"):
+            raise ValueError(
+                f"reduce_op={reduce_op!r}: workers can be reduced by SUM or MEAN; for others gather() and reduce here"
+            )
+        return super().reduce(reduce_op, value, axis)
+
+    def close(self) -> None:
+        """Leaves the job; memory devices end when the last worker has left. Idempotent."""
+        self.extended._close()
+        self._coarse_session.close()
+
+    def _close_at_exit(self, owner_pid: int) -> None:
+        if os.getpid() == owner_pid:  # a fork inherits exit handlers, and none of the threads
+            self.close()
+
+
+class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unused-ignore]
+    @property
+    def devices(self) -> Any:
+        return self._strategy.extended.worker_devices
+
+
+class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
+    """What tf.distribute asks of a strategy, for one replica in each of several processes."""
+
+    def __init__(self, strategy: Strategy, device: str, session: Session, number: int) -> None:
+        self._identity = session.identity
+        self._operations: Operations | None = None
+        self._collectives: Collectives | None = None
+        self._kernel: ReduceKernel | None = None
+        super().__init__(strategy, device)
+        self._default_device = self._device
+        self.experimental_enable_get_next_as_optional = True
+        if self._identity.world_size > 1:
+            self._collectives = Collectives(session)
+            self._kernel = load_kernel(self._collectives, number)
+            self._operations = Operations(self._collectives, self._kernel)
+
+    def _close(self) -> None:
+        if self._kernel is not None:
+            self._kernel.close()
+        if self._collectives is not None:
+            self._collectives.close()
+
+    def _set_common_seed(self, seed: int | None) -> None:
+        if self._collectives is None:
+            if seed is not None:
+                tf.random.set_seed(seed)
+            return
+        if seed is None:
+            seed = random_seed.get_seed(None)[0]
+        chosen = np.array([secrets.randbits(31) if seed is None else seed], np.int64)
+        tf.random.set_seed(int(self._collectives.broadcast("taking the random seed", chosen)[0]))
+
+    # ---- who there is ----
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._identity.world_size
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._operations is not None
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        del replica_id_in_sync_group
+        return 0
+
+    def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
+        del replica_id
+        return self._identity.rank
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._identity.rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._identity.rank == 0
+
+    @property
+    def experimental_should_init(self) -> bool:
+        return self._identity.rank == 0
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), _ReplicaContext(self._container_strategy(), self._identity.rank):
+            return fn(*distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs))
+
+    def _local_results(self, value: Any) -> tuple[Any, ...]:
+        return (distribute_utils.select_replica(0, value),)
+
+    # ---- variables ----
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        operations = self._operations
+        if operations is not None:
+            kwargs["initial_value"] = _first_workers(operations, kwargs)
+        variable = super()._create_variable(next_creator, **kwargs)
+        aggregation = kwargs.get("aggregation")
+        is_read_together = kwargs.get(
+            "synchronization"
+        ) == tf.VariableSynchronization.ON_READ and aggregation in (
+            tf.VariableAggregation.SUM,
+            tf.VariableAggregation.MEAN,
+        )
+        if operations is not None and is_read_together:
+            return distributed_values.SyncOnReadVariable(self._container_strategy(), [variable], aggregation)
+        return variable
+
+    # ---- reductions ----
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        del destinations, options
+        name = ""
+        if isinstance(value, distributed_values.DistributedVariable):
+            value = value._primary
+            name = "" if tf.inside_function() else f"variable {value.name}"
+        return self._reduce_nested(reduce_op, distribute_utils.select_replica(0, value), name)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        del options
+        values = [distribute_utils.select_replica(0, value) for value, _ in value_destination_pairs]
+        return self._reduce_nested(reduce_op, values)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        del options
+        return self._reduce_nested(reduce_op, value)
+
+    def _reduce_nested(self, reduce_op: Any, value: Any, name: str = "") -> Any:
+        if self._operations is None:
+            return value
+        flat = tf.nest.flatten(value)
+        dense = [i for i, each in enumerate(flat) if not isinstance(each, tf.IndexedSlices)]
+        reduced = self._operations.reduce(_OPS[reduce_op], [flat[i] for i in dense], name)
+        for i, result in zip(dense, reduced, strict=True):
+            flat[i] = result
+        for i, each in enumerate(flat):
+            if isinstance(each, tf.IndexedSlices):
+                flat[i] = self._reduce_slices(reduce_op, each)
+        return tf.nest.pack_sequence_as(value, flat)
+
+    def _reduce_slices(self, reduce_op: Any, slices: Any) -> Any:
+        """Those of all workers: what uses them adds up rows that come several times."""
+        assert self._operations is not None
+        values = self._operations.gather(slices.values)
+        indices = self._operations.gather(slices.indices)
+        if reduce_op == reduce_util.ReduceOp.MEAN:
+            values /= tf.cast(self._identity.world_size, values.dtype)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
+        del destinations, options
+        value = tf.convert_to_tensor(distribute_utils.select_replica(0, value))
+        if self._operations is None:
+            return value
+        axis = int(tf.get_static_value(axis))
+        if axis == 0:
+            return self._operations.gather(value)
+        order = [axis, *(i for i in range(value.shape.rank) if i != axis)]
+        gathered = self._operations.gather(tf.transpose(value, order))
+        return tf.transpose(gathered, np.argsort(order))
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        del destinations
+        if self._operations is None:
+            return tensor
+        return self._operations.broadcast("broadcasting", tensor)
+
+    def _replica_ctx_update(
+        self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    # ---- inputs ----
+
+    def _input_context(self) -> Any:
+        return distribute_lib.InputContext(
+            num_input_pipelines=self._identity.world_size,
+            input_pipeline_id=self._identity.rank,
+            num_replicas_in_sync=self._identity.world_size,
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        _require_per_worker(options)
+        return input_util.get_distributed_dataset(
+            dataset,
+            self._input_workers_with_options(options),
+            self._container_strategy(),
+            num_replicas_in_sync=self._identity.world_size,
+            input_context=self._input_context(),
+            options=options,
+        )
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable[..., Any], options: Any) -> Any:
+        _require_per_worker(options)
+        return input_util.get_distributed_datasets_from_function(
+            dataset_fn,
+            self._input_workers_with_options(options),
+            [self._input_context()],
+            self._container_strategy(),
+            options=options,
+        )
+
+    def _experimental_distribute_values_from_function(self, value_fn: Callable[..., Any]) -> Any:
+        return value_fn(distribute_lib.ValueContext(self._identity.rank, self._identity.world_size))
+
+    @property
+    def _global_batch_size(self) -> bool:
+        return True
+
+
+def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Worker 0's initial value, made when it is asked for."""
+    initial_value, dtype = kwargs.get("initial_value"), kwargs.get("dtype")
+    name = kwargs.get("name") or "without a name"
+
+    def value() -> Any:
+        own = initial_value() if callable(initial_value) else initial_value
+        own = getattr(own, "wrapped_value", own)  # of a checkpoint that is restored on creation
+        tensor = tf.convert_to_tensor(own, dtype=dtype)
+        if tensor.dtype in (tf.string, tf.resource, tf.variant):
+            return tensor
+        return operations.broadcast(f"creating variable {name!r}", tensor)
+
+    return value
+
+
+def _require_per_worker(options: Any) -> None:
+    per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
+    if options is not None and options.experimental_replication_mode == per_replica:
+        raise NotImplementedError("inputs are made per worker, which has one replica; leave out PER_REPLICA")
+
+
+_num_strategies = 0
+
+
+def _next_number() -> int:
+    """Counts the strategies of this process, alike on all workers, to tell their sessions apart."""
+    global _num_strategies
+    _num_strategies += 1
+    return _num_strategies - 1
+
+
+def _device(session: Session) -> str:
+    gpus = tf.config.list_logical_devices("GPU")
+    return f"/GPU:{session.identity.local_rank % len(gpus)}" if gpus else "/CPU:0"

@@ -1,0 +1,96 @@
+"""What two workers train under coarse.tensorflow.Strategy is what one process trains, and the same on both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from jobs import HERE, Job
+
+pytestmark = pytest.mark.timeout(400)
+
+WORKERS = 2
+LIKE_ONE_PROCESS = [
+    "dense",
+    "several_steps_per_execution_and_batch_norm",
+    "embedding_and_accumulation",
+    "eager",
+    "own_loop",
+]
+TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-1]
+SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By number of workers and rank: what each scenario returned."""
+    directory = tmp_path_factory.mktemp("results")
+    worker = str(HERE / "scenario_worker.py")
+    alone = Job(worker, str(directory))
+    together = Job("-m", "coarse", "run", "-n", str(WORKERS), worker, str(directory))
+    ends = [job.finish() for job in (alone, together)]
+    for code, printed in ends:
+        assert code == 0, printed
+    names = [(1, 0), *((WORKERS, rank) for rank in range(WORKERS))]
+    found = {name: json.loads((directory / "{}-{}.json".format(*name)).read_text()) for name in names}
+    found["printed"] = ends[0][1]
+    return found
+
+
+def scenario_of(results, name):
+    """What it returned in one process, and on each of the workers."""
+    returned = [results[1, 0][name], *(results[WORKERS, rank][name] for rank in range(WORKERS))]
+    for each in returned:
+        assert "error" not in each, each["error"]
+    return returned[0], returned[1:]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_workers_end_with_the_same_weights(results, name):
+    _, workers = scenario_of(results, name)
+    assert len({worker["digest"] for worker in workers}) == 1
+
+
+@pytest.mark.parametrize("name", LIKE_ONE_PROCESS)
+def test_losses_and_weights_are_those_of_one_process(results, name):
+    alone, workers = scenario_of(results, name)
+    for worker in workers:
+        assert worker["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert worker["weights"] == pytest.approx(alone["weights"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TRAINED_BY_KERAS)
+def test_metrics_are_those_of_one_process_on_every_worker(results, name):
+    alone, workers = scenario_of(results, name)
+    for worker in workers:
+        assert worker["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TRAINED_BY_KERAS)
+def test_predictions_have_all_rows_in_order_on_every_worker(results, name):
+    alone, workers = scenario_of(results, name)
+    for worker in workers:
+        assert worker["rows in order"]
+        assert worker["predicted"] == pytest.approx(alone["predicted"], rel=1e-3, abs=1e-4)
+
+
+def test_an_infinity_on_one_worker_skips_the_step_on_all(results):
+    _, workers = scenario_of(results, "mixed_precision")
+    assert [worker["steps"] for worker in workers] == [2, 2]  # of three
+
+
+def test_values_are_reduced_and_gathered(results):
+    _, workers = scenario_of(results, "own_loop")
+    for worker in workers:
+        assert worker["gathered"] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+        assert worker["sum of whole numbers"] == 6
+        assert worker["mean of whole numbers"] == 7
+        assert worker["mean of rows"] == 7.0
+
+
+def test_one_worker_alone_says_so(results):
+    assert "this process is the only one" in results["printed"]
+
+
+def test_torch_is_not_imported(results):
+    assert all(results[key]["modules"] == [] for key in results if isinstance(key, tuple))
