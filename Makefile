@@ -13,13 +13,16 @@ NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*
 FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help train experiments test lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments test lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 train: $(INSTALLED)  ## Train the digits with COARSE and with torch DDP, and compare them in a table.
 	$(BIN)/python benchmarks/train_digits.py
+
+train-tf: $(INSTALLED)  ## Train the digits with Keras, on workers of COARSE and in one process, and compare them in a table.
+	$(BIN)/python benchmarks/train_tf_digits.py
 
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments

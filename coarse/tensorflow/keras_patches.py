@@ -10,6 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from coarse.tensorflow.callbacks import guard
+
 _MARK = "_is_patched_by_coarse"
 
 
@@ -33,6 +35,7 @@ def apply(strategy_class: Any) -> None:
         )
     _patch_predict(trainer, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
+    guard(keras.callbacks, strategy_class)
 
 
 def _patch_predict(trainer: Any, strategy_class: Any) -> None:

@@ -33,3 +33,13 @@ def test_readme_shows_the_very_two_lines() -> None:
     assert "+import coarse.torch\n" in text
     assert "-        model = torch.nn.parallel.DistributedDataParallel(model)\n" in text
     assert "+        model = coarse.torch.DistributedDataParallel(model)\n" in text
+
+
+def test_keras_pair_differs_in_two_lines() -> None:
+    before, after = (EXAMPLES / name for name in ("tf_digits_plain.py", "tf_digits.py"))
+    lines = difflib.ndiff(before.read_text().splitlines(), after.read_text().splitlines())
+    assert [" ".join(line.split()) for line in lines if line[0] in "+-" and line[1:].strip()] == [
+        "+ import coarse.tensorflow",
+        "- strategy = tf.distribute.get_strategy()",
+        "+ strategy = coarse.tensorflow.Strategy()",
+    ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -165,6 +167,33 @@ def own_loop(strategy: Any) -> dict[str, Any]:
     }
 
 
+def saving(strategy: Any) -> dict[str, Any]:
+    """Each worker has callbacks that write to a folder of its own, and the first one saves by hand too."""
+    x, y = inputs()
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(str(folder / "best.keras")),
+            keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
+            keras.callbacks.CSVLogger(str(folder / "log.csv")),
+            keras.callbacks.TensorBoard(str(folder / "board")),
+        ]
+        model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+        written = sorted(path.name for path in folder.iterdir() if path.is_file() or any(path.rglob("*.*")))
+        if strategy.rank == 0:
+            tf.train.Checkpoint(model=model).write(str(folder / "checkpoint"))
+            restored = perceptron()
+            tf.train.Checkpoint(model=restored).read(str(folder / "checkpoint")).expect_partial()
+            loaded = keras.models.load_model(folder / "best.keras")
+            digests = [digest(each) for each in (model, restored, loaded)]
+        else:
+            digests = [digest(model)]
+    return {"digest": digest(model), "written": written, "digests": digests}
+
+
 SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -175,5 +204,6 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         shuffled_and_clipped,
         mixed_precision,
         own_loop,
+        saving,
     )
 }

@@ -18,7 +18,7 @@ LIKE_ONE_PROCESS = [
     "own_loop",
 ]
 TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-1]
-SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision"]
+SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision", "saving"]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,18 @@ def test_values_are_reduced_and_gathered(results):
         assert worker["sum of whole numbers"] == 6
         assert worker["mean of whole numbers"] == 7
         assert worker["mean of rows"] == 7.0
+
+
+def test_callbacks_write_on_the_first_worker_alone(results):
+    _, (first, second) = scenario_of(results, "saving")
+    assert {"best.keras", "backup", "log.csv", "board"} <= set(first["written"])
+    assert second["written"] == []
+
+
+def test_what_is_saved_loads_without_the_strategy(results):
+    _, (first, _) = scenario_of(results, "saving")
+    assert len(first["digests"]) == 3
+    assert len(set(first["digests"])) == 1
 
 
 def test_one_worker_alone_says_so(results):

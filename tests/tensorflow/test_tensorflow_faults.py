@@ -1,0 +1,64 @@
+"""What goes wrong is told on every worker, at once; started by a TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+
+import pytest
+from jobs import HERE, Job
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What worker 0 has to say, after worker 1 has died."""
+    directory = tmp_path_factory.mktemp("faults")
+    workers = [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]  # the second one serves nothing
+    jobs = []
+    for index in range(2):
+        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+        jobs.append(Job(str(HERE / "fault_worker.py"), str(directory), TF_CONFIG=json.dumps(config)))
+    (code, printed), (killed, other) = (job.finish() for job in jobs)
+    assert code == 0, printed + other
+    assert killed == -signal.SIGKILL, other
+    return {
+        **json.loads((directory / "0.json").read_text()),
+        "died": float((directory / "died").read_text()),
+    }
+
+
+def test_a_worker_that_dies_in_fit_ends_it_on_the_others(said):
+    assert "WorkerLostError" in said["fit"]
+    assert "worker 1" in said["fit"]
+    assert said["over"] - said["died"] < 10.0  # a second, and what a machine that does much else takes
+
+
+def test_what_is_asked_for_later_says_the_same(said):
+    assert "worker 1" in said["after"]
+
+
+def test_two_strategies_of_a_process_have_sessions_of_their_own(said):
+    assert said["two strategies"] == [3.0, 10.0]
+    assert not set(said["devices"][0]) & set(said["devices"][1])
+
+
+def test_an_unknown_operation_is_refused(said):
+    assert "SUM or MEAN" in said["unknown operation"]
+
+
+def test_strings_are_refused(said):
+    assert "cannot be gathered" in said["strings"]
+
+
+def test_workers_that_create_different_variables_are_told_which(said):
+    assert "worker 0 is creating variable 'of_worker_0': float32[2]" in said["different variables"]
+    assert "worker 1 is creating variable 'of_worker_1': float32[3]" in said["different variables"]
