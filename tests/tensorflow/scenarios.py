@@ -179,7 +179,6 @@ def saving(strategy: Any) -> dict[str, Any]:
             keras.callbacks.ModelCheckpoint(str(folder / "best.keras")),
             keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
             keras.callbacks.CSVLogger(str(folder / "log.csv")),
-            keras.callbacks.TensorBoard(str(folder / "board")),
         ]
         model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
         written = sorted(path.name for path in folder.iterdir() if path.is_file() or any(path.rglob("*.*")))

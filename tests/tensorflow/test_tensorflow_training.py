@@ -90,7 +90,7 @@ def test_values_are_reduced_and_gathered(results):
 
 def test_callbacks_write_on_the_first_worker_alone(results):
     _, (first, second) = scenario_of(results, "saving")
-    assert {"best.keras", "backup", "log.csv", "board"} <= set(first["written"])
+    assert {"best.keras", "backup", "log.csv"} <= set(first["written"])
     assert second["written"] == []
 
 
