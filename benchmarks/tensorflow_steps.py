@@ -3,9 +3,9 @@
     python benchmarks/tensorflow_steps.py [--models resnet50 bert-small] [--workers 2] [--steps 10] [--batch 8]
 
 Every system trains the same model in a job of its own: COARSE with its op, COARSE through tf.numpy_function, and one
-process that reduces nothing and has the batch of one worker. In each job of COARSE worker 0 also times the reduction of
-gradients alone, by a function of collectives and by the session's client itself, on the same tensors. Sums are verified
-before anything is timed. All figures are measured.
+process that reduces nothing and has the batch of one worker. In each job of COARSE worker 0 also times the reduction
+of gradients alone, by a function of collectives and by the session's client itself, on the same tensors. Sums are
+verified before anything is timed. All figures are measured.
 """
 
 from __future__ import annotations

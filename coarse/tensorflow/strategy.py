@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,14 +88,18 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
             )
         return super().reduce(reduce_op, value, axis)
 
-    def close(self) -> None:
-        """Leaves the job; memory devices end when the last worker has left. Idempotent."""
+    def close(self, *, is_finished: bool = True) -> None:
+        """Leaves the job; memory devices end when the last worker has left. Idempotent.
+
+        Args:
+            is_finished: As for Session.close().
+        """
         self.extended._close()
-        self._coarse_session.close()
+        self._coarse_session.close(is_finished=is_finished)
 
     def _close_at_exit(self, owner_pid: int) -> None:
         if os.getpid() == owner_pid:  # a fork inherits exit handlers, and none of the threads
-            self.close()
+            self.close(is_finished=getattr(sys, "last_value", None) is None)
 
 
 class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unused-ignore]
