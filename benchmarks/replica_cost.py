@@ -34,6 +34,18 @@ SYSTEMS = {
 }
 
 
+class Model(torch.nn.Module):
+    """Parameters whose gradients are what it is given."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.tensors = torch.nn.ParameterList(torch.zeros(num_elements) for _ in range(NUM_TENSORS))
+
+    def forward(self, *gradients: torch.Tensor) -> torch.Tensor:
+        products = [(p * g).sum() for p, g in zip(self.tensors, gradients, strict=True)]
+        return torch.stack(products).sum()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,8 +118,7 @@ def _work(rank: int, system: str, arguments: argparse.Namespace, directory: str,
     dist.init_process_group("gloo", init_method=f"file://{directory}/s", rank=rank, world_size=NUM_WORKERS)
     num_elements = round(arguments.parameters * 1e6) // NUM_TENSORS
     generator = torch.Generator().manual_seed(rank)
-    model = torch.nn.ParameterList(torch.zeros(num_elements) for _ in range(NUM_TENSORS))
-    model.forward = lambda *gradients: sum((p * g).sum() for p, g in zip(model, gradients, strict=True))
+    model = Model(num_elements)
     wrapped = coarse.torch.DistributedDataParallel(model)
     optimizer = coarse.torch.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), wrapped)
     gradients = [torch.randn(num_elements, generator=generator) for _ in range(NUM_TENSORS)]
@@ -121,7 +132,7 @@ def _work(rank: int, system: str, arguments: argparse.Namespace, directory: str,
             seconds.append(time.perf_counter() - begin)
     if rank == 0:
         digest = hashlib.sha256()
-        for parameter in model:
+        for parameter in model.parameters():
             digest.update(parameter.detach().numpy())
         results.put((seconds, digest.hexdigest()))
     dist.barrier()

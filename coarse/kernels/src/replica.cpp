@@ -3,6 +3,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "coarse/copy.hpp"
 #include "coarse/recovery.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -72,10 +73,11 @@ void Replica::copyArrays(const TensorGroup& group, std::uint32_t shard, std::vec
   std::memcpy(staging.data(), group.parameter(plan), parameterBytes);
   for (std::size_t i = 0; i < numArrays; ++i)
     std::memcpy(staging.data() + parameterBytes + i * arrayBytes, group.state(plan, i), arrayBytes);
-  std::memcpy(group.parameterIn(parameters(), plan), staging.data(), parameterBytes);
+  // Nobody reads it soon.
+  copyBytesStreaming(group.parameterIn(parameters(), plan), staging.data(), parameterBytes);
   for (std::size_t i = 0; i < numArrays; ++i) {
-    std::memcpy(group.stateIn(states(), plan, i), staging.data() + parameterBytes + i * arrayBytes,
-                arrayBytes);
+    copyBytesStreaming(group.stateIn(states(), plan, i), staging.data() + parameterBytes + i * arrayBytes,
+                       arrayBytes);
   }
 }
 

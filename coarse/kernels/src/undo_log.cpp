@@ -1,7 +1,6 @@
 #include "coarse/undo_log.hpp"
 
-#include <cstring>
-
+#include "coarse/copy.hpp"
 #include "coarse/tensor_group.hpp"
 
 namespace coarse {
@@ -14,12 +13,12 @@ struct Place {
 
 void copyShard(const TensorGroup& group, std::uint32_t shard, const Place& to, const Place& from) noexcept {
   const Shard& plan = group.plan().shards[shard];
-  std::memcpy(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
-              plan.numElements * itemBytes(plan.dtype));
+  copyBytesStreaming(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
+                     plan.numElements * itemBytes(plan.dtype));
   const std::size_t numArrays = group.plan().numStates + (group.plan().hasMaster(plan) ? 1 : 0);
   for (std::size_t i = 0; i < numArrays; ++i) {
-    std::memcpy(group.stateIn(to.states, plan, i), group.stateIn(from.states, plan, i),
-                plan.numElements * sizeof(float));
+    copyBytesStreaming(group.stateIn(to.states, plan, i), group.stateIn(from.states, plan, i),
+                       plan.numElements * sizeof(float));
   }
 }
 
