@@ -43,7 +43,7 @@ def build_model() -> keras.Model:
         [
             keras.Input((8, 8, 1)),
             keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.BatchNormalization(momentum=0.9, synchronized=True),
             keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
             keras.layers.MaxPooling2D(),
             keras.layers.Flatten(),
