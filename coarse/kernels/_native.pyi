@@ -510,6 +510,18 @@ class Collectives:
         output_bytes: Sequence[int],
         timeout: timedelta,
     ) -> None: ...
+    def post(
+        self,
+        *,
+        is_send: bool,
+        peer: int,
+        tag: int,
+        data: int,
+        num_bytes: int,
+        dtype: str,
+        timeout: timedelta,
+        done: Callable[[str, int], object],
+    ) -> None: ...
     @property
     def sequence(self) -> int: ...
     def missing_ranks(self) -> str: ...

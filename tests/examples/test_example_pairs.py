@@ -43,3 +43,9 @@ def test_keras_pair_differs_in_two_lines() -> None:
         "- strategy = tf.distribute.get_strategy()",
         "+ strategy = coarse.tensorflow.Strategy()",
     ]
+
+
+def test_a_process_group_differs_in_one_word() -> None:
+    before, after = (EXAMPLES / f"process_group_{backend}.py" for backend in ("gloo", "coarse"))
+    assert before.read_text().replace('"gloo"', '"coarse"') == after.read_text()
+    assert before.read_text().count('"gloo"') == 1

@@ -168,6 +168,36 @@ def object_collectives() -> Any:
     return [everyone, told, collected, given]
 
 
+def messages_by_tag_in_any_order() -> Any:
+    """Each rank sends to the next one, whatever the sizes, and takes what it gets in another order."""
+    following, previous = (_rank() + 1) % _size(), (_rank() - 1) % _size()
+    sent = [_values(numel) for numel in (3, LARGE, 0, 1000)]
+    sends = [dist.isend(tensor, following, tag=tag) for tag, tensor in enumerate(sent)]
+    received = [torch.zeros_like(tensor) for tensor in sent]
+    receives = [dist.irecv(received[tag], previous, tag=tag) for tag in (1, 3, 0, 2)]
+    for work in (*receives, *sends):
+        work.wait()
+    return received
+
+
+def messages_in_batches_and_from_anybody() -> Any:
+    following, previous = (_rank() + 1) % _size(), (_rank() - 1) % _size()
+    received = torch.zeros(5, 2)
+    operations = [
+        dist.P2POp(dist.isend, _values(5, 2), following),
+        dist.P2POp(dist.irecv, received, previous),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    anybody = torch.zeros(4, 2)
+    if _rank() == 0:
+        sources = [dist.recv(anybody) for _ in range(1, _size())]
+    else:
+        dist.send(torch.full((4, 2), float(_rank())), 0)
+        sources = []
+    return [received, anybody, sources]
+
+
 COLLECTIVES: dict[str, Callable[[], Any]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -183,5 +213,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
         sub_groups,
         work_handles_and_futures,
         object_collectives,
+        messages_by_tag_in_any_order,
+        messages_in_batches_and_from_anybody,
     )
 }

@@ -29,6 +29,18 @@ def coarse(site: Path) -> Iterator[RankPool]:
     yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native")
 
 
+@pytest.fixture(scope="session")
+def in_python(site: Path) -> Iterator[RankPool]:
+    """Where no C++ backend can be compiled."""
+    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="python")
+
+
+@pytest.fixture(scope="session")
+def checked(site: Path) -> Iterator[RankPool]:
+    """Where torch compares all calls of all ranks before it makes them."""
+    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+
+
 def _pool(backend: str, site: Path, **variables: str) -> Iterator[Any]:
     pool = RankPool(backend, site, **variables)
     yield pool

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PROMPT_S = 10.0  # on a busy machine; the time-out is 30 minutes
 
 
 def _error_of(call: Callable[[], Any]) -> list[str]:
@@ -54,7 +60,64 @@ def wrong_arguments_are_refused() -> Any:
     }
 
 
+def late_ranks_are_named() -> Any:
+    impatient = dist.new_group(timeout=timedelta(milliseconds=200))
+    errors = []
+    if dist.get_rank() == 0:
+        errors.append(_error_of(lambda: dist.all_reduce(torch.zeros(3), group=impatient)))
+        errors.append(_error_of(lambda: dist.barrier(group=impatient)))
+        errors.append(_error_of(lambda: dist.recv(torch.zeros(3), 1, group=impatient)))
+    dist.barrier()
+    dist.destroy_process_group(impatient)
+    return errors
+
+
+def messages_that_do_not_fit_are_refused() -> Any:
+    errors: list[Any] = []
+    if dist.get_rank() == 0:
+        dist.send(torch.zeros(3), 1)
+        dist.send(torch.zeros(3), 1)
+        dist.send(torch.ones(3), 1)
+    elif dist.get_rank() == 1:
+        errors.append(_error_of(lambda: dist.recv(torch.zeros(4), 0)))
+        errors.append(_error_of(lambda: dist.recv(torch.zeros(3, dtype=torch.int32), 0)))
+        after = torch.zeros(3)
+        dist.recv(after, 0)
+        errors.append(after.tolist())
+    return errors
+
+
+def a_rank_leaves_its_group() -> Any:
+    group = dist.new_group()
+    errors = []
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        errors = _error_of(lambda: dist.all_reduce(torch.zeros(3), group=group))
+        assert time.monotonic() - started < PROMPT_S
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return errors
+
+
+def a_rank_dies() -> Any:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    received = dist.irecv(torch.zeros(3), 1)
+    errors = [_error_of(lambda: dist.all_reduce(torch.zeros(3))), _error_of(received.wait)]
+    assert time.monotonic() - started < PROMPT_S
+    return [*errors, _error_of(lambda: dist.all_reduce(torch.zeros(3)))]
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     scenario.__name__: scenario
-    for scenario in (mismatches_are_told_and_survived, wrong_arguments_are_refused)
+    for scenario in (
+        mismatches_are_told_and_survived,
+        wrong_arguments_are_refused,
+        late_ranks_are_named,
+        messages_that_do_not_fit_are_refused,
+        a_rank_leaves_its_group,
+        a_rank_dies,
+    )
 }

@@ -51,6 +51,7 @@ def environment(site: Path, **variables: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(_ROOT / "build" / "test-cache"),  # compiled backends are kept from run to run
         **variables,
     }
 
@@ -72,11 +73,6 @@ class RankPool:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks that run."""
-        return [process.pid for process in self._processes]
 
     def run(self, scenario: str) -> list[Any]:
         """Runs `scenario` in all ranks; what it returned, by rank.
@@ -105,10 +101,6 @@ class RankPool:
             if reply[0] == "error":
                 raise ScenarioError(f"{self._backend}: {reply[1]}")
         return [reply[1] for reply in replies]
-
-    def kill(self, rank: int) -> None:
-        """Ends a rank by SIGKILL."""
-        self._processes[rank].kill()
 
     def close(self) -> None:
         """Ends the ranks; kills those that do not end by themselves. Idempotent."""

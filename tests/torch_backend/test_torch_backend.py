@@ -6,20 +6,40 @@ additions, so that results must be equal bit for bit.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from collective_scenarios import COLLECTIVES
-from ranks import RankPool
+from ranks import RankPool, environment
 from training_scenarios import TRAINING
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 pytestmark = pytest.mark.timeout(400)  # the first test starts the ranks, and may have to compile the backend
 
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, *TRAINING])
 def test_gives_the_bits_of_gloo(name: str, gloo: RankPool, coarse: RankPool) -> None:
-    gloo.submit(name)
-    coarse.submit(name)
-    expected, found = gloo.collect(), coarse.collect()
-    assert found == expected
+    assert coarse.run(name) == gloo.run(name)
+
+
+def test_an_example_that_imports_nothing_of_coarse_runs_to_its_end(coarse: RankPool, site: Path) -> None:
+    pytest.importorskip("sklearn", reason="the example's digits are scikit-learn's")
+    coarse.run("sub_groups")  # whose start compiles the backend
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            str(EXAMPLES / "process_group_coarse.py"),
+        ],
+        env=environment(site),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1].rstrip("%")) > 90
 
 
 def test_mismatches_name_rank_and_sequence_number_and_the_group_goes_on(coarse: RankPool) -> None:
@@ -44,3 +64,50 @@ def test_wrong_arguments_are_refused_at_once(coarse: RankPool) -> None:
         assert "meta" in errors["device"][1]
         assert "one per rank" in errors["outputs"][1]
         assert "2 times" in errors["flat"][1]
+
+
+def test_late_ranks_are_named(coarse: RankPool) -> None:
+    late, after, message = (text for _, text in coarse.run("late_ranks_are_named")[0])
+    assert "Timed out waiting for rank(s) 1" in late
+    assert "all_reduce of float32 [3], sum" in late
+    assert "the group is broken since" in after
+    assert "recv from rank 1" in message
+    assert "Timed out" in message
+
+
+def test_messages_that_do_not_fit_are_refused(coarse: RankPool) -> None:
+    size, dtype, after = coarse.run("messages_that_do_not_fit_are_refused")[1]
+    assert "rank 0 sent 12 bytes of float32, expected were 16" in size[1]
+    assert "expected were 12 of int32" in dtype[1]
+    assert after == [1.0] * 3
+
+
+def test_a_rank_that_leaves_is_named(coarse: RankPool) -> None:
+    kind, text = coarse.run("a_rank_leaves_its_group")[0]
+    assert kind == "DistBackendError"
+    assert "rank 1 has left the group" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["all_reduce_sums_every_dtype", "object_collectives", "messages_by_tag_in_any_order", "ddp", "fsdp2"],
+)
+def test_works_where_torch_checks_every_call(name: str, coarse: RankPool, checked: RankPool) -> None:
+    assert checked.run(name) == coarse.run(name)
+
+
+IN_PYTHON = [name for name in COLLECTIVES if "sparse" not in name]
+
+
+@pytest.mark.parametrize("name", [*IN_PYTHON, "ddp", "fsdp2"])
+def test_gives_the_same_without_a_compiler(name: str, coarse: RankPool, in_python: RankPool) -> None:
+    assert in_python.run(name) == coarse.run(name)
+
+
+def test_others_hear_of_a_death_at_once(coarse: RankPool) -> None:
+    """The last test of this pool: one of its ranks is gone afterwards."""
+    coarse.submit("a_rank_dies")
+    for kind, text in coarse.collect([0])[0]:
+        assert kind == "DistBackendError"
+        assert "rank 1 died" in text
+    coarse.close()

@@ -47,6 +47,29 @@ void run(Collectives& collectives, CollectiveKind kind, const std::string& dtype
   collectives.run(call);
 }
 
+void post(Collectives& collectives, bool isSend, int peer, int tag, std::uintptr_t data, std::size_t numBytes,
+          const std::string& dtype, std::chrono::milliseconds timeout, py::function done) {
+  // Called, and freed, by a thread that does not have the interpreter.
+  const std::shared_ptr<py::function> callback(new py::function(std::move(done)), [](py::function* function) {
+    py::gil_scoped_acquire acquired;
+    delete function;
+  });
+  Message message;
+  message.isSend = isSend;
+  message.peer = peer;
+  message.tag = tag;
+  message.data = reinterpret_cast<void*>(data);
+  message.numBytes = numBytes;
+  std::strncpy(message.dtype, dtype.c_str(), kDTypeNameBytes - 1);
+  message.deadline = Clock::now() + timeout;
+  message.done = [callback](const std::string& error, int from) {
+    py::gil_scoped_acquire acquired;
+    (*callback)(error, from);
+  };
+  py::gil_scoped_release released;
+  collectives.post(message);
+}
+
 /// The same object for a torch extension, which shares no classes with this module.
 py::capsule capsuleOf(const std::shared_ptr<Collectives>& collectives) {
   return py::capsule(new std::shared_ptr<Collectives>(collectives), kCapsuleName, [](PyObject* capsule) {
@@ -104,7 +127,9 @@ void registerCollectives(py::module_& module) {
            py::arg("output_bytes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("sequence", &Collectives::sequence)
       .def("missing_ranks", &Collectives::missingRanks)
-      .def("close", &Collectives::close)
+      .def("post", &post, py::kw_only(), py::arg("is_send"), py::arg("peer"), py::arg("tag"), py::arg("data"),
+           py::arg("num_bytes"), py::arg("dtype"), py::arg("timeout"), py::arg("done"))
+      .def("close", &Collectives::close, py::call_guard<py::gil_scoped_release>())
       .def("capsule", &capsuleOf);
 }
 

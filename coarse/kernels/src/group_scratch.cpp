@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "coarse/messages.hpp"
+
 namespace coarse {
 namespace {
 
@@ -20,7 +22,7 @@ constexpr std::chrono::milliseconds kLongestSleep{20};
 }  // namespace
 
 std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes) {
-  return numRanks * (sizeof(RankBoard) + 2 * bufferBytes);
+  return numRanks * (sizeof(RankBoard) + 2 * bufferBytes) + messageAreaBytes(numRanks);
 }
 
 Liveness::~Liveness() {
@@ -44,6 +46,10 @@ GroupScratch::GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks,
   }
   memory_ = mapSealed(sealedFd, groupScratchBytes(numRanks, bufferBytes), Mapping::Access::kReadWrite,
                       "a group's scratch memory");
+}
+
+std::size_t GroupScratch::boardAndBufferBytes() const noexcept {
+  return numRanks_ * (sizeof(RankBoard) + 2 * bufferBytes_);
 }
 
 RankBoard& GroupScratch::board(std::size_t rank) const noexcept {
@@ -101,6 +107,14 @@ void GroupScratch::check(std::size_t rank, Deadline deadline) const {
   std::string late;
   for (std::size_t other : missing()) late += (late.empty() ? "" : ", ") + std::to_string(other);
   throw std::runtime_error("Timed out waiting for rank(s) " + late);
+}
+
+std::string GroupScratch::lossOf(std::size_t rank) const {
+  const std::string who = "rank " + std::to_string(rank);
+  if (board(rank).hasLeft.load(std::memory_order_acquire) != 0) {
+    return who + " has left the group (destroy_process_group, or an error there)";
+  }
+  return liveness_.isGone(rank) ? who + " died" : "";
 }
 
 void GroupScratch::leave() noexcept {

@@ -69,6 +69,7 @@ struct SharedCollectives::Running {
 
 SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch)
     : scratch_(std::move(scratch)),
+      messages_(*scratch_),
       rank_(scratch_->rank()),
       numRanks_(scratch_->numRanks()),
       terms_(numRanks_) {}
@@ -125,7 +126,10 @@ std::string SharedCollectives::missingRanks() const {
   return text;
 }
 
-void SharedCollectives::close() noexcept { scratch_->leave(); }
+void SharedCollectives::close() noexcept {
+  scratch_->leave();
+  messages_.close();
+}
 
 void SharedCollectives::compareHeaders(const Running& running) const {
   // Every rank compares all with rank 0, so that either all of them throw here, or none does.

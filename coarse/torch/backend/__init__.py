@@ -6,13 +6,16 @@ Example:
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from typing import Any
 
 from coarse.env import Settings
-from coarse.torch.backend.building import load_extension
+from coarse.torch.backend.building import BuildError, load_extension
 from coarse.torch.backend.meeting import open_group
 from coarse.torch.store import TorchStore
+
+logger = logging.getLogger(__name__)
 
 
 def create_backend(options: Any) -> Any:
@@ -22,12 +25,12 @@ def create_backend(options: Any) -> Any:
         options: torch's DistributedBackendOptions: store, rank, size, time-out and name of the group.
 
     Returns:
-        A c10d Backend written in C++, compiled at first need.
+        A c10d Backend written in C++, compiled at first need; where that fails a ProcessGroup in Python, which is
+        slower and says so.
 
     Raises:
         RendezvousError: If a rank is missing.
         WorkerLostError: If one dies meanwhile.
-        BuildError: If the C++ backend cannot be compiled.
     """
     timeout = (
         options.timeout if isinstance(options.timeout, timedelta) else timedelta(seconds=options.timeout)
@@ -41,5 +44,11 @@ def create_backend(options: Any) -> Any:
         timeout_s=min(timeout.total_seconds(), settings.timeout_s),
         node=settings.node,
     )
-    extension = load_extension(settings.torch_backend)
+    try:
+        extension = load_extension(settings.torch_backend)
+    except BuildError as error:
+        logger.warning("rank %s: the backend runs in Python, which is slower: %s", rank, error)
+        from coarse.torch.backend.fallback import PythonProcessGroup
+
+        return PythonProcessGroup(collectives, rank=rank, size=size, timeout=timeout)
     return extension.create(collectives.capsule(), rank=rank, size=size, timeout=timeout)

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 /// What the ranks of a group ask of it: one collective operation on plain memory
@@ -86,6 +87,19 @@ struct Collective {
   std::chrono::milliseconds timeout{0};
 };
 
+/// One message between two ranks.
+struct Message {
+  bool isSend = false;
+  int peer = -1;  // -1: a receive from any rank
+  int tag = 0;
+  void* data = nullptr;  // read or written until done
+  std::size_t numBytes = 0;
+  char dtype[kDTypeNameBytes] = {};
+  std::chrono::steady_clock::time_point deadline{};
+  /// Called once: "" or what went wrong; the peer.
+  std::function<void(const std::string& error, int peer)> done;
+};
+
 /// A group of ranks that run the same collectives in the same order.
 ///
 /// Every operation takes part in a check: where ranks differ in kind, dtype, shape, root or operator, all of
@@ -95,7 +109,7 @@ struct Collective {
 /// Reductions combine in the order of the ranks, in float32 for 16-bit types, so that all ranks get the same
 /// bits.
 ///
-/// Thread safety: one caller of run() at a time; close() and sequence() from any thread.
+/// Thread safety: one caller of run() at a time; everything else from any thread.
 class Collectives {
  public:
   virtual ~Collectives() = default;
@@ -104,6 +118,10 @@ class Collectives {
   /// @throws std::invalid_argument if ranks' calls differ; std::runtime_error if a rank is gone or late, or
   /// the group is closed.
   virtual void run(const Collective& call) = 0;
+
+  /// Sends or receives, while collectives and other messages go on. What comes is matched by sender and tag,
+  /// in the order in which it was sent; dtype and size must be those that were sent. Returns at once.
+  virtual void post(const Message& message) = 0;
 
   /// How many collectives were begun.
   virtual std::uint64_t sequence() const noexcept = 0;
@@ -117,6 +135,6 @@ class Collectives {
 };
 
 /// Of which layout the structures above are; a torch extension checks it before it uses them.
-inline constexpr std::uint32_t kCollectiveAbi = 1;
+inline constexpr std::uint32_t kCollectiveAbi = 2;
 
 }  // namespace coarse

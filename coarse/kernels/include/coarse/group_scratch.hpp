@@ -25,7 +25,7 @@ struct alignas(128) RankBoard {
 static_assert(sizeof(CallHeader) == 104);
 static_assert(sizeof(RankBoard) == 256);
 
-/// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each.
+/// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each, messages included.
 std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes);
 
 /// The ranks that are lost, found out without blocking.
@@ -74,6 +74,12 @@ class GroupScratch {
   /// @throws std::runtime_error that says who is missing: late, gone or left.
   void meet(Deadline deadline);
 
+  /// Why nothing more will come from `rank`; "" if something may.
+  std::string lossOf(std::size_t rank) const;
+
+  /// Where messages.hpp has its channels.
+  std::byte* messageArea() const noexcept { return memory_.data() + boardAndBufferBytes(); }
+
   /// Tells the others that nothing more will come, and ends a meet() of this rank. Idempotent.
   void leave() noexcept;
 
@@ -81,6 +87,7 @@ class GroupScratch {
   std::vector<std::size_t> missing() const;
 
  private:
+  std::size_t boardAndBufferBytes() const noexcept;
   RankBoard& board(std::size_t rank) const noexcept;
   bool hasPublished(std::size_t rank, std::uint32_t round) const noexcept;
   void await(std::size_t rank, Deadline deadline);

@@ -6,6 +6,7 @@
 
 #include "coarse/collective.hpp"
 #include "coarse/group_scratch.hpp"
+#include "coarse/messages.hpp"
 
 namespace coarse {
 
@@ -20,6 +21,7 @@ class SharedCollectives final : public Collectives {
   explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch);
 
   void run(const Collective& call) override;
+  void post(const Message& message) override { messages_.post(message); }
   std::uint64_t sequence() const noexcept override { return sequence_.load(std::memory_order_relaxed); }
   std::string missingRanks() const override;
   void close() noexcept override;
@@ -45,6 +47,7 @@ class SharedCollectives final : public Collectives {
   std::size_t areaBytes(const Collective& call) const noexcept;
 
   std::unique_ptr<GroupScratch> scratch_;
+  Messages messages_;
   std::size_t rank_;
   std::size_t numRanks_;
   std::atomic<std::uint64_t> sequence_{0};

@@ -97,13 +97,16 @@ void CoarseBackend::shutdown() {
 }
 
 void CoarseBackend::abort() {
-  collectives_->close();
-  // The thread that is joined may need the interpreter: futures call back into Python.
+  const auto stop = [this] {
+    collectives_->close();
+    queue_.stop();
+  };
+  // The threads that are joined may need the interpreter: futures call back into Python.
   if (Py_IsInitialized() && PyGILState_Check()) {
     py::gil_scoped_release released;
-    queue_.stop();
+    stop();
   } else {
-    queue_.stop();
+    stop();
   }
 }
 

@@ -62,6 +62,9 @@ class CoarseBackend : public c10d::Backend {
                         std::vector<std::int64_t>& inputSplits,
                         const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool waitAllRanks) override;
 
@@ -79,6 +82,7 @@ class CoarseBackend : public c10d::Backend {
 
   milliseconds timeoutOf(milliseconds timeout) const;
   WorkPtr submit(Announcement announcement, std::vector<Step> steps);
+  WorkPtr post(c10d::OpType opType, const char* title, Tensors& tensors, int peer, int tag);
   void checkRoot(std::int64_t root) const;
   void checkCount(const Tensors& tensors, const char* what) const;
 

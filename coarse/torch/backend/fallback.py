@@ -1,0 +1,448 @@
+"""The process group where the C++ backend cannot be compiled: the same collectives, called from Python.
+
+Every call takes the interpreter, its thread and several objects, so that small operations take some times longer;
+torch.compile does not trace through a process group that is written in Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from coarse.kernels import _native
+from coarse.kernels._native import CollectiveKind, Combine, ElementType
+
+_ELEMENTS = {
+    torch.float32: ElementType.FLOAT32,
+    torch.float64: ElementType.FLOAT64,
+    torch.bfloat16: ElementType.BFLOAT16,
+    torch.float16: ElementType.FLOAT16,
+    torch.int8: ElementType.INT8,
+    torch.uint8: ElementType.UINT8,
+    torch.int16: ElementType.INT16,
+    torch.int32: ElementType.INT32,
+    torch.int64: ElementType.INT64,
+    torch.bool: ElementType.BOOL,
+}
+_MOST_DIMS = 8
+_UNSET = timedelta(milliseconds=-1)
+
+
+class _Work(dist.Work):  # type: ignore[misc]
+    """One operation, and its result as a torch future."""
+
+    def __init__(self, done: Future[Any], result: Any) -> None:
+        super().__init__()
+        self._done = done
+        self._result = result
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        done.add_done_callback(self._complete)
+
+    def _complete(self, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._done.result(timeout.total_seconds() if timeout else None)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._done.exception() if self._done.done() else None
+
+    def _source_rank(self) -> int:
+        return int(self._done.result())
+
+    def result(self) -> Any:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class _Memory:
+    """Plain memory for tensors that are read, written or both; what was written is stored by finish()."""
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = _checked(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
+        self._kept.append(plain)
+        return plain
+
+    def write(self, tensor: torch.Tensor, *, is_read: bool = False) -> torch.Tensor:
+        user = _checked(tensor).detach()
+        if user.device.type == "cpu" and user.is_contiguous() and not (user.is_conj() or user.is_neg()):
+            plain = user
+        else:
+            plain = self.read(user).clone() if is_read else torch.empty(user.shape, dtype=user.dtype)
+            self._stores.append((user, plain))
+        self._kept.append(plain)
+        return plain
+
+    def finish(self) -> None:
+        for user, plain in self._stores:
+            user.copy_(plain)
+
+
+class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A ProcessGroup on the native collectives, for a torch for which there is no C++ backend.
+
+    Args:
+        collectives: Of the group.
+        rank, size: Of this process, and of the group.
+        timeout: Of operations that bring none of their own.
+    """
+
+    def __init__(self, collectives: _native.Collectives, *, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._collectives = collectives
+        self._own_rank, self._num_ranks = rank, size
+        self._timeout = timeout
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="coarse-torch")
+        self._issued = itertools.count(1)
+        self._num_issued = 0
+        self._name = self._description = ""
+
+    # ---- what torch asks of every process group ----
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "coarse"
+
+    def rank(self) -> int:
+        return self._own_rank
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def _get_backend(self, _device: torch.device) -> PythonProcessGroup:
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 in all ranks."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_issued
+
+    def shutdown(self) -> None:
+        """Waits for what was issued, and leaves the group."""
+        self._executor.shutdown(wait=True)
+        self._collectives.close()
+
+    def abort(self) -> None:
+        """Leaves the group; what was issued fails."""
+        self._collectives.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    # ---- collectives; names as in torch 2.13 and, where it renamed them, as before ----
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Work:
+        opts = opts or dist.AllreduceOptions()
+        tensors = _listed(tensors)
+        steps = [self._reduction(CollectiveKind.ALL_REDUCE, [tensor], [tensor], opts) for tensor in tensors]
+        return self._submit(steps, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any) -> _Work:
+        tensors = _listed(tensors)
+        kind = CollectiveKind.REDUCE
+        return self._submit(
+            [self._reduction(kind, [tensor], [tensor], opts, root=opts.rootRank) for tensor in tensors],
+            tensors,
+        )
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> _Work:
+        tensors, root = _listed(tensors), opts.rootRank
+        kind = CollectiveKind.BROADCAST
+        return self._submit([self._move(kind, [t], [t], t, opts, root=root) for t in tensors], tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        self._check_count(outputs[0])
+        step = self._move(CollectiveKind.ALL_GATHER, inputs, outputs[0], inputs[0], opts)
+        return self._submit([step], outputs[0])
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        kind = CollectiveKind.ALL_GATHER
+        return self._submit(
+            [
+                self._move(kind, [tensor], [of_rank[i] for of_rank in outputs], tensor, opts)
+                for i, tensor in enumerate(inputs)
+            ],
+            outputs,
+        )
+
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> _Work:
+        return self._submit([self._gather_flat(output, tensor, opts)], [output])
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._submit([self._gather_flat(output, tensor, opts) for output, tensor in pairs], outputs)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+        pieces = outputs[0] if self._own_rank == opts.rootRank else []
+        step = self._move(CollectiveKind.GATHER, inputs, pieces, inputs[0], opts, root=opts.rootRank)
+        return self._submit([step], pieces)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+        pieces = inputs[0] if self._own_rank == opts.rootRank else []
+        step = self._move(CollectiveKind.SCATTER, pieces, outputs, outputs[0], opts, root=opts.rootRank)
+        return self._submit([step], outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        opts = opts or dist.ReduceScatterOptions()
+        self._check_count(inputs[0])
+        return self._submit(
+            [self._reduction(CollectiveKind.REDUCE_SCATTER, inputs[0], outputs, opts)], outputs
+        )
+
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> _Work:
+        return self._submit([self._scatter_flat(output, tensor, opts)], [output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._submit([self._scatter_flat(output, tensor, opts) for output, tensor in pairs], outputs)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        self._check_count(outputs)
+        self._check_count(inputs)
+        step = self._move(CollectiveKind.ALL_TO_ALL, inputs, outputs, inputs[0], opts)
+        return self._submit([step], outputs)
+
+    def all_to_all_single(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> _Work:
+        memory = _Memory()
+        target = memory.write(output)
+        inputs = _split(memory.read(tensor), input_splits, self._num_ranks)
+        outputs = _split(target, output_splits, self._num_ranks)
+        step = self._move(CollectiveKind.ALL_TO_ALL, inputs, outputs, tensor, opts, finish=memory.finish)
+        return self._submit([step], [output])
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> _Work:
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return self._submit([self._move(CollectiveKind.BARRIER, [], [], nothing, opts)], [])
+
+    # ---- messages ----
+
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> _Work:
+        memory = _Memory()
+        return self._post(memory, memory.read(tensors[0]), tensors, destination, tag, is_send=True)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> _Work:
+        memory = _Memory()
+        return self._post(memory, memory.write(tensors[0]), tensors, source, tag, is_send=False)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> _Work:
+        return self.recv(tensors, -1, tag)
+
+    def _post(
+        self, memory: _Memory, plain: torch.Tensor, tensors: Any, peer: int, tag: int, *, is_send: bool
+    ) -> _Work:
+        future: Future[int] = Future()
+
+        def done(error: str, source: int) -> None:
+            if error:
+                future.set_exception(dist.DistBackendError(f"coarse: {error}"))
+                return
+            memory.finish()
+            future.set_result(source)
+
+        self._collectives.post(
+            is_send=is_send,
+            peer=peer,
+            tag=tag,
+            data=plain.data_ptr(),
+            num_bytes=plain.nbytes,
+            dtype=_name_of(plain.dtype),
+            timeout=self._timeout,
+            done=done,
+        )
+        return _Work(future, tensors)
+
+    # ---- steps ----
+
+    def _submit(self, steps: Sequence[Callable[[], None]], result: Any) -> _Work:
+        self._num_issued = next(self._issued)
+
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return _Work(self._executor.submit(run), result)
+
+    def _gather_flat(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Callable[[], None]:
+        memory = _Memory()
+        pieces = list(memory.write(output).view(-1).chunk(self._num_ranks)) if output.numel() else []
+        pieces = pieces or [output.view(-1)] * self._num_ranks
+        return self._move(CollectiveKind.ALL_GATHER, [tensor], pieces, tensor, opts, finish=memory.finish)
+
+    def _scatter_flat(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Callable[[], None]:
+        opts = opts or dist.ReduceScatterOptions()
+        flat = _Memory().read(tensor).view(-1)
+        pieces = list(flat.chunk(self._num_ranks)) if flat.numel() else [flat] * self._num_ranks
+        return self._reduction(CollectiveKind.REDUCE_SCATTER, pieces, [output], opts)
+
+    def _reduction(
+        self, kind: CollectiveKind, inputs: Any, outputs: Any, opts: Any, root: int = -1
+    ) -> Callable[[], None]:
+        combine = _combine_of(opts.reduceOp)
+        if outputs[0].is_complex():
+            if combine not in (Combine.SUM, Combine.MEAN):
+                raise ValueError("coarse: complex tensors take SUM and AVG alone")
+            inputs, outputs = [list(map(torch.view_as_real, side)) for side in (inputs, outputs)]
+        element = _ELEMENTS.get(outputs[0].dtype, ElementType.OPAQUE)
+        if not _native.can_combine(element, combine):
+            raise ValueError(
+                f"coarse: tensors of {_name_of(outputs[0].dtype)} cannot be reduced by this operator"
+            )
+        return self._move(kind, inputs, outputs, outputs[0], opts, combine=combine, root=root)
+
+    def _move(
+        self,
+        kind: CollectiveKind,
+        inputs: Any,
+        outputs: Any,
+        piece: torch.Tensor,
+        opts: Any,
+        *,
+        combine: Combine = Combine.NONE,
+        root: int = -1,
+        finish: Callable[[], None] = lambda: None,
+    ) -> Callable[[], None]:
+        """What is to be done for one collective; checks and copies happen now, in the caller's thread."""
+        memory = _Memory()
+        is_in_place = len(inputs) == len(outputs) == 1 and inputs[0] is outputs[0]
+        targets = [memory.write(output, is_read=is_in_place) for output in outputs]
+        sources = targets if is_in_place else [memory.read(tensor) for tensor in inputs]
+        is_exchange = kind == CollectiveKind.ALL_TO_ALL
+        is_told = not is_exchange and kind != CollectiveKind.BARRIER
+        limit = getattr(opts, "timeout", _UNSET)
+        arguments: dict[str, Any] = {
+            "kind": kind,
+            "dtype": _name_of(piece.dtype),
+            "element": _ELEMENTS.get(piece.dtype, ElementType.OPAQUE),
+            "element_bytes": piece.element_size(),
+            "combine": combine,
+            "root": root,
+            "dims": list(piece.shape) if is_told else [0] * (_MOST_DIMS + 1),
+            "piece_bytes": piece.nbytes if is_told else 0,
+            "inputs": [tensor.data_ptr() for tensor in sources],
+            "outputs": [tensor.data_ptr() for tensor in targets],
+            "input_bytes": [tensor.nbytes for tensor in sources] if is_exchange else [],
+            "output_bytes": [tensor.nbytes for tensor in targets] if is_exchange else [],
+            "timeout": self._timeout if limit == _UNSET else limit,
+        }
+        for tensor in (*sources, *targets):
+            if is_told and tensor.nbytes != piece.nbytes:
+                raise ValueError(
+                    f"coarse: pieces must be alike: {tuple(tensor.shape)} and {tuple(piece.shape)}"
+                )
+
+        def step(_kept: Any = (sources, targets)) -> None:
+            try:
+                self._collectives.run(**arguments)
+            except (RuntimeError, ValueError) as error:
+                raise dist.DistBackendError(f"coarse: {error}") from None
+            memory.finish()
+            finish()
+
+        return step
+
+    def _check_count(self, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self._num_ranks:
+            raise ValueError(
+                f"coarse: there must be {self._num_ranks} tensors, one per rank, not {len(tensors)}"
+            )
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"coarse: serves tensors on cpu and cuda, not {tensor.device}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"coarse: the backend in Python takes dense tensors, not {tensor.layout}")
+    return tensor
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[torch.Tensor]:
+    if not sizes:
+        if tensor.shape[0] % num_ranks:
+            raise ValueError(f"coarse: {tensor.shape[0]} rows are not divisible by {num_ranks} ranks")
+        sizes = [tensor.shape[0] // num_ranks] * num_ranks
+    return list(tensor.split(list(sizes)))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _combine_of(op: Any) -> Combine:
+    # Compared, not looked up: what comes here is a ReduceOp, which is equal to its RedOpType and hashes otherwise.
+    known = (
+        (dist.ReduceOp.SUM, Combine.SUM),
+        (dist.ReduceOp.AVG, Combine.MEAN),
+        (dist.ReduceOp.MAX, Combine.MAX),
+        (dist.ReduceOp.MIN, Combine.MIN),
+        (dist.ReduceOp.PRODUCT, Combine.PRODUCT),
+        (dist.ReduceOp.BAND, Combine.BIT_AND),
+        (dist.ReduceOp.BOR, Combine.BIT_OR),
+        (dist.ReduceOp.BXOR, Combine.BIT_XOR),
+    )
+    for candidate, combine in known:
+        if op == candidate:
+            return combine
+    raise ValueError(f"coarse: reduce op {op} is not supported")

@@ -1,0 +1,298 @@
+/// SharedCollectives: ranks are threads with mappings of their own; values are exact, so that sums are sets
+/// of ranks.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <functional>
+#include <future>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "coarse/shared_collectives.hpp"
+
+namespace coarse::test {
+namespace {
+
+constexpr std::size_t kBufferBytes = 4096;  // small, so that tensors take many rounds
+constexpr std::chrono::seconds kLimit{60};
+using Floats = std::vector<float>;
+
+/// A group whose ranks are threads.
+class Group {
+ public:
+  explicit Group(std::size_t numRanks) {
+    const int fd = createSealedMemory("collectives-test", groupScratchBytes(numRanks, kBufferBytes));
+    for (std::size_t rank = 0; rank < numRanks; ++rank) {
+      ranks_.push_back(std::make_unique<SharedCollectives>(
+          std::make_unique<GroupScratch>(fd, rank, numRanks, kBufferBytes, Liveness({}))));
+    }
+    ::close(fd);
+  }
+
+  /// Runs `body(rank, collectives)` in all ranks at once.
+  template <typename Body>
+  void run(Body body) {
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      threads.emplace_back([this, rank, &body] { body(rank, *ranks_[rank]); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  std::size_t size() const { return ranks_.size(); }
+
+ private:
+  std::vector<std::unique_ptr<SharedCollectives>> ranks_;
+};
+
+Collective callOf(CollectiveKind kind, std::size_t numElements, Combine combine = Combine::kNone,
+                  int root = -1) {
+  Collective call;
+  call.header.kind = kind;
+  call.header.combine = combine;
+  call.header.root = root;
+  call.header.pieceBytes = numElements * sizeof(float);
+  call.header.numDims = 1;
+  call.header.dims[0] = static_cast<std::int64_t>(numElements);
+  std::strcpy(call.header.dtype, "float32");
+  call.element = ElementType::kFloat32;
+  call.elementBytes = sizeof(float);
+  call.timeout = kLimit;
+  return call;
+}
+
+/// Element i of a rank: distinct, and exact in sums.
+float valueOf(std::size_t rank, std::size_t i) { return static_cast<float>((i % 64) * 1024 + (1U << rank)); }
+
+Floats valuesOf(std::size_t rank, std::size_t numElements) {
+  Floats values(numElements);
+  for (std::size_t i = 0; i < numElements; ++i) values[i] = valueOf(rank, i);
+  return values;
+}
+
+Floats sumOf(std::size_t numRanks, std::size_t numElements) {
+  Floats sums(numElements, 0.0F);
+  for (std::size_t rank = 0; rank < numRanks; ++rank) {
+    for (std::size_t i = 0; i < numElements; ++i) sums[i] += valueOf(rank, i);
+  }
+  return sums;
+}
+
+class Collectives : public testing::TestWithParam<std::tuple<std::size_t, std::size_t>> {
+ protected:
+  const std::size_t numRanks_ = std::get<0>(GetParam());
+  const std::size_t numElements_ = std::get<1>(GetParam());
+};
+
+// Two and three ranks reduce directly, five in slices; lengths around one buffer, and of many.
+INSTANTIATE_TEST_SUITE_P(RanksAndLengths, Collectives,
+                         testing::Combine(testing::Values(1, 2, 3, 5),
+                                          testing::Values(0, 1, 1023, 1025, 20001)));
+
+TEST_P(Collectives, AllReduceAddsUpInPlaceTimeAndAgain) {
+  Group group(numRanks_);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    for (int i = 0; i < 3; ++i) {
+      Floats values = valuesOf(rank, numElements_);
+      void* memory = values.data();
+      Collective call = callOf(CollectiveKind::kAllReduce, numElements_, Combine::kSum);
+      call.inputs = &memory;
+      call.outputs = &memory;
+      collectives.run(call);
+      EXPECT_EQ(values, sumOf(numRanks_, numElements_));
+    }
+  });
+}
+
+TEST_P(Collectives, AllGatherAndReduceScatterAreInverse) {
+  Group group(numRanks_);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    const Floats own = valuesOf(rank, numElements_);
+    std::vector<Floats> all(numRanks_, Floats(numElements_));
+    const void* input = own.data();
+    std::vector<void*> outputs;
+    std::vector<const void*> pieces;
+    for (Floats& one : all) {
+      outputs.push_back(one.data());
+      pieces.push_back(one.data());
+    }
+    Collective gather = callOf(CollectiveKind::kAllGather, numElements_);
+    gather.inputs = &input;
+    gather.outputs = outputs.data();
+    collectives.run(gather);
+    for (std::size_t other = 0; other < numRanks_; ++other)
+      EXPECT_EQ(all[other], valuesOf(other, numElements_));
+
+    Floats result(numElements_);
+    void* output = result.data();
+    Collective scatter = callOf(CollectiveKind::kReduceScatter, numElements_, Combine::kMean);
+    scatter.inputs = pieces.data();
+    scatter.outputs = &output;
+    collectives.run(scatter);
+    EXPECT_EQ(result, own);  // the mean of as many equal ones
+  });
+}
+
+TEST_P(Collectives, BroadcastAndScatterComeFromTheRoot) {
+  Group group(numRanks_);
+  const auto root = static_cast<int>(numRanks_ - 1);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    Floats values = valuesOf(rank, numElements_);
+    void* memory = values.data();
+    Collective broadcast = callOf(CollectiveKind::kBroadcast, numElements_, Combine::kNone, root);
+    broadcast.inputs = &memory;
+    broadcast.outputs = &memory;
+    collectives.run(broadcast);
+    EXPECT_EQ(values, valuesOf(numRanks_ - 1, numElements_));
+
+    std::vector<Floats> all;
+    std::vector<const void*> pieces;
+    for (std::size_t other = 0; other < numRanks_; ++other) {
+      all.push_back(valuesOf(other, numElements_));
+      pieces.push_back(all.back().data());
+    }
+    Collective scatter = callOf(CollectiveKind::kScatter, numElements_, Combine::kNone, root);
+    scatter.inputs = pieces.data();
+    scatter.outputs = &memory;
+    collectives.run(scatter);
+    EXPECT_EQ(values, valuesOf(rank, numElements_));
+  });
+}
+
+TEST_P(Collectives, AllToAllTakesSizesThatDiffer) {
+  Group group(numRanks_);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    const auto count = [&](std::size_t from, std::size_t to) { return numElements_ / (from + 1) + to; };
+    std::vector<Floats> sent, received;
+    std::vector<const void*> inputs;
+    std::vector<void*> outputs;
+    std::vector<std::uint64_t> inputBytes, outputBytes;
+    for (std::size_t other = 0; other < numRanks_; ++other) {
+      sent.push_back(valuesOf(rank, count(rank, other)));
+      received.emplace_back(count(other, rank));
+      inputBytes.push_back(sent.back().size() * sizeof(float));
+      outputBytes.push_back(received.back().size() * sizeof(float));
+    }
+    for (Floats& one : sent) inputs.push_back(one.data());
+    for (Floats& one : received) outputs.push_back(one.data());
+    Collective call = callOf(CollectiveKind::kAllToAll, 0);
+    call.inputs = inputs.data();
+    call.outputs = outputs.data();
+    call.inputBytes = inputBytes.data();
+    call.outputBytes = outputBytes.data();
+    collectives.run(call);
+    for (std::size_t other = 0; other < numRanks_; ++other) {
+      EXPECT_EQ(received[other], valuesOf(other, count(other, rank)));
+    }
+  });
+}
+
+std::string errorOf(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(CollectiveErrors, AllRanksHearOfAMismatchAndGoOn) {
+  Group group(3);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    Floats values(100, 1.0F);
+    void* memory = values.data();
+    Collective wrong = callOf(CollectiveKind::kAllReduce, rank == 2 ? 50 : 100, Combine::kSum);
+    wrong.inputs = &memory;
+    wrong.outputs = &memory;
+    const std::string error = errorOf([&] { collectives.run(wrong); });
+    EXPECT_NE(error.find("rank 2 at 1, all_reduce of float32 [50], sum"), std::string::npos) << error;
+    EXPECT_EQ(values, Floats(100, 1.0F));
+    Collective right = callOf(CollectiveKind::kAllReduce, 100, Combine::kSum);
+    right.inputs = &memory;
+    right.outputs = &memory;
+    collectives.run(right);
+    EXPECT_EQ(values, Floats(100, 3.0F));
+  });
+}
+
+TEST(CollectiveErrors, WhoWaitsForARankThatLeftIsTold) {
+  Group group(2);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    if (rank == 1) return collectives.close();
+    const std::string error = errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); });
+    EXPECT_NE(error.find("rank 1 has left the group"), std::string::npos) << error;
+    EXPECT_NE(errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); }).find("broken since"),
+              std::string::npos);
+  });
+}
+
+TEST(CollectiveErrors, CloseEndsAWait) {
+  Group group(2);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    if (rank == 1) return;
+    std::thread closing([&] { collectives.close(); });
+    EXPECT_NE(errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); }), "");
+    closing.join();
+  });
+}
+
+/// Posts a message; its error and peer come in the future.
+std::future<std::pair<std::string, int>> post(SharedCollectives& collectives, bool isSend, int peer, int tag,
+                                              Floats& values) {
+  auto promise = std::make_shared<std::promise<std::pair<std::string, int>>>();
+  Message message;
+  message.isSend = isSend;
+  message.peer = peer;
+  message.tag = tag;
+  message.data = values.data();
+  message.numBytes = values.size() * sizeof(float);
+  std::strcpy(message.dtype, "float32");
+  message.deadline = Clock::now() + kLimit;
+  message.done = [promise](const std::string& error, int from) { promise->set_value({error, from}); };
+  collectives.post(message);
+  return promise->get_future();
+}
+
+TEST(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
+  Group group(3);
+  constexpr std::size_t kSizes[] = {3, 100000, 0, 500};  // of more than a ring, too
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    const auto next = static_cast<int>((rank + 1) % 3), previous = static_cast<int>((rank + 2) % 3);
+    std::vector<Floats> sent, received;
+    for (std::size_t size : kSizes) {
+      sent.push_back(valuesOf(rank, size));
+      received.emplace_back(size);
+    }
+    std::vector<std::future<std::pair<std::string, int>>> done;
+    for (int tag : {0, 1, 2, 3}) done.push_back(post(collectives, true, next, tag, sent[tag]));
+    for (int tag : {1, 3, 0, 2})
+      done.push_back(post(collectives, false, tag == 3 ? -1 : previous, tag, received[tag]));
+    for (auto& one : done) EXPECT_EQ(one.get().first, "");
+    for (int tag : {0, 1, 2, 3}) {
+      EXPECT_EQ(received[tag], valuesOf(static_cast<std::size_t>(previous), kSizes[tag])) << tag;
+    }
+  });
+}
+
+TEST(MessagesBetweenRanks, OfAnotherSizeAreRefusedAndTheNextOneComes) {
+  Group group(2);
+  group.run([&](std::size_t rank, SharedCollectives& collectives) {
+    Floats first = valuesOf(0, 100), second = valuesOf(0, 200);
+    if (rank == 0) {
+      auto one = post(collectives, true, 1, 0, first), two = post(collectives, true, 1, 0, second);
+      EXPECT_EQ(one.get().first + two.get().first, "");
+      return;
+    }
+    Floats wrong(50, -1.0F), right(200);
+    EXPECT_NE(post(collectives, false, 0, 0, wrong).get().first.find("sent 400 bytes"), std::string::npos);
+    EXPECT_EQ(post(collectives, false, 0, 0, right).get().second, 0);
+    EXPECT_EQ(right, second);
+    EXPECT_EQ(wrong, Floats(50, -1.0F));
+  });
+}
+
+}  // namespace
+}  // namespace coarse::test

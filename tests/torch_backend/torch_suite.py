@@ -1,0 +1,307 @@
+"""Runs PyTorch's own tests of c10d and DDP (distributed_test.py, which ships inside torch) with the coarse backend.
+
+    python tests/torch_backend/torch_suite.py --backend coarse --backend gloo --report results.md [NAME ...]
+
+The file chooses its tests by the name of a backend that it knows. Here it is told that the backend is gloo, so that
+it chooses the same tests for both, and every process group that it makes is made of the backend that is to be tested.
+
+Three ranks live through many tests, each test on a process group of its own; after a test that failed or took too
+long they are started anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from collections import Counter
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+WORLD_SIZE = 3
+TEST_LIMIT_S = 60.0
+START_LIMIT_S = 300.0
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+_FOLDERS = ("barrier", "test_dir", "init_dir")
+
+
+# ---- in the ranks ----
+
+
+def serve(backend: str, rank: int, pipe: int) -> None:
+    """Runs tests by name, as told over the pipe, until it is told nothing more."""
+    import torch
+    import torch.distributed as dist
+
+    from coarse import torch_entry
+
+    torch_entry.register()  # where this source tree is not installed
+    torch.set_num_threads(1)
+    case = _make_case(rank)
+    connection = Connection(pipe)
+    connection.send([])
+    while (request := connection.recv()) is not None:
+        name, store = request
+        outcome = [PASSED, ""]
+        try:
+            _pretend(backend)
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=WORLD_SIZE,
+                timeout=_timeout_of(name),
+            )
+            case._barrier()
+            getattr(case, name)()
+            case._barrier()
+        except unittest.SkipTest as skip:
+            outcome = [SKIPPED, str(skip)]
+        except SystemExit as end:
+            outcome = _outcome_of_exit(end)
+        except BaseException:
+            outcome = [FAILED, traceback.format_exc()]
+        gc.collect()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        connection.send(outcome)
+
+
+def list_tests() -> list[tuple[str, str]]:
+    """Every test, and why it does not run under gloo on this machine ("" if it does)."""
+    case = _make_case(0)
+    names = [name for name in dir(case) if name.startswith("test_")]
+    return [(name, getattr(getattr(case, name), "__unittest_skip_why__", "")) for name in names]
+
+
+def _make_case(rank: int) -> Any:
+    from torch.testing._internal.common_utils import TestCase
+    from torch.testing._internal.distributed import distributed_test
+
+    class Suite(TestCase, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+        def runTest(self) -> None:  # noqa: N802
+            """What unittest wants a case to have."""
+
+    case = Suite()
+    case.rank, case.world_size, case.file_name = rank, WORLD_SIZE, ""
+    return case
+
+
+def _pretend(backend: str) -> None:
+    """Has the tests make groups of `backend` where they name gloo."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import distributed_test
+
+    if backend == "gloo" or hasattr(dist, "_new_group_of_torch"):
+        return
+    dist._new_group_of_torch = new_group = dist.new_group  # type: ignore[attr-defined]
+
+    def new_group_of_backend(*arguments: Any, **options: Any) -> Any:
+        if options.get("backend") == "gloo":
+            options["backend"] = backend
+        return new_group(*arguments, **options)
+
+    dist.new_group = new_group_of_backend
+    for names in (
+        distributed_test.PROFILING_SUPPORTED_BACKENDS,
+        distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS,
+    ):
+        names.append(backend)
+
+
+def _timeout_of(name: str) -> Any:
+    from datetime import timedelta
+
+    from torch.testing._internal.distributed import distributed_test
+
+    seconds = distributed_test.CUSTOM_PG_TIMEOUT.get(name, TEST_LIMIT_S / 2)
+    return timedelta(seconds=min(seconds, TEST_LIMIT_S / 2))
+
+
+def _outcome_of_exit(end: SystemExit) -> list[str]:
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    for skip in TEST_SKIPS.values():
+        if end.code == skip.exit_code:
+            return [SKIPPED, skip.message]
+    return [FAILED, f"exit code {end.code}"]
+
+
+# ---- in the process that runs the suite ----
+
+
+class Ranks:
+    """The processes of one backend."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._folder = Path()
+        self._num_runs = 0
+
+    def run(self, name: str) -> tuple[str, str]:
+        """The outcome of a test over all ranks, and why."""
+        if not self._processes:
+            self._start()
+        self._num_runs += 1
+        for folder in _FOLDERS[1:]:
+            shutil.rmtree(self._folder / folder, ignore_errors=True)
+            (self._folder / folder).mkdir()
+        for connection in self._connections:
+            connection.send((name, str(self._folder / f"store{self._num_runs}")))
+        outcomes = self._receive(TEST_LIMIT_S)
+        for status in (FAILED, SKIPPED):
+            reasons = [reason for found, reason in outcomes if found == status]
+            if status == FAILED and reasons:
+                self.stop()
+            if reasons and (status == FAILED or len(reasons) == WORLD_SIZE):
+                return status, reasons[0]
+        return PASSED, ""
+
+    def stop(self) -> None:
+        """Ends the ranks. Idempotent."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for connection in self._connections:
+            connection.close()
+        if self._processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="coarse-suite-"))
+        for folder in _FOLDERS:
+            (self._folder / folder).mkdir()
+        for rank in range(WORLD_SIZE):
+            ours, theirs = Pipe()
+            self._processes.append(
+                subprocess.Popen(
+                    [
+                        *(sys.executable, __file__, "--backend", self._backend),
+                        *("--rank", str(rank), "--pipe", str(theirs.fileno())),
+                    ],
+                    env=_environment(self._folder, rank),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            )
+            theirs.close()
+            self._connections.append(ours)
+        self._receive(START_LIMIT_S)
+
+    def _receive(self, limit_s: float) -> list[tuple[str, str]]:
+        deadline = time.monotonic() + limit_s
+        outcomes = []
+        for connection in self._connections:
+            try:
+                if connection.poll(max(0.0, deadline - time.monotonic())):
+                    outcomes.append(tuple(connection.recv()))
+                else:
+                    outcomes.append((FAILED, f"no end within {limit_s:.0f} s"))
+            except (EOFError, OSError):
+                outcomes.append((FAILED, "the process ended"))
+        return outcomes
+
+
+def _environment(folder: Path, rank: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "RANK": str(rank),
+        "TEMP_DIR": str(folder),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_suite(backend: str, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+    """Runs the tests, all or those of `names`; the outcome of each and why."""
+    outcomes: dict[str, tuple[str, str]] = {}
+    ranks = Ranks(backend)
+    try:
+        for name, skipped in _listed():
+            if names and name not in names:
+                continue
+            outcomes[name] = (SKIPPED, skipped) if skipped else ranks.run(name)
+            status, reason = outcomes[name]
+            print(f"{backend} {name}: {status} {reason.strip().splitlines()[-1:] or ''}", flush=True)
+    finally:
+        ranks.stop()
+    return outcomes
+
+
+def _listed() -> list[tuple[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, __file__, "--list"],
+            env=_environment(Path(folder), 0),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return [(name, reason) for name, reason in json.loads(done.stdout.splitlines()[-1])]
+
+
+def report(results: dict[str, dict[str, tuple[str, str]]]) -> str:
+    """The outcomes of all backends as a Markdown page."""
+    lines = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
+    counts = {
+        backend: Counter(status for status, _ in outcomes.values()) for backend, outcomes in results.items()
+    }
+    for status in (PASSED, FAILED, SKIPPED):
+        lines.append(
+            f"| {status} | " + " | ".join(str(counts[backend][status]) for backend in results) + " |"
+        )
+    names = sorted({name for outcomes in results.values() for name in outcomes})
+    lines += ["", "| test | " + " | ".join(results) + " | why |", "|---" * (len(results) + 2) + "|"]
+    for name in names:
+        found = [outcomes.get(name, ("", "")) for outcomes in results.values()]
+        reasons = [reason.strip().splitlines()[-1] for _, reason in found if reason.strip()]
+        why = reasons[0][:160].replace("|", "/") if reasons else ""
+        lines.append(f"| {name} | " + " | ".join(status for status, _ in found) + f" | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="tests; all without any")
+    parser.add_argument("--backend", action="append", help="coarse or gloo; may be given twice")
+    parser.add_argument("--report", type=Path, help="a file for the outcomes, as Markdown")
+    parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    backends = arguments.backend or ["coarse"]
+    if arguments.list:
+        print(json.dumps(list_tests()))
+    elif arguments.rank is not None:
+        serve(backends[0], arguments.rank, arguments.pipe)
+    else:
+        results = {backend: run_suite(backend, arguments.names) for backend in backends}
+        text = report(results)
+        print(text.partition("\n\n")[0])
+        if arguments.report:
+            arguments.report.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
