@@ -28,7 +28,7 @@ def environment(**variables: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "OMP_NUM_THREADS": "1",
         "COARSE_PROFILE": "off",
-        "COARSE_TIMEOUT_S": "60",
+        "COARSE_TIMEOUT_S": "120",
         **variables,
     }
 

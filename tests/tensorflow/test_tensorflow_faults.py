@@ -12,17 +12,20 @@ from jobs import HERE, Job
 pytestmark = pytest.mark.timeout(400)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@pytest.fixture(scope="module")
+def port():
+    """A free one that stays so until worker 0 listens there: bound, which SO_REUSEADDR allows twice."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def said(tmp_path_factory, port):
     """What worker 0 has to say, after worker 1 has died."""
     directory = tmp_path_factory.mktemp("faults")
-    workers = [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]  # the second one serves nothing
+    workers = [f"127.0.0.1:{port}", "127.0.0.1:1"]  # the second one serves nothing
     jobs = []
     for index in range(2):
         config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
@@ -39,7 +42,7 @@ def said(tmp_path_factory):
 def test_a_worker_that_dies_in_fit_ends_it_on_the_others(said):
     assert "WorkerLostError" in said["fit"]
     assert "worker 1" in said["fit"]
-    assert said["over"] - said["died"] < 10.0  # a second, and what a machine that does much else takes
+    assert said["over"] - said["died"] < 20.0  # a second, and what a busy machine takes
 
 
 def test_what_is_asked_for_later_says_the_same(said):
