@@ -44,6 +44,7 @@ def serve(backend: str, rank: int, pipe: int) -> None:
     """Runs tests by name, as told over the pipe, until it is told nothing more."""
     import torch
     import torch.distributed as dist
+    from torch.testing._internal.common_utils import SEED, set_rng_seed
 
     from coarse import torch_entry
 
@@ -65,6 +66,7 @@ def serve(backend: str, rank: int, pipe: int) -> None:
                 timeout=_timeout_of(name),
             )
             case._barrier()
+            set_rng_seed(SEED)
             getattr(case, name)()
             case._barrier()
         except unittest.SkipTest as skip:
