@@ -33,7 +33,7 @@ class Job:
 
 @contextmanager
 def join_job() -> Iterator[Job]:
-    """Joins the workers that a launcher started (torchrun, `coarse run`).
+    """Joins the workers that a launcher started (torchrun, `coarse run`; with COARSE imported, also mpirun and srun).
 
     A script run by hand is a job of one worker. The process group is gone when the block ends, also when it
     ends with an error.

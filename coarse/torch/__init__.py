@@ -7,11 +7,13 @@ Example:
     >>> recovery = Recovery(model, optimizer)  # if restarted workers are to go on where memory devices are
 """
 
+from coarse.launchers import adopt_launcher as _adopt_launcher
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.recovery import Recovery
 from coarse.torch_entry import register as _register
 
+_adopt_launcher()
 _register()  # where COARSE was not installed, so that torch did not do it
 
 __all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery"]

@@ -1,0 +1,54 @@
+"""Hugging Face Accelerate with COARSE: models it prepares have their gradients averaged by memory devices.
+
+Example:
+    >>> from coarse.accelerate import Accelerator  # was: from accelerate import Accelerator
+    >>> accelerator = Accelerator()
+    >>> model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+"""
+
+from __future__ import annotations
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType
+
+from coarse.torch import DistributedDataParallel
+
+_DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """As accelerate's, where several workers train: takes its arguments, and makes the same process group.
+
+    A single worker, FSDP, DeepSpeed and Megatron take accelerate's own ways.
+    """
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Places the model as accelerate does, and wraps it in coarse.torch.DistributedDataParallel.
+
+        A DistributedDataParallelKwargs handler's arguments go to the wrapper. With torch.compile, what is wrapped is
+        the compiled module.
+
+        Raises:
+            RuntimeError: If the handler names a communication hook, which has no buckets to work on here.
+        """
+        if evaluation_mode or not self._wraps(model):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        placed = super().prepare_model(model, device_placement, evaluation_mode=True)
+        handler = self.ddp_handler
+        arguments = handler.to_kwargs() if handler is not None else {}
+        device_ids = None if self.device.type == "cpu" else [self.device]
+        wrapped = DistributedDataParallel(placed, device_ids=device_ids, **arguments)
+        if handler is not None:
+            handler.register_comm_hook(wrapped)
+        del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
+        wrapped._is_accelerate_prepared = True
+        self._models[-1] = wrapped
+        return wrapped
+
+    def _wraps(self, model: torch.nn.Module) -> bool:
+        is_prepared = getattr(model, "_is_accelerate_prepared", False)
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        return self.distributed_type in _DATA_PARALLEL and is_trained and not is_prepared

@@ -1,0 +1,81 @@
+"""Accelerate, transformers.Trainer, Lightning, Ray Train and mpirun train with COARSE, by the examples."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 170
+DIGITS = ("--epochs", "16")  # enough for 97 %
+
+
+def needs(*modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install coarse[trainers]")
+
+
+def run(*command: str) -> str:
+    """What the command printed; it must end well."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=EXAMPLES,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def check_accuracy(printed: str) -> None:
+    (accuracy,) = re.findall(r"test accuracy (\d+\.\d+)%", printed)  # one worker speaks for all
+    assert float(accuracy) >= 97.0
+
+
+def test_accelerate_launch():
+    needs("accelerate")
+    flags = ("--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+    launch = (sys.executable, "-m", "accelerate.commands.launch", *flags, "--main_process_port", "0")
+    check_accuracy(run(*launch, "accelerate_digits.py", *DIGITS))
+
+
+def test_lightning_starts_its_own_workers():
+    needs("lightning")
+    check_accuracy(run(sys.executable, "lightning_digits.py", *DIGITS))
+
+
+def test_ray_train(tmp_path):
+    needs("ray")
+    check_accuracy(run(sys.executable, "ray_digits.py", *DIGITS, "--results", str(tmp_path)))
+
+
+def test_mpirun():
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("no mpirun: pip install mpich")
+    check_accuracy(run(mpirun, "-n", "2", sys.executable, "torch_digits.py", *DIGITS))
+
+
+@pytest.mark.parametrize("launcher", ["coarse", "torch.distributed.run"])
+def test_what_they_train_is_wrapped_by_coarse(launcher):
+    needs("accelerate", "lightning")
+    script = str(Path(__file__).with_name("wrapping_script.py"))
+    flags = ("run", "-n", "2") if launcher == "coarse" else ("--standalone", "--nproc-per-node", "2")
+    printed = run(sys.executable, "-m", launcher, *flags, script)
+    assert printed.count("all as promised") == 2, printed

@@ -1,0 +1,117 @@
+"""A worker that has each trainer wrap a small model, and looks at what came out; started by test_trainers.py."""
+
+from __future__ import annotations
+
+import tempfile
+
+import lightning
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from transformers import TrainingArguments
+
+import coarse.torch
+from coarse.accelerate import Accelerator
+from coarse.lightning import CoarseStrategy
+from coarse.transformers import Trainer
+
+SAMPLES = 8
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        assert isinstance(self.trainer.strategy.model, coarse.torch.DistributedDataParallel)
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(inputs).square().mean()}
+
+
+def check_agreement(module: nn.Module, what: str) -> None:
+    """That all workers have the same parameters, and that these have moved from zero."""
+    values = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    total = values.clone()
+    dist.all_reduce(total)
+    np.testing.assert_array_equal((total / dist.get_world_size()).numpy(), values.numpy(), err_msg=what)
+
+
+def data(rank: int) -> torch.Tensor:
+    return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def with_accelerate() -> None:
+    handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler], gradient_accumulation_steps=2)
+    torch.manual_seed(accelerator.process_index)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert type(model) is coarse.torch.DistributedDataParallel
+    assert model.find_unused_parameters
+    assert accelerator._models == [model]
+    assert accelerator.prepare(model) is model
+    for inputs in data(accelerator.process_index).split(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    check_agreement(model, "Accelerate")
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert accelerator.prepare_model(frozen) is frozen
+    assert type(accelerator.unwrap_model(model)) is nn.Linear
+    model.close()
+
+
+def with_transformers() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    module = Loss()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, use_cpu=True, max_steps=2, save_strategy="no", report_to="none", disable_tqdm=True
+        )
+        samples = [{"inputs": row} for row in data(0)]
+        trainer = Trainer(module, arguments, train_dataset=samples)
+        trainer.train()
+    assert type(trainer.model_wrapped) is coarse.torch.DistributedDataParallel
+    check_agreement(module, "transformers")
+    trainer.model_wrapped.close()
+
+
+def with_lightning() -> None:
+    torch.manual_seed(dist.get_rank())
+    module = Regression()
+    flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(strategy="coarse", accelerator="cpu", devices=2, max_steps=3, **flags)
+    trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+    check_agreement(module, "Lightning")
+    try:
+        CoarseStrategy(ddp_comm_hook=print)
+    except ValueError as error:
+        assert "communication hooks work on torch's buckets" in str(error)
+    else:
+        raise AssertionError("a communication hook was taken")
+
+
+with_accelerate()
+with_transformers()
+with_lightning()
+print("all as promised", flush=True)
