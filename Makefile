@@ -64,7 +64,7 @@ clean:  ## Remove the environment, builds and caches; results in runs/ stay.
 
 $(INSTALLED): pyproject.toml setup.py $(NATIVE_SOURCES) | $(BIN)/python
 	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python -m pip install $(TORCH); }
-	$(BIN)/python -m pip install -e '.[torch,examples,checkpoint,plot,dev]'
+	$(BIN)/python -m pip install -e '.[torch,examples,trainers,checkpoint,plot,dev]'
 	@touch $@
 
 # A new environment sees the packages of $(PYTHON) only where PyTorch is one of them, for it is large. Where $(PYTHON)

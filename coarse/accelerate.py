@@ -34,9 +34,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             RuntimeError: If the handler names a communication hook, which has no buckets to work on here.
         """
-        if evaluation_mode or not self._wraps(model):
+        is_prepared = getattr(model, "_is_accelerate_prepared", False)
+        if is_prepared or self.distributed_type not in _DATA_PARALLEL:
             return super().prepare_model(model, device_placement, evaluation_mode)
         placed = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+            return placed
         handler = self.ddp_handler
         arguments = handler.to_kwargs() if handler is not None else {}
         device_ids = None if self.device.type == "cpu" else [self.device]
@@ -47,8 +50,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         wrapped._is_accelerate_prepared = True
         self._models[-1] = wrapped
         return wrapped
-
-    def _wraps(self, model: torch.nn.Module) -> bool:
-        is_prepared = getattr(model, "_is_accelerate_prepared", False)
-        is_trained = any(parameter.requires_grad for parameter in model.parameters())
-        return self.distributed_type in _DATA_PARALLEL and is_trained and not is_prepared

@@ -36,9 +36,7 @@ def main() -> None:
     torch.manual_seed(0)
     questions = load_squad(arguments.data)
     tokenizer = train_tokenizer(questions, vocabulary=30_522)
-    windows = cut_windows(
-        questions, tokenizer, max_length=arguments.max_length, stride=arguments.doc_stride
-    )
+    windows = cut_windows(questions, tokenizer, max_length=arguments.max_length, stride=arguments.doc_stride)
     trainer = Trainer(
         build_model(arguments),
         TrainingArguments(

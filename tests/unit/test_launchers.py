@@ -56,7 +56,9 @@ def test_the_first_node_of_a_list(nodes, first):
 
 
 def test_what_the_user_or_torchrun_has_set_stays():
-    assert adopted(MPICH | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == dict(zip(RANKS, "1212", strict=True))
+    assert adopted(MPICH | {"MASTER_ADDR": "head", "MASTER_PORT": "7"}) == dict(
+        zip(RANKS, "1212", strict=True)
+    )
     assert adopted(MPICH | {"RANK": "0", "WORLD_SIZE": "1"}) == {}
 
 
