@@ -22,13 +22,6 @@ def pytest_configure():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items):
-    # With `-n 2 --dist loadgroup`, tests that start processes follow one another, beside those of one process.
-    for item in items:
-        if item.path.parent != _ROOT / "tests" / "unit":
-            item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """A cache folder of the tests' own, so that no profile of this host decides what a test does."""
