@@ -30,8 +30,7 @@ experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tabl
 test: lint native-test-asan native-test-tsan python-test  ## Run all linters and tests, the native ones under sanitizers.
 
 python-test: $(INSTALLED)  ## Run the Python tests.
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest --ignore tests/unit
+	$(BIN)/python -m pytest
 
 lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
 	$(BIN)/ruff check .

@@ -9,6 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("coarse", deadline=None)  # a busy machine is no fault of an example
+settings.load_profile("coarse")
 
 _ROOT = Path(__file__).parents[1]
 _CUDA_STAND_INS = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}

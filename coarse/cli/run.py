@@ -61,6 +61,7 @@ _SESSION_FLAGS = (
         "COARSE_DUAL_SYNC",
         "what the workers reduce themselves: off, auto, or bytes for memory devices",
     ),
+    ("--torch-backend", "COARSE_TORCH_BACKEND", 'of init_process_group("coarse"): auto, native or python'),
     ("--own-path", "COARSE_OWN_PATH", "how workers reduce themselves: auto, ring, all-gather or all-to-all"),
     (
         "--replan-steps",
