@@ -36,7 +36,8 @@ class WorkerPool:
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
 
-    A pool whose workers failed to answer in time is killed; the next scenario starts a new one.
+    A pool is ended when a scenario fails, and killed when it does not answer in time; the next scenario starts a new
+    one, so that a second try has nothing of the first.
     """
 
     def __init__(self, strategy: str, *, num_nodes: int = 1, stand_ins: Path | None = None) -> None:
@@ -64,6 +65,7 @@ class WorkerPool:
         replies = self._receive(SCENARIO_TIMEOUT_S)
         for rank, reply in enumerate(replies):
             if reply[0] == "error":
+                self.close()
                 raise ScenarioError(f"{self._strategy} worker {rank}: {reply[3]}")
         return [reply[1] for reply in replies]
 
