@@ -27,7 +27,9 @@ train-tf: $(INSTALLED)  ## Train the digits with Keras, on workers of COARSE and
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments
 
-test: lint native-test-asan native-test-tsan python-test  ## Run all linters and tests, the native ones under sanitizers.
+test:  ## Run all linters and tests, the native ones under sanitizers.
+	@$(MAKE) --jobs=2 lint native-test-asan native-test-tsan  # native tests build while Python's packages are installed
+	@$(MAKE) python-test
 
 python-test: $(INSTALLED)  ## Run the Python tests.
 	$(BIN)/python -m pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,34 +113,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             return
         _check_members(optimizer, model)
-        if overlap and model.replicates_devices:
-            raise ValueError(
-                "overlap=True does not go with COARSE_REPLICAS: it updates parameters while gradients of others are "
-                "not complete yet, so that neither copy alone could finish a step; pass overlap=False, or unset "
-                "COARSE_REPLICAS"
-            )
-        if overlap and model.keeps_devices and model.tables:
-            raise ValueError(
-                "overlap=True and COARSE_KEEP_DEVICES do not go with sparse gradients: updates of tables cannot be "
-                "undone; pass overlap=False, or make the embeddings dense (sparse=False)"
-            )
-        if model.tables and model.replicates_devices:
-            raise ValueError(
-                "COARSE_REPLICAS does not go with sparse gradients: an update of a table changes few rows, and whole "
-                "shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
-            )
-        if staleness and model.keeps_devices:
-            raise ValueError(
-                f"staleness={staleness} does not go with COARSE_KEEP_DEVICES: copies on workers die with them; pass "
-                "staleness=0, or unset COARSE_KEEP_DEVICES"
-            )
+        _check_recovery(model, overlap=overlap, staleness=staleness)
         self._offloaded = model.offload(
             optimizer,
             rule,
             overlap=overlap,
             measures=policy.needs_measures,
             staleness=staleness,
-            before_update=self._prepare_update,
+            before_update=_weakly(self._prepare_update),
         )
         # Read by GradScaler, which then hands scale and found_inf to step().
         self._step_supports_amp_scaling = not overlap
@@ -331,6 +312,43 @@ def _obstacle(
         if DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()
+
+
+def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness: int) -> None:
+    """Refuses what could not be recovered, where the model's memory devices are kept or have replicas."""
+    if overlap and model.replicates_devices:
+        raise ValueError(
+            "overlap=True does not go with COARSE_REPLICAS: it updates parameters while gradients of others are not "
+            "complete yet, so that neither copy alone could finish a step; pass overlap=False, or unset "
+            "COARSE_REPLICAS"
+        )
+    if overlap and model.keeps_devices and model.tables:
+        raise ValueError(
+            "overlap=True and COARSE_KEEP_DEVICES do not go with sparse gradients: updates of tables cannot be "
+            "undone; pass overlap=False, or make the embeddings dense (sparse=False)"
+        )
+    if model.tables and model.replicates_devices:
+        raise ValueError(
+            "COARSE_REPLICAS does not go with sparse gradients: an update of a table changes few rows, and whole "
+            "shards would be copied; make the embeddings dense (sparse=False), or unset COARSE_REPLICAS"
+        )
+    if staleness and model.keeps_devices:
+        raise ValueError(
+            f"staleness={staleness} does not go with COARSE_KEEP_DEVICES: copies on workers die with them; pass "
+            "staleness=0, or unset COARSE_KEEP_DEVICES"
+        )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls `method` as long as its object lives. Hooks of parameters would keep the object, and all it refers to."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
 
 
 def _unrounded_state(

@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -841,6 +842,26 @@ def parameters_and_state_live_once(context: Context) -> None:
     dist.barrier()
     assert bool((module[0].weight == 7.0).all())
     dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def what_was_dropped_is_freed_when_the_next_model_comes(context: Context) -> None:
+    mapped_before = coarse_mappings()
+    for overlap in (False, True):
+        module = wide_mlp()
+        model = context.wrap(module)
+        optimizer = offload(context, torch.optim.AdamW(model.parameters()), model, overlap=overlap)
+        loss_of(model, context, 0).backward()
+        optimizer.step()
+        assert any("coarse-parameters of model" in mapping for mapping in coarse_mappings() - mapped_before)
+        dropped = weakref.ref(model)
+        del module, model, optimizer
+        gc.collect()
+        assert dropped() is None
+        context.wrap(mlp())
+        gc.collect()
+        left = coarse_mappings() - mapped_before
+        assert not any("coarse-parameters of model" in mapping for mapping in left), left
 
 
 @offloaded_scenario(compare=False)
