@@ -18,6 +18,7 @@
 #include "contributions.hpp"
 #include "cuda_blocks.hpp"
 #include "delay.cuh"
+#include "host_kernels.hpp"
 #include "measure.cu"
 #include "reduce.cuh"
 #include "update.cuh"
@@ -131,15 +132,6 @@ std::vector<void*> pointersOf(const std::vector<Array>& arrays) {
 
 // ---- Kernels on the host ----
 
-/// What a kernel does with a batch: `body` once for every thread of every tile.
-template <class Batch, class Body>
-void forEveryThread(const Batch& batch, Body body) {
-  for (std::uint32_t tile = 0; tile < batch.numTiles; ++tile) {
-    const auto& shard = batch.shards[cuda::shardOfTile(batch.shards, batch.numShards, tile)];
-    for (unsigned thread = 0; thread < cuda::kThreads; ++thread) body(shard, tile - shard.firstTile, thread);
-  }
-}
-
 template <class Element, class Op>
 void runReduce(const cuda::ReduceBatch& batch, bool isRing) {
   forEveryThread(batch, [&](const cuda::ReduceShard& shard, std::uint32_t tile, unsigned thread) {
@@ -176,42 +168,10 @@ void runReduce(DType dtype, ReduceOp op, const cuda::ReduceBatch& batch, bool is
   }
 }
 
-template <class Element>
-void runUpdateOf(const cuda::UpdateBatch& batch) {
-  forEveryThread(batch, [&](const cuda::UpdateShard& shard, std::uint32_t tile, unsigned thread) {
-    cuda::updateTile<Element>(batch, shard, tile, thread);
-  });
-}
-
 void runUpdate(DType dtype, const cuda::UpdateBatch& batch) {
-  if (dtype == DType::kFloat32) return runUpdateOf<cuda::Plain<float>>(batch);
-  if (dtype == DType::kBFloat16) return runUpdateOf<cuda::BFloat16>(batch);
-  runUpdateOf<cuda::Float16>(batch);
-}
-
-/// One tile as the block of a kernel measures it, phase by phase.
-template <class Element>
-void measureTile(const cuda::ReduceBatch& batch, const cuda::ReduceShard& shard, std::uint32_t number,
-                 cuda::ShardMeasure& measure) {
-  using Shape = cuda::TileShape<Element>;
-  const cuda::Range range = cuda::rangeOfTile(number, Shape::kElements, shard.numElements);
-  const auto count = static_cast<unsigned>(range.end - range.begin);
-  alignas(16) typename Element::Stored tile[Shape::kElements];
-  for (unsigned thread = 0; thread < cuda::kThreads; ++thread)
-    cuda::meanOfTile<Element>(batch, shard, range, thread, tile);
-  bool isFinite = true;
-  std::uint32_t first = shard.numInputs;
-  for (unsigned thread = 0; thread < cuda::kThreads; ++thread) {
-    isFinite = isFinite && cuda::isTileFinite<Element>(tile, count, thread);
-    first = std::min(first, cuda::firstNonFinite<Element>(batch, shard, range, thread));
-  }
-  for (unsigned thread = 0; thread < cuda::kThreads; ++thread)
-    cuda::writeTile<Element>(batch, shard, range, thread, tile);
-  double partialSums[cuda::kNumPartialSums];
-  for (unsigned i = 0; i < cuda::kNumPartialSums; ++i)
-    partialSums[i] = cuda::partialSumOfSquares<Element>(tile, count, i);
-  measure.sumOfSquares += cuda::sumInOrder(partialSums, cuda::kNumPartialSums);
-  if (!isFinite && measure.nonFiniteOf == cuda::kNobody) measure.nonFiniteOf = cuda::offender(shard, first);
+  if (dtype == DType::kFloat32) return test::runUpdate<cuda::Plain<float>>(&batch);
+  if (dtype == DType::kBFloat16) return test::runUpdate<cuda::BFloat16>(&batch);
+  test::runUpdate<cuda::Float16>(&batch);
 }
 
 template <class Element>
