@@ -104,57 +104,19 @@ def provide_devices(
     """
     node = nodes.node_of(identity.rank)
     leader = nodes.ranks[node][0]
-    key = f"devices/{node}"
     if identity.rank != leader:
         return _find_devices(identity, store, settings, nodes, watch)
     try:
-        table = choose_partition_table(
-            settings.partition_table, num_workers=len(nodes.ranks[node]), devices=settings.memory_devices
-        )
-        if table.is_on_gpus and keeping is not None:
-            raise ValueError("COARSE_KEEP_DEVICES does not go with memory devices on GPUs")
-        if table.is_on_gpus and settings.machine:
-            raise ValueError(
-                "COARSE_MACHINE does not go with memory devices on GPUs: links are those that are there"
-            )
-        if table.is_on_gpus and not settings.partition_table:
-            table = pair_with_nearest(table)
+        table = _choose_table(settings, len(nodes.ranks[node]), are_kept=keeping is not None)
         emulation = choose_emulation(
             settings.machine,
             table,
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
         )
-        if settings.replicas:
-            check_replicas(table)
-        processes, kept_in = None, None
-        lost = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
-        if lost is None or lost:
-            for device, memory in enumerate(table.memories):
-                if lost is None or device in lost:
-                    try_memory(memory)
-            if keeping is not None:
-                kept_in = (
-                    keeping.directory
-                    if lost
-                    else make_session_directory(keeping.attempt.job, keeping.session)
-                )
-            with link_nodes(
-                nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
-            ) as links:
-                processes = DeviceProcesses(
-                    table=table,
-                    settings=settings,
-                    nodes=nodes,
-                    node=node,
-                    links=links,
-                    emulation=emulation,
-                    kept_in=kept_in,
-                    replaces=lost,
-                    introduce=_introducer(str(kept_in), settings, watch),
-                )
+        processes = _start_missing(table, emulation, store, settings, nodes, node, watch, keeping)
     except (OSError, ValueError, CoarseError) as error:
-        store.set(key, json.dumps({"error": str(error)}).encode())
+        store.set(_announcement_key(node), json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
             raise
         raise MemoryDeviceLostError(f"worker {leader} could not start memory devices: {error}") from error
@@ -165,7 +127,7 @@ def provide_devices(
         "memories": table.memories,
         "emulation": None if emulation is None else emulation.to_json(),
     }
-    store.set(key, json.dumps(announcement).encode())
+    store.set(_announcement_key(node), json.dumps(announcement).encode())
     return NodeDevices(
         nodes=nodes,
         node=node,
@@ -174,6 +136,65 @@ def provide_devices(
         emulation=emulation,
         processes=processes,
     )
+
+
+def _announcement_key(node: int) -> str:
+    """Where the first worker of a node tells the others of its memory devices."""
+    return f"devices/{node}"
+
+
+def _choose_table(settings: Settings, num_workers: int, *, are_kept: bool) -> PartitionTable:
+    """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
+    table = choose_partition_table(
+        settings.partition_table, num_workers=num_workers, devices=settings.memory_devices
+    )
+    if table.is_on_gpus and are_kept:
+        raise ValueError("COARSE_KEEP_DEVICES does not go with memory devices on GPUs")
+    if table.is_on_gpus and settings.machine:
+        raise ValueError(
+            "COARSE_MACHINE does not go with memory devices on GPUs: links are those that are there"
+        )
+    if settings.replicas:
+        check_replicas(table)
+    if table.is_on_gpus and not settings.partition_table:
+        return pair_with_nearest(table)
+    return table
+
+
+def _start_missing(
+    table: PartitionTable,
+    emulation: Emulation | None,
+    store: Store,
+    settings: Settings,
+    nodes: NodeMap,
+    node: int,
+    watch: PeerWatch,
+    keeping: Keeping | None,
+) -> DeviceProcesses | None:
+    """Starts those memory devices of `table` that were not kept; returns None if all were."""
+    lost = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
+    if lost is not None and not lost:
+        return None
+    for device, memory in enumerate(table.memories):
+        if lost is None or device in lost:
+            try_memory(memory)
+    kept_in = None
+    if keeping is not None:
+        kept_in = keeping.directory if lost else make_session_directory(keeping.attempt.job, keeping.session)
+    with link_nodes(
+        nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
+    ) as links:
+        return DeviceProcesses(
+            table=table,
+            settings=settings,
+            nodes=nodes,
+            node=node,
+            links=links,
+            emulation=emulation,
+            kept_in=kept_in,
+            replaces=lost,
+            introduce=_introducer(str(kept_in), settings, watch),
+        )
 
 
 def check_replicas(table: PartitionTable) -> None:
@@ -289,7 +310,7 @@ def _find_devices(
     node = nodes.node_of(identity.rank)
     leader = nodes.ranks[node][0]
     try:
-        announcement = json.loads(watch.get(store, f"devices/{node}", settings.timeout_s))
+        announcement = json.loads(watch.get(store, _announcement_key(node), settings.timeout_s))
     except TimeoutError:
         raise RendezvousError(
             f"worker {identity.rank}: worker {leader} has started no memory devices within "
