@@ -160,7 +160,8 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
 
     strategy.close()
     from coarse.client.schema import TensorSpec
-    from coarse.launch import Launch, join_session
+    from coarse.launch import Launch
+    from coarse.tensorflow.session import join_session
 
     session = join_session(Launch.from_environment(), 1)
     arrays = [each.numpy() for each in gradients]

@@ -1,22 +1,30 @@
-"""Who this process is among the workers of its job, and where they find each other: no framework is needed for it."""
+"""Who this process is among the workers of its job: what torchrun, MPI, Slurm and TF_CONFIG say."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from coarse.env import Attempt, Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
-from coarse.rendezvous import WorkerAddress, gather_workers
-from coarse.session import Session
-from coarse.socket_store import Address, LocalAddress, PrefixStore, SocketStore, StoreServer, TcpAddress
+from coarse.socket_store import Address, LocalAddress, TcpAddress
 
-logger = logging.getLogger(__name__)
+_MPI = {  # rank, number of workers, and both on this node
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH, Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_PORTS = range(20_000, 30_000)  # below those that systems give to whoever asks for any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,81 +41,21 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else TF_CONFIG; without them, one worker.
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else TF_CONFIG, or what mpirun or srun has set.
+
+        Without any of them there is one worker.
 
         Raises:
             RendezvousError: If they contradict each other, or TF_CONFIG has tasks other than workers.
         """
-        environ = os.environ if environ is None else environ
+        environ = dict(os.environ if environ is None else environ)
         if "RANK" not in environ and "WORLD_SIZE" not in environ and environ.get("TF_CONFIG"):
             return _from_tf_config(environ["TF_CONFIG"])
+        adopt_launcher(environ)
         identity = WorkerIdentity.from_environment(environ)
         return cls(
             identity=identity, address=None if identity.world_size == 1 else _address(identity, environ)
         )
-
-
-def join_session(launch: Launch, number: int) -> Session:
-    """Joins the session of this process's `number`-th strategy.
-
-    Raises:
-        RendezvousError: If workers are missing, there twice, or do not agree.
-    """
-    settings = Settings.from_environment()
-    name = f"tensorflow{number}"
-    if launch.address is None:
-        from coarse.store import DirectoryStore
-
-        return Session.join(
-            identity=launch.identity, store=DirectoryStore(os.devnull), settings=settings, name=name
-        )
-    store = PrefixStore(
-        _store_of_process(launch, settings), f"attempt{Attempt.from_environment().number}/session{number}"
-    )
-    addresses = gather_workers(
-        launch.identity, PrefixStore(store, "join"), timeout_s=settings.timeout_s, node=settings.node
-    )
-    return Session.join(
-        identity=_with_neighbours(launch.identity, addresses), store=store, settings=settings, name=name
-    )
-
-
-# Global because worker 0 can serve its address only once, however many strategies there are; forks have none.
-_STORES: dict[tuple[int, Address], tuple[SocketStore, StoreServer | None]] = {}
-
-
-def _store_of_process(launch: Launch, settings: Settings) -> SocketStore:
-    assert launch.address is not None
-    key = (os.getpid(), launch.address)
-    if key not in _STORES:
-        server = _serve(launch.address) if launch.identity.rank == 0 else None
-        try:
-            store = SocketStore(launch.address, timeout_s=settings.timeout_s)
-        except RendezvousError as error:
-            raise RendezvousError(f"worker {launch.identity.rank}: {error}") from error
-        _STORES[key] = store, server
-    return _STORES[key][0]
-
-
-def _serve(address: Address) -> StoreServer:
-    try:
-        return StoreServer(address)
-    except OSError as error:
-        raise RendezvousError(
-            f"worker 0 cannot serve {address}: {error}. Either it is taken or another process has rank 0; choose a "
-            "free port and give each worker its own rank."
-        ) from error
-
-
-def _with_neighbours(identity: WorkerIdentity, addresses: list[WorkerAddress]) -> WorkerIdentity:
-    host = addresses[identity.rank].host
-    local = [rank for rank, address in enumerate(addresses) if address.host == host]
-    return WorkerIdentity(
-        rank=identity.rank,
-        world_size=identity.world_size,
-        local_rank=local.index(identity.rank),
-        local_world_size=len(local),
-    )
 
 
 def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
@@ -115,7 +63,8 @@ def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
     if not host or not port.isdigit() or int(port) > 65535:
         raise RendezvousError(
             f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} is no "
-            "address. Start the script with `coarse run -n N script.py`, torchrun, or a TF_CONFIG."
+            "address. Start the script with `coarse run -n N script.py`, torchrun, or a TF_CONFIG; under mpirun on "
+            "several nodes name the first one (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500)."
         )
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return TcpAddress(host, int(port))
@@ -154,3 +103,59 @@ def _rank_of_task(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> int:
     raise ValueError(
         f"a task of type {kind!r}; coarse.tensorflow has chief and worker, no servers nor evaluators"
     )
+
+
+def adopt_launcher(environ: MutableMapping[str, str] | None = None, *, parent_pid: int | None = None) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for a worker that mpirun or srun has started.
+
+    Does nothing where RANK or WORLD_SIZE is set, or nothing of such a launcher is. MASTER_ADDR and MASTER_PORT are
+    set too, unless the user has: to the first node of a Slurm step and a port by the number of its job, or, if all of
+    MPI's workers are on this node, to it and a port by the launcher's process. Workers on several nodes under mpirun
+    have to be told (`mpirun -x MASTER_ADDR=host`).
+    """
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return
+    found = _slurm(environ) or _mpi(environ, os.getppid() if parent_pid is None else parent_pid)
+    for name, value in found.items():
+        environ.setdefault(name, value)
+
+
+def _mpi(environ: MutableMapping[str, str], parent_pid: int) -> dict[str, str]:
+    for names in _MPI.values():
+        if all(name in environ for name in names):
+            found = _ranks(*(environ[name] for name in names))
+            if found["WORLD_SIZE"] == found["LOCAL_WORLD_SIZE"]:
+                found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(parent_pid)}
+            return found
+    return {}
+
+
+def _slurm(environ: MutableMapping[str, str]) -> dict[str, str]:
+    # A batch script has ranks too, but is one process: only a step has a number.
+    if "SLURM_STEP_ID" not in environ or not all(name in environ for name in _SLURM):
+        return {}
+    rank, size, local_rank, per_node = (environ[name] for name in _SLURM)
+    counts = list(_tasks_of_nodes(per_node))
+    found = _ranks(rank, size, local_rank, str(counts[int(environ.get("SLURM_NODEID", "0"))]))
+    host = _first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    return found | {"MASTER_ADDR": host, "MASTER_PORT": _port(int(environ.get("SLURM_JOB_ID", "0")))}
+
+
+def _ranks(rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+
+
+def _port(number: int) -> str:
+    return str(_PORTS[number % len(_PORTS)])
+
+
+def _tasks_of_nodes(text: str) -> Iterator[int]:
+    """Of Slurm's `2(x3),1`: 2, 2, 2, 1."""
+    for tasks, _, nodes in re.findall(r"(\d+)(\(x(\d+)\))?", text):
+        yield from [int(tasks)] * int(nodes or 1)
+
+
+def _first_host(nodes: str) -> str:
+    """Of Slurm's `gpu[03-05,9],login`: gpu03."""
+    return re.sub(r"\[(\w+)[^\]]*\].*", r"\1", nodes) if "[" in nodes.split(",")[0] else nodes.split(",")[0]

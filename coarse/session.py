@@ -226,6 +226,18 @@ class Session:
         check_array(array, op)
         self._open().all_reduce(array.ctypes.data, array.size, array.dtype.name, op)
 
+    def limit_waits(self, timeout_s: float) -> None:
+        """Has what is opened, registered or pulled from now on take so long at most, not as long as the settings say.
+
+        Raises:
+            ValueError: If it is not positive.
+        """
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s={timeout_s} leaves no time to wait; give it more than 0")
+        client = self._open()
+        if isinstance(client, Client):
+            client.timeout_s = timeout_s
+
     def open_async_reducer(self) -> AsyncReducer:
         """Has tensors reduced by name from now on, from any thread; until it is closed nothing else is reduced.
 

@@ -98,6 +98,8 @@ class Client:
         self._agreement = agreement
         self._connections = connections
         self._settings = settings
+        self.timeout_s = settings.timeout_s
+        """Longest wait before it is an error."""
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)
@@ -133,11 +135,6 @@ class Client:
         self._questions = Questions(self.rank, settings.timeout_s, self._losses)
         self._storage = ParameterStorage(connections, self._questions, replicas=settings.replicas)
         self._links = EmulatedLinks(emulation, connections[0], self._questions)
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait before it is an error."""
-        return self._settings.timeout_s
 
     @property
     def is_closed(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -146,7 +147,8 @@ class Collectives:
             TensorSpec(name=f"tensor {i}", dtype=dtype, num_elements=num_elements, op=op)
             for i, (dtype, num_elements) in enumerate(signatures)
         ]
-        self._reducer.register(group, specs)
+        with _explained(f"asking for {name}"):
+            self._reducer.register(group, specs)
         return [f"{group}/{spec.name}" for spec in specs]
 
     def _lock_of(self, channel: str) -> threading.Lock:
@@ -192,13 +194,20 @@ class Collectives:
     def _reduce_all(self, requests: list[Request], what: str) -> None:
         if not requests:
             return
-        try:
+        with _explained(what):
             self._reducer.reduce_all(requests)
-        except SyncTimeoutError as error:
-            raise SyncTimeoutError(
-                f"{error}. This worker was {what}; what is reduced over workers, such as a metric that is read, "
-                "has to be asked for on all of them, not on one alone."
-            ) from error
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Says in time-outs what this worker was at, and what the others have to do."""
+    try:
+        yield
+    except SyncTimeoutError as error:
+        raise SyncTimeoutError(
+            f"{str(error).rstrip('.')}. This worker was {what}: what is reduced over workers, such as a metric that "
+            "is read or a variable that is created, has to be asked for on all of them, not on one alone."
+        ) from error
 
 
 def can_reduce(dtype: str) -> bool:

@@ -1,4 +1,4 @@
-"""Two places where Keras 3 looks at the class of a strategy, or not at other workers at all.
+"""Places where Keras 3 looks at the class of a strategy, or not at other workers at all.
 
 Each is changed for models of coarse.tensorflow.Strategy only, once per process, where Keras has what is known.
 """
@@ -6,11 +6,14 @@ Each is changed for models of coarse.tensorflow.Strategy only, once per process,
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import tensorflow as tf
 
 from coarse.tensorflow.callbacks import guard
+
+logger = logging.getLogger(__name__)
 
 _MARK = "_is_patched_by_coarse"
 
@@ -34,6 +37,8 @@ def apply(strategy_class: Any) -> None:
             f"coarse.tensorflow does not know Keras {keras.__version__}: it was tested with 3.15. Install that"
         )
     _patch_predict(trainer, strategy_class)
+    for method in ("fit", "train_on_batch"):
+        _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
     guard(keras.callbacks, strategy_class)
 
@@ -56,6 +61,38 @@ def _patch_predict(trainer: Any, strategy_class: Any) -> None:
 
     setattr(reduce_per_replica, _MARK, True)
     trainer.reduce_per_replica = reduce_per_replica
+
+
+def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
+    """Models that were built outside of scope() belong to no strategy: Keras trains them on each worker alone."""
+    original = getattr(trainer_class, method)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def train(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self._distribute_strategy is None:
+            _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
+        return original(self, *arguments, **keywords)
+
+    setattr(train, _MARK, True)
+    setattr(trainer_class, method, train)
+
+
+def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
+    advice = "Build and compile it within `with strategy.scope():`."
+    if isinstance(current, strategy_class) and current.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"model {model.name!r} was built outside of strategy.scope(): its variables have other values on each "
+            f"worker. {advice}"
+        )
+    if strategy_class.has_workers():
+        logger.warning(
+            "coarse.tensorflow: model %r was built outside of strategy.scope(): each worker trains one of its own. "
+            "%s",
+            model.name,
+            advice,
+        )
 
 
 def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:

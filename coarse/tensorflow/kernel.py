@@ -8,6 +8,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
         number: Tells the sessions of this process apart.
     """
     try:
-        return ReduceKernel(build_library(), collectives, number)
+        return ReduceKernel(build_library(os.environ.get("CXX", "g++")), collectives, number)
     except (KernelBuildError, OSError, tf.errors.NotFoundError) as error:
         logger.warning(
             "coarse.tensorflow: tensors are reduced through Python, which is slower, for the op cannot be built: %s",
@@ -87,13 +88,16 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
 
 
 @functools.cache
-def build_library() -> Path:
+def build_library(compiler: str) -> Path:
     """The shared library of the op, for this TensorFlow; takes half a minute the first time.
+
+    Args:
+        compiler: Of C++.
 
     Raises:
         KernelBuildError: If it cannot be built.
     """
-    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", f"-I{_INCLUDE}"]
+    command = [*shlex.split(compiler), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", f"-I{_INCLUDE}"]
     command += tf.sysconfig.get_compile_flags()
     links = tf.sysconfig.get_link_flags()
     ingredients = [tf.__version__, *command, *links, _SOURCE.read_text(), _INTERFACE.read_text()]

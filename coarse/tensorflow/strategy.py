@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.framework import random_seed
 
-from coarse.launch import Launch, join_session
+from coarse.launch import Launch
 from coarse.session import Session
 from coarse.tensorflow import keras_patches
 from coarse.tensorflow.collectives import Collectives
 from coarse.tensorflow.kernel import ReduceKernel, load_kernel
 from coarse.tensorflow.operations import Operations
+from coarse.tensorflow.session import join_session
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +34,15 @@ _OPS = {reduce_util.ReduceOp.SUM: "sum", reduce_util.ReduceOp.MEAN: "mean"}
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
     """Takes the place of tf.distribute.MultiWorkerMirroredStrategy, with its scope() and run(), and model.fit().
 
-    One process per worker, started by `coarse run`, with torchrun's variables or a TF_CONFIG; without any of these it
-    is the only worker, says so, and reduces nothing. Variables that are created in scope() start with worker 0's
-    values. All workers get one global random seed, so that they shuffle alike before data is dealt out; pass
-    `seed` to choose it.
+    One process per worker, started by `coarse run`, mpirun or srun, with torchrun's variables or a TF_CONFIG; without
+    any of these it is the only worker, says so, and reduces nothing. Variables that are created in scope() start with
+    worker 0's values. All workers get one global random seed, so that they shuffle alike before data is dealt out;
+    pass `seed` to choose it.
 
     Args:
         device: Of this worker; the GPU of its local rank if there is one, else the CPU.
+        communication_options: tf.distribute.experimental.CommunicationOptions, of which `timeout_seconds` counts: how
+            long workers wait for each other once all are there. By default COARSE_TIMEOUT_S.
         seed: For tf.random.set_seed() on all workers; worker 0's counts. By default worker 0's, or a new one.
 
     Raises:
@@ -46,16 +50,21 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
         OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
     """
 
-    def __init__(self, device: str | None = None, *, seed: int | None = None) -> None:
+    def __init__(
+        self, device: str | None = None, communication_options: Any = None, *, seed: int | None = None
+    ) -> None:
         launch = Launch.from_environment()
         number = _next_number()
         if launch.identity.world_size == 1:
             logger.warning(
-                "coarse.tensorflow.Strategy: neither RANK and WORLD_SIZE nor TF_CONFIG name other workers; this "
-                "process is the only one. Start the script with `coarse run -n N script.py` for more."
+                "coarse.tensorflow.Strategy: neither RANK and WORLD_SIZE, TF_CONFIG nor mpirun name other workers; "
+                "this process is the only one. Start the script with `coarse run -n N script.py` for more."
             )
         self._coarse_session = join_session(launch, number)
         try:
+            timeout_s = getattr(communication_options, "timeout_seconds", None)
+            if timeout_s is not None:
+                self._coarse_session.limit_waits(timeout_s)
             device = device or _device(self._coarse_session)
             super().__init__(CoarseExtended(self, device, self._coarse_session, number))
             keras_patches.apply(Strategy)
@@ -63,7 +72,14 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
         except BaseException:
             self._coarse_session.close(is_finished=False)
             raise
+        if launch.identity.world_size > 1:
+            _open_strategies.add(self)
         atexit.register(self._close_at_exit, os.getpid())
+
+    @staticmethod
+    def has_workers() -> bool:
+        """Whether this process has an open strategy of several workers."""
+        return bool(_open_strategies)
 
     @property
     def rank(self) -> int:
@@ -94,6 +110,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
         Args:
             is_finished: As for Session.close().
         """
+        _open_strategies.discard(self)
         self.extended._close()
         self._coarse_session.close(is_finished=is_finished)
 
@@ -263,6 +280,11 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
     def _replica_ctx_update(
         self, var: Any, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, group: bool = True
     ) -> Any:
+        if self._operations is not None and not self.variable_created_in_scope(var):
+            raise ValueError(
+                f"variable {var.name!r} was created outside of strategy.scope(): each worker started with a value of "
+                "its own. Build the model and compile it within `with strategy.scope():`."
+            )
         return self._update(var, fn, args, kwargs or {}, group)
 
     # ---- inputs ----
@@ -325,6 +347,7 @@ def _require_per_worker(options: Any) -> None:
         raise NotImplementedError("inputs are made per worker, which has one replica; leave out PER_REPLICA")
 
 
+_open_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # of several workers
 _num_strategies = 0
 
 

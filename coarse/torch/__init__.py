@@ -7,7 +7,7 @@ Example:
     >>> recovery = Recovery(model, optimizer)  # if restarted workers are to go on where memory devices are
 """
 
-from coarse.launchers import adopt_launcher as _adopt_launcher
+from coarse.launch import adopt_launcher as _adopt_launcher
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.recovery import Recovery

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -40,6 +41,28 @@ def outcome(action: Any) -> str:
     return "nothing was raised"
 
 
+def asked_alone(rank: int) -> dict[str, str]:
+    """What the first worker is told that reads a metric, and creates a variable, while the other one does not."""
+    options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=6.0)
+    reads, creates = (coarse.tensorflow.Strategy(communication_options=options) for _ in range(2))
+    with reads.scope():
+        metric = keras.metrics.Mean()
+        metric.update_state([1.0])
+
+    def create() -> None:
+        with creates.scope():
+            tf.Variable(tf.zeros(2), name="of_one_worker")
+
+    if rank != 0:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waits = {
+            "metric": threads.submit(outcome, metric.result),
+            "variable": threads.submit(outcome, create),
+        }
+    return {name: wait.result() for name, wait in waits.items()}
+
+
 def main() -> None:
     directory = Path(sys.argv[1])
     first, second = coarse.tensorflow.Strategy(), coarse.tensorflow.Strategy()
@@ -57,6 +80,7 @@ def main() -> None:
         said["different variables"] = outcome(
             lambda: tf.Variable(tf.zeros(2 + rank), name=f"of_worker_{rank}")
         )
+    said.update(asked_alone(rank))
     with first.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

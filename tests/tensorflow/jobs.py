@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class Job:
         self._temporary = tempfile.TemporaryDirectory(prefix="coarse-test-")
         self._log = Path(self._temporary.name, "log").open("w+b")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
+            arguments,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

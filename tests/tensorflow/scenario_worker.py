@@ -36,6 +36,7 @@ def main() -> None:
         results[name] = run(name, strategy)
         if "error" in results[name]:
             break  # the other workers are elsewhere now
+    results["launched by"] = sorted({"RANK", "PMI_RANK"} & set(os.environ))
     results["modules"] = sorted({module.partition(".")[0] for module in sys.modules} & {"torch"})
     Path(directory, f"{strategy.num_replicas_in_sync}-{strategy.rank}.json").write_text(json.dumps(results))
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import logging
+import os
 import tempfile
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+import coarse.tensorflow
 
 ROWS, BATCH = (
     90,
@@ -193,6 +200,87 @@ def saving(strategy: Any) -> dict[str, Any]:
     return {"digest": digest(model), "written": written, "digests": digests}
 
 
+@contextlib.contextmanager
+def saying() -> Iterator[io.StringIO]:
+    """What COARSE logs meanwhile."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("coarse.tensorflow").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("coarse.tensorflow").removeHandler(handler)
+
+
+def without_compiler(strategy: Any) -> dict[str, Any]:
+    """A strategy that finds no compiler, and so reduces through Python."""
+    with saying() as said, unittest.mock.patch.dict(os.environ, CXX="/nonexistent/c++"):
+        own = coarse.tensorflow.Strategy(seed=1)
+
+    def build() -> Any:
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse", steps_per_execution=2)
+        return model
+
+    try:
+        keras.utils.set_random_seed(7 + 100 * strategy.rank)
+        return {**trained(own, build, inputs()), "said": said.getvalue()}
+    finally:
+        own.close()
+
+
+def many_in_flight(strategy: Any) -> dict[str, Any]:
+    """The first worker reduces 64 tensors in a graph; the others bring one after the other, the last one first."""
+    tensors = [tf.fill((32,), float(i + 100 * strategy.rank)) for i in range(64)]
+
+    @tf.function
+    def reduce_all(values: Any) -> Any:
+        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", values))
+
+    graph = reduce_all.get_concrete_function(tensors).graph
+    keys = [op.get_attr("key").decode() for op in graph.get_operations() if op.type == "CoarseReduce"]
+    if strategy.rank == 0:
+        return {"sums": [float(each[0]) for each in reduce_all(tensors)]}
+    reducer = strategy.extended._collectives._reducer
+    sums = []
+    for i, key in reversed(list(enumerate(keys))):
+        own, result = tensors[i].numpy(), np.empty(32, "f4")
+        reducer.reduce_all([(key, own.ctypes.data, result.ctypes.data, own.nbytes)])
+        sums.append(float(result[0]))
+    return {"sums": sums[::-1]}
+
+
+def scope_missing(strategy: Any) -> dict[str, Any]:
+    """What is said of models and variables from outside of scope(), and of operations that there are not."""
+    if strategy.num_replicas_in_sync == 1:
+        return {}
+    x, y = inputs()
+    outside = perceptron()
+    outside.compile(keras.optimizers.SGD(1e-2), "mse")
+    variable = tf.Variable(tf.ones(2), name="of_each_worker")
+    said = {}
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD(1e-2)
+        for name, action in (
+            ("fit in scope", lambda: outside.fit(x, y, batch_size=BATCH, verbose=0)),
+            ("update", lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))),
+            ("MAX", lambda: strategy.run(lambda: all_reduce("MAX"))),
+            ("product", lambda: strategy.run(lambda: all_reduce("product"))),
+        ):
+            try:
+                action()
+            except ValueError as error:
+                said[name] = str(error)
+    with saying() as text:
+        outside.fit(x, y, batch_size=BATCH, verbose=0)
+    said["fit"] = text.getvalue()
+    return said
+
+
+def all_reduce(op: str) -> Any:
+    return tf.distribute.get_replica_context().all_reduce(op, tf.ones(2))
+
+
 SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -204,5 +292,8 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         mixed_precision,
         own_loop,
         saving,
+        without_compiler,
+        many_in_flight,
+        scope_missing,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 
 import pytest
 from jobs import HERE, Job
@@ -29,7 +30,8 @@ def said(tmp_path_factory, port):
     jobs = []
     for index in range(2):
         config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-        jobs.append(Job(str(HERE / "fault_worker.py"), str(directory), TF_CONFIG=json.dumps(config)))
+        worker = (sys.executable, str(HERE / "fault_worker.py"), str(directory))
+        jobs.append(Job(*worker, TF_CONFIG=json.dumps(config)))
     (code, printed), (killed, other) = (job.finish() for job in jobs)
     assert code == 0, printed + other
     assert killed == -signal.SIGKILL, other
@@ -60,6 +62,18 @@ def test_an_unknown_operation_is_refused(said):
 
 def test_strings_are_refused(said):
     assert "cannot be gathered" in said["strings"]
+
+
+def test_a_metric_that_one_worker_alone_reads_ends_with_what_to_do(said):
+    assert said["metric"].startswith("SyncTimeoutError: worker 0: ")
+    assert "not pushed by worker(s) 1" in said["metric"]
+    assert "a metric that is read" in said["metric"]
+
+
+def test_a_variable_that_one_worker_alone_creates_ends_with_its_name(said):
+    assert said["variable"].startswith("SyncTimeoutError: worker 0: ")
+    assert "creating variable 'of_one_worker'" in said["variable"]
+    assert "has to be asked for on all of them" in said["variable"]
 
 
 def test_workers_that_create_different_variables_are_told_which(said):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 from jobs import HERE, Job
@@ -15,10 +19,16 @@ LIKE_ONE_PROCESS = [
     "several_steps_per_execution_and_batch_norm",
     "embedding_and_accumulation",
     "eager",
+    "without_compiler",
     "own_loop",
 ]
 TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-1]
 SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision", "saving"]
+
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+LAUNCHER = (sys.executable, "-m", "coarse", "run") if MPIRUN is None else (MPIRUN,)
+PYTHON = () if MPIRUN is None else (sys.executable,)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +36,8 @@ def results(tmp_path_factory):
     """By number of workers and rank: what each scenario returned."""
     directory = tmp_path_factory.mktemp("results")
     worker = str(HERE / "scenario_worker.py")
-    alone = Job(worker, str(directory))
-    together = Job("-m", "coarse", "run", "-n", str(WORKERS), worker, str(directory))
+    alone = Job(sys.executable, worker, str(directory))
+    together = Job(*LAUNCHER, "-n", str(WORKERS), *PYTHON, worker, str(directory))
     ends = [job.finish() for job in (alone, together)]
     for code, printed in ends:
         assert code == 0, printed
@@ -98,6 +108,40 @@ def test_what_is_saved_loads_without_the_strategy(results):
     _, (first, _) = scenario_of(results, "saving")
     assert len(first["digests"]) == 3
     assert len(set(first["digests"])) == 1
+
+
+def test_without_a_compiler_the_slower_way_is_told(results):
+    _, workers = scenario_of(results, "without_compiler")
+    for worker in workers:
+        assert "tensors are reduced through Python, which is slower" in worker["said"]
+        assert "install g++" in worker["said"]
+
+
+def test_a_tensor_is_pushed_before_others_are_there(results):
+    """The second worker brings its last tensor first, and the next one when that has been reduced."""
+    _, workers = scenario_of(results, "many_in_flight")
+    for worker in workers:
+        assert worker["sums"] == [100.0 + 2 * i for i in range(64)]
+
+
+def test_what_was_built_outside_of_scope_is_named(results):
+    _, workers = scenario_of(results, "scope_missing")
+    for said in workers:
+        assert "was built outside of strategy.scope()" in said["fit in scope"]
+        assert "'of_each_worker:0' was created outside of strategy.scope()" in said["update"]
+        assert "each worker trains one of its own" in said["fit"]
+
+
+def test_an_unknown_operation_is_refused_in_replicas_too(results):
+    _, workers = scenario_of(results, "scope_missing")
+    for said in workers:
+        assert "'MAX' is not a valid ReduceOp" in said["MAX"]
+        assert "is not a valid ReduceOp" in said["product"]
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install mpich")
+def test_ranks_are_those_of_mpirun(results):
+    assert [results[WORKERS, rank]["launched by"] for rank in range(WORKERS)] == [["PMI_RANK"], ["PMI_RANK"]]
 
 
 def test_one_worker_alone_says_so(results):

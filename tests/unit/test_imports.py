@@ -33,6 +33,25 @@ def test_imports_what_it_needs_only(statement, forbidden):
     assert modules_after(statement) & forbidden == set()
 
 
+def test_a_tensorflow_that_was_not_tested_is_refused_by_name(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("__version__ = '2.99.1'\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import coarse.tensorflow",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert (
+        "ImportError: coarse.tensorflow works with TensorFlow 2.21.*, and 2.99.1 is installed" in done.stderr
+    )
+    assert "tensorflow==2.21.*" in done.stderr
+
+
 def test_nothing_happens_at_import():
     script = (
         "import os, threading\n"
