@@ -1,9 +1,9 @@
 """The torch backend "coarse" against gloo: all_reduce by size, and a training step of a small BERT under FSDP2.
 
-    python benchmarks/torch_backend.py [--workers 2] [--report results.jsonl]
+    python benchmarks/torch_backend.py [--workers 2] [--nodes 1] [--report results.jsonl]
 
-Both backends run in turns in processes of their own, each result is verified before it is timed, and figures are
-*measured*. The ratio to gloo holds better than the figures.
+Both backends have groups of the same processes, which take turns between them, call by call, so that whatever else
+the machine does meets both alike. Each result is verified before it is timed, and figures are *measured*.
 """
 
 from __future__ import annotations
@@ -18,35 +18,44 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 BACKENDS = ("gloo", "coarse")
 ALL_REDUCE_BYTES = (4, 4 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
 LIMIT_S = 600
-_TIMED_S = 2.0
+_TIMED_S = 4.0
 _WARM_UP = 5
 
+Times = dict[str, list[float]]  # by backend
+Calls = dict[str, Callable[[], Any]]
+Groups = dict[str, Any]
 
-def measure(call: Callable[[], None], prepare: Callable[[], None]) -> list[float]:
-    """Milliseconds of `call`, each after `prepare`; as many times on all ranks, for about two seconds."""
+
+def measure(calls: Calls, groups: Groups, prepare: Callable[[], None] = lambda: None) -> Times:
+    """Milliseconds of each backend's call, each after `prepare`; as often on all ranks, about `_TIMED_S` in all."""
     import torch
     import torch.distributed as dist
 
-    def once() -> float:
+    def once(backend: str) -> float:
         prepare()
-        dist.barrier()
+        dist.barrier(group=groups[backend])
         started = time.perf_counter()
-        call()
+        calls[backend]()
         return (time.perf_counter() - started) * 1e3
 
-    first = statistics.median(once() for _ in range(_WARM_UP))
+    first = sum(statistics.median(once(backend) for _ in range(_WARM_UP)) for backend in BACKENDS)
     count = torch.tensor([min(2000, max(10, int(_TIMED_S * 1e3 / first)))])
     dist.broadcast(count, 0)
-    return [once() for _ in range(int(count))]
+    times: Times = {backend: [] for backend in BACKENDS}
+    for _ in range(int(count)):
+        for backend in BACKENDS:
+            times[backend].append(once(backend))
+    return times
 
 
-def all_reduces() -> dict[str, list[float]]:
+def all_reduces(groups: Groups) -> dict[str, Times]:
     """Times of an all_reduce of float32, by size."""
     import torch
     import torch.distributed as dist
@@ -55,42 +64,61 @@ def all_reduces() -> dict[str, list[float]]:
     expected = sum(2.0**rank for rank in range(dist.get_world_size()))
     for num_bytes in ALL_REDUCE_BYTES:
         tensor = torch.empty(num_bytes // 4)
-        fill = lambda tensor=tensor: tensor.fill_(2.0 ** dist.get_rank())  # noqa: E731
-        reduce = lambda tensor=tensor: dist.all_reduce(tensor)  # noqa: E731
-        fill()
-        reduce()
-        assert bool((tensor == expected).all()), "wrong sum"
-        times[f"all_reduce {num_bytes} B"] = measure(reduce, fill)
+        calls = {backend: partial(dist.all_reduce, tensor, group=groups[backend]) for backend in BACKENDS}
+        fill = partial(tensor.fill_, 2.0 ** dist.get_rank())
+        for backend in BACKENDS:
+            fill()
+            calls[backend]()
+            assert bool((tensor == expected).all()), f"wrong sum of {backend}"
+        times[f"all_reduce {num_bytes} B"] = measure(calls, groups, fill)
     return times
 
 
-def fsdp_steps() -> dict[str, list[float]]:
+def fsdp_steps(groups: Groups) -> dict[str, Times]:
     """Times of a training step of BERT-small, sharded by FSDP2."""
     import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+
+    steps = {backend: _fsdp_step(groups[backend]) for backend in BACKENDS}
+    losses = {backend: [steps[backend]() for _ in range(2)] for backend in BACKENDS}
+    assert torch.allclose(*map(torch.tensor, losses.values()), rtol=1e-5), losses
+    return {"FSDP2 step of BERT-small": measure(steps, groups)}
+
+
+def _fsdp_step(group: Any) -> Callable[[], float]:
+    """A training step on `group`, which returns its loss."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    config = BertConfig(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048)
+    config = BertConfig(
+        hidden_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model = BertForSequenceClassification(config)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model.bert.encoder.layer:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(0, config.vocab_size, (2, 32))
 
-    def step() -> None:
-        model(input_ids=tokens, labels=torch.zeros(2, dtype=torch.long)).loss.backward()
+    def step() -> float:
+        loss = model(input_ids=tokens, labels=torch.zeros(2, dtype=torch.long)).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return float(loss.detach())
 
-    return {"FSDP2 step of BERT-small": measure(step, lambda: None)}
+    return step
 
 
-def run_rank(backend: str, result: Path) -> None:
+def run_rank(result: Path) -> None:
     """One rank: everything is measured, and rank 0 writes it down."""
     import torch
     import torch.distributed as dist
@@ -100,9 +128,10 @@ def run_rank(backend: str, result: Path) -> None:
     torch_entry.register()  # where COARSE is not installed
     torch.set_num_threads(1)
     dist.init_process_group(
-        backend, init_method=f"file://{result}.store", rank=_rank(), world_size=_workers()
+        "coarse", init_method=f"file://{result}.store", rank=_rank(), world_size=_workers()
     )
-    times = {**all_reduces(), **fsdp_steps()}
+    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    times = {**all_reduces(groups), **fsdp_steps(groups)}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(times))
     dist.barrier()
@@ -117,25 +146,31 @@ def _workers() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def run_backend(backend: str, workers: int) -> dict[str, list[float]]:
-    """Times of one backend, in milliseconds."""
+def run(workers: int, nodes: int) -> dict[str, Times]:
+    """Times of both backends, in milliseconds, of workers on `nodes` nodes that are all this machine."""
     with tempfile.TemporaryDirectory(prefix="coarse-bench-") as folder:
         result = Path(folder, "times.json")
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--rank-of", backend, "--result", str(result)],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1"},
+                [sys.executable, __file__, "--result", str(result)],
+                env={
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(workers),
+                    "OMP_NUM_THREADS": "1",
+                    **({"COARSE_NODE": str(rank * nodes // workers)} if nodes > 1 else {}),
+                },
             )
             for rank in range(workers)
         ]
         try:
             if sum(rank.wait(LIMIT_S) != 0 for rank in ranks):
-                raise SystemExit(f"a rank of {backend} failed")
+                raise SystemExit("a rank failed")
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        times: dict[str, list[float]] = json.loads(result.read_text())
+        times: dict[str, Times] = json.loads(result.read_text())
         return times
 
 
@@ -155,23 +190,22 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--report", type=Path, help="a file to which JSON lines are appended")
-    parser.add_argument("--rank-of", choices=BACKENDS, help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that this machine plays, over loopback")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank_of:
-        run_rank(arguments.rank_of, arguments.result)
+    if arguments.result:
+        run_rank(arguments.result)
         return
-    found = {backend: run_backend(backend, arguments.workers) for backend in BACKENDS}
+    found = run(arguments.workers, arguments.nodes)
     print(f"{'measured, ms':28} {'gloo p50':>10} {'coarse min':>11} {'p50':>9} {'p99':>9} {'to gloo':>8}")
-    for name in found["gloo"]:
-        gloo, coarse = (summary(found[backend][name]) for backend in BACKENDS)
+    for name, times in found.items():
+        gloo, coarse = (summary(times[backend]) for backend in BACKENDS)
         ratio = gloo["p50"] / coarse["p50"]
         figures = f"{coarse['min']:11.3f} {coarse['p50']:9.3f} {coarse['p99']:9.3f}"
         print(f"{name:28} {gloo['p50']:10.3f} {figures} {ratio:7.2f}x")
         if arguments.report:
-            _append(
-                arguments.report, {"name": name, "workers": arguments.workers, "gloo": gloo, "coarse": coarse}
-            )
+            where = {"workers": arguments.workers, "nodes": arguments.nodes}
+            _append(arguments.report, {"name": name, **where, "gloo": gloo, "coarse": coarse})
 
 
 def _append(report: Path, record: dict[str, Any]) -> None:
