@@ -491,7 +491,15 @@ def group_scratch_bytes(num_ranks: int, buffer_bytes: int) -> int: ...
 
 class Collectives:
     def __init__(
-        self, *, fd: int, rank: int, num_ranks: int, buffer_bytes: int, pidfds: Sequence[int]
+        self,
+        *,
+        fd: int,
+        rank: int,
+        num_ranks: int,
+        buffer_bytes: int,
+        pidfds: Sequence[int],
+        nodes: Sequence[int],
+        links: Sequence[int],
     ) -> None: ...
     def run(
         self,

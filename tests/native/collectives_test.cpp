@@ -1,6 +1,7 @@
 /// SharedCollectives: ranks are threads with mappings of their own; values are exact, so that sums are sets
 /// of ranks.
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,16 +21,39 @@ constexpr std::size_t kBufferBytes = 4096;  // small, so that tensors take many 
 constexpr std::chrono::seconds kLimit{60};
 using Floats = std::vector<float>;
 
-/// A group whose ranks are threads.
+/// A group whose ranks are threads, spread over nodes in turns; sockets are between nodes.
 class Group {
  public:
-  explicit Group(std::size_t numRanks) {
-    const int fd = createSealedMemory("collectives-test", groupScratchBytes(numRanks, kBufferBytes));
+  explicit Group(std::size_t numRanks, std::size_t numNodes = 1) {
+    std::vector<int> memories;
+    std::vector<std::uint32_t> nodes;
     for (std::size_t rank = 0; rank < numRanks; ++rank) {
-      ranks_.push_back(std::make_unique<SharedCollectives>(
-          std::make_unique<GroupScratch>(fd, rank, numRanks, kBufferBytes, Liveness({}))));
+      nodes.push_back(static_cast<std::uint32_t>(rank % numNodes));
     }
-    ::close(fd);
+    std::vector<std::vector<int>> links(numNodes, std::vector<int>(numNodes, -1));
+    for (std::size_t node = 0; node < numNodes; ++node) {
+      memories.push_back(createSealedMemory("collectives-test", groupScratchBytes(numRanks, kBufferBytes)));
+      for (std::size_t other = 0; other < node; ++other) {
+        int ends[2];
+        EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+        links[node][other] = ends[0];
+        links[other][node] = ends[1];
+      }
+    }
+    for (std::size_t rank = 0; rank < numRanks; ++rank) {
+      const std::size_t node = rank % numNodes;
+      auto scratch = std::make_unique<GroupScratch>(memories[node], rank, numRanks, kBufferBytes,
+                                                    Liveness({}), Placement(nodes));
+      const bool isLeader = numNodes > 1 && rank == node;
+      ranks_.push_back(std::make_unique<SharedCollectives>(std::move(scratch),
+                                                           isLeader ? links[node] : std::vector<int>{}));
+    }
+    for (int fd : memories) ::close(fd);
+  }
+
+  /// Every rank closes for itself, as processes do: a leader that closes waits for the others of its links.
+  ~Group() {
+    run([](std::size_t, SharedCollectives& collectives) { collectives.close(); });
   }
 
   /// Runs `body(rank, collectives)` in all ranks at once.
@@ -81,19 +105,29 @@ Floats sumOf(std::size_t numRanks, std::size_t numElements) {
   return sums;
 }
 
-class Collectives : public testing::TestWithParam<std::tuple<std::size_t, std::size_t>> {
+struct Size {
+  std::size_t numRanks, numNodes;
+};
+
+void PrintTo(const Size& size, std::ostream* out) {
+  *out << size.numRanks << " ranks on " << size.numNodes << " nodes";
+}
+
+class Collectives : public testing::TestWithParam<std::tuple<Size, std::size_t>> {
  protected:
-  const std::size_t numRanks_ = std::get<0>(GetParam());
+  const std::size_t numRanks_ = std::get<0>(GetParam()).numRanks;
+  const std::size_t numNodes_ = std::get<0>(GetParam()).numNodes;
   const std::size_t numElements_ = std::get<1>(GetParam());
 };
 
 // Two and three ranks reduce directly, five in slices; lengths around one buffer, and of many.
 INSTANTIATE_TEST_SUITE_P(RanksAndLengths, Collectives,
-                         testing::Combine(testing::Values(1, 2, 3, 5),
+                         testing::Combine(testing::Values(Size{1, 1}, Size{2, 1}, Size{3, 1}, Size{5, 1},
+                                                          Size{2, 2}, Size{3, 2}, Size{5, 3}),
                                           testing::Values(0, 1, 1023, 1025, 20001)));
 
 TEST_P(Collectives, AllReduceAddsUpInPlaceTimeAndAgain) {
-  Group group(numRanks_);
+  Group group(numRanks_, numNodes_);
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     for (int i = 0; i < 3; ++i) {
       Floats values = valuesOf(rank, numElements_);
@@ -108,7 +142,7 @@ TEST_P(Collectives, AllReduceAddsUpInPlaceTimeAndAgain) {
 }
 
 TEST_P(Collectives, AllGatherAndReduceScatterAreInverse) {
-  Group group(numRanks_);
+  Group group(numRanks_, numNodes_);
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     const Floats own = valuesOf(rank, numElements_);
     std::vector<Floats> all(numRanks_, Floats(numElements_));
@@ -137,7 +171,7 @@ TEST_P(Collectives, AllGatherAndReduceScatterAreInverse) {
 }
 
 TEST_P(Collectives, BroadcastAndScatterComeFromTheRoot) {
-  Group group(numRanks_);
+  Group group(numRanks_, numNodes_);
   const auto root = static_cast<int>(numRanks_ - 1);
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     Floats values = valuesOf(rank, numElements_);
@@ -163,7 +197,7 @@ TEST_P(Collectives, BroadcastAndScatterComeFromTheRoot) {
 }
 
 TEST_P(Collectives, AllToAllTakesSizesThatDiffer) {
-  Group group(numRanks_);
+  Group group(numRanks_, numNodes_);
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     const auto count = [&](std::size_t from, std::size_t to) { return numElements_ / (from + 1) + to; };
     std::vector<Floats> sent, received;
@@ -199,8 +233,11 @@ std::string errorOf(const std::function<void()>& call) {
   return "";
 }
 
-TEST(CollectiveErrors, AllRanksHearOfAMismatchAndGoOn) {
-  Group group(3);
+class CollectiveErrors : public testing::TestWithParam<std::size_t> {};
+INSTANTIATE_TEST_SUITE_P(Nodes, CollectiveErrors, testing::Values(1, 2));
+
+TEST_P(CollectiveErrors, AllRanksHearOfAMismatchAndGoOn) {
+  Group group(3, GetParam());
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     Floats values(100, 1.0F);
     void* memory = values.data();
@@ -218,8 +255,8 @@ TEST(CollectiveErrors, AllRanksHearOfAMismatchAndGoOn) {
   });
 }
 
-TEST(CollectiveErrors, WhoWaitsForARankThatLeftIsTold) {
-  Group group(2);
+TEST_P(CollectiveErrors, WhoWaitsForARankThatLeftIsTold) {
+  Group group(2, GetParam());
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     if (rank == 1) return collectives.close();
     const std::string error = errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); });
@@ -229,14 +266,29 @@ TEST(CollectiveErrors, WhoWaitsForARankThatLeftIsTold) {
   });
 }
 
-TEST(CollectiveErrors, CloseEndsAWait) {
-  Group group(2);
+TEST_P(CollectiveErrors, CloseEndsAWait) {
+  Group group(2, GetParam());
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     if (rank == 1) return;
     std::thread closing([&] { collectives.close(); });
     EXPECT_NE(errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); }), "");
     closing.join();
   });
+}
+
+/// What comes over a link that no other node speaks as it should, ends that node for this group.
+TEST(Bridges, EndAConnectionOnWhichNonsenseComes) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+  const int memory = createSealedMemory("collectives-test", groupScratchBytes(2, kBufferBytes));
+  auto scratch = std::make_unique<GroupScratch>(memory, 0, 2, kBufferBytes, Liveness({}), Placement({0, 1}));
+  SharedCollectives collectives(std::move(scratch), {-1, ends[0]});
+  ::close(memory);
+  const std::string nonsense(64, 'x');
+  ASSERT_EQ(::send(ends[1], nonsense.data(), nonsense.size(), MSG_NOSIGNAL), 64);
+  const std::string error = errorOf([&] { collectives.run(callOf(CollectiveKind::kBarrier, 0)); });
+  EXPECT_NE(error.find("rank 1 cannot be reached any more"), std::string::npos) << error;
+  ::close(ends[1]);
 }
 
 /// Posts a message; its error and peer come in the future.
@@ -256,8 +308,11 @@ std::future<std::pair<std::string, int>> post(SharedCollectives& collectives, bo
   return promise->get_future();
 }
 
-TEST(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
-  Group group(3);
+class MessagesBetweenRanks : public testing::TestWithParam<std::size_t> {};
+INSTANTIATE_TEST_SUITE_P(Nodes, MessagesBetweenRanks, testing::Values(1, 2));
+
+TEST_P(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
+  Group group(3, GetParam());
   constexpr std::size_t kSizes[] = {3, 100000, 0, 500};  // of more than a ring, too
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     const auto next = static_cast<int>((rank + 1) % 3), previous = static_cast<int>((rank + 2) % 3);
@@ -277,8 +332,8 @@ TEST(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
   });
 }
 
-TEST(MessagesBetweenRanks, OfAnotherSizeAreRefusedAndTheNextOneComes) {
-  Group group(2);
+TEST_P(MessagesBetweenRanks, OfAnotherSizeAreRefusedAndTheNextOneComes) {
+  Group group(2, GetParam());
   group.run([&](std::size_t rank, SharedCollectives& collectives) {
     Floats first = valuesOf(0, 100), second = valuesOf(0, 200);
     if (rank == 0) {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,6 +29,12 @@ def coarse(site: Path) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def two_nodes(site: Path) -> Iterator[RankPool]:
+    """A node of two ranks, and one of one."""
+    yield from _pool("coarse", site, nodes=("a", "a", "b"), COARSE_TORCH_BACKEND="native")
+
+
+@pytest.fixture(scope="session")
 def in_python(site: Path) -> Iterator[RankPool]:
     """Where no C++ backend can be compiled."""
     yield from _pool("coarse", site, COARSE_TORCH_BACKEND="python")
@@ -41,7 +46,9 @@ def checked(site: Path) -> Iterator[RankPool]:
     yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native", TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
-def _pool(backend: str, site: Path, **variables: str) -> Iterator[Any]:
-    pool = RankPool(backend, site, **variables)
+def _pool(
+    backend: str, site: Path, *, nodes: Sequence[str] = ("", ""), **variables: str
+) -> Iterator[RankPool]:
+    pool = RankPool(backend, site, nodes=nodes, **variables)
     yield pool
     pool.close()

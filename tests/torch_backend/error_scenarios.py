@@ -99,6 +99,19 @@ def a_rank_leaves_its_group() -> Any:
     return errors
 
 
+def rank_1_leaves_its_group() -> Any:
+    group = dist.new_group()
+    errors = []
+    if dist.get_rank() != 1:
+        errors = _error_of(lambda: dist.all_reduce(torch.zeros(3), group=group))
+    else:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if dist.get_rank() != 1:
+        dist.destroy_process_group(group)
+    return errors
+
+
 def a_rank_dies() -> Any:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -118,6 +131,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         late_ranks_are_named,
         messages_that_do_not_fit_are_refused,
         a_rank_leaves_its_group,
+        rank_1_leaves_its_group,
         a_rank_dies,
     )
 }

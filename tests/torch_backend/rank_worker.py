@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,16 +27,33 @@ def main() -> None:
     scenarios = {**COLLECTIVES, **TRAINING, **ERRORS}
     connection = Connection(int(pipe))
     connection.send(("result", "ready"))
-    while (name := connection.recv()) is not None:
+    while (request := connection.recv()) is not None:
+        name, is_on_one_node = request
         torch.manual_seed(1234 + dist.get_rank())
         try:
-            connection.send(("result", plain(scenarios[name]())))
+            with on_one_node() if is_on_one_node else contextlib.nullcontext():
+                result = plain(scenarios[name]())
+            connection.send(("result", result))
         except Exception:
             connection.send(("error", traceback.format_exc()))
     connection.close()
     # A DDP Reducer that is freed after its process group can hang a process at exit.
     gc.collect()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def on_one_node() -> Iterator[None]:
+    """Has a group as the world whose ranks are on one node, whatever the nodes of this one."""
+    node = os.environ.pop("COARSE_NODE")
+    world, group = dist.group.WORLD, dist.new_group()
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(world)
+        os.environ["COARSE_NODE"] = node
+        dist.destroy_process_group(group)
 
 
 def plain(value: Any) -> Any:

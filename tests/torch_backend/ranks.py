@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,32 +64,39 @@ class RankPool:
         backend: For init_process_group.
         site: For PYTHONPATH.
         variables: More of the environment.
-        world_size: How many ranks.
+        nodes: The node of each rank, by any name.
     """
 
-    def __init__(self, backend: str, site: Path, *, world_size: int = 2, **variables: str) -> None:
+    def __init__(
+        self, backend: str, site: Path, *, nodes: Sequence[str] = ("", ""), **variables: str
+    ) -> None:
         self._backend = backend
         self._environment = environment(site, **variables)
-        self._world_size = world_size
+        self._nodes = nodes
+        self._world_size = len(nodes)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, scenario: str) -> list[Any]:
+    def run(self, scenario: str, *, is_on_one_node: bool = False) -> list[Any]:
         """Runs `scenario` in all ranks; what it returned, by rank.
+
+        Args:
+            scenario: Its name.
+            is_on_one_node: Whether the ranks are to form one node for its time.
 
         Raises:
             ScenarioError: If it raised in a rank, or did not end in time.
         """
-        self.submit(scenario)
+        self.submit(scenario, is_on_one_node=is_on_one_node)
         return self.collect()
 
-    def submit(self, scenario: str) -> None:
+    def submit(self, scenario: str, *, is_on_one_node: bool = False) -> None:
         """Starts `scenario` in all ranks."""
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send(scenario)
+            connection.send((scenario, is_on_one_node))
 
     def collect(self, ranks: list[int] | None = None) -> list[Any]:
         """What the scenario returned in `ranks`, or in all.
@@ -119,7 +127,12 @@ class RankPool:
             with open(self._log(rank), "wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, str(_HERE / "rank_worker.py"), *arguments],
-                    env={**self._environment, "RANK": str(rank), "WORLD_SIZE": str(self._world_size)},
+                    env={
+                        **self._environment,
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(self._world_size),
+                        "COARSE_NODE": self._nodes[rank],
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

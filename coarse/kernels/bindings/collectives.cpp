@@ -1,3 +1,4 @@
+#include <fcntl.h>
 #include <pybind11/chrono.h>
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
@@ -18,10 +19,21 @@ namespace {
 
 constexpr const char* kCapsuleName = "coarse.kernels.Collectives";
 
+/// Descriptors that are ours to close; -1 stays.
+std::vector<int> duplicated(const std::vector<int>& fds) {
+  std::vector<int> own;
+  for (int fd : fds) own.push_back(fd < 0 ? -1 : ::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  return own;
+}
+
 std::shared_ptr<Collectives> makeCollectives(int sealedFd, std::size_t rank, std::size_t numRanks,
-                                             std::size_t bufferBytes, std::vector<int> pidfds) {
+                                             std::size_t bufferBytes, std::vector<int> pidfds,
+                                             std::vector<std::uint32_t> nodes,
+                                             const std::vector<int>& links) {
   return std::make_shared<SharedCollectives>(
-      std::make_unique<GroupScratch>(sealedFd, rank, numRanks, bufferBytes, Liveness(std::move(pidfds))));
+      std::make_unique<GroupScratch>(sealedFd, rank, numRanks, bufferBytes, Liveness(std::move(pidfds)),
+                                     Placement(std::move(nodes))),
+      duplicated(links));
 }
 
 void run(Collectives& collectives, CollectiveKind kind, const std::string& dtype, ElementType element,
@@ -120,7 +132,7 @@ void registerCollectives(py::module_& module) {
   module.def("group_scratch_bytes", &groupScratchBytes, py::arg("num_ranks"), py::arg("buffer_bytes"));
   py::class_<Collectives, std::shared_ptr<Collectives>>(module, "Collectives")
       .def(py::init(&makeCollectives), py::kw_only(), py::arg("fd"), py::arg("rank"), py::arg("num_ranks"),
-           py::arg("buffer_bytes"), py::arg("pidfds"))
+           py::arg("buffer_bytes"), py::arg("pidfds"), py::arg("nodes"), py::arg("links"))
       .def("run", &run, py::kw_only(), py::arg("kind"), py::arg("dtype"), py::arg("element"),
            py::arg("element_bytes"), py::arg("combine"), py::arg("root"), py::arg("dims"),
            py::arg("piece_bytes"), py::arg("inputs"), py::arg("outputs"), py::arg("input_bytes"),

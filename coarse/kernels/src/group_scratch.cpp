@@ -9,8 +9,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/messages.hpp"
-
 namespace coarse {
 namespace {
 
@@ -19,10 +17,22 @@ constexpr std::chrono::microseconds kSpin{100};
 // How long a dead rank, or close(), may go unnoticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
 
+std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes) {
+  return numRanks * (sizeof(RankBoard) + 2 * bufferBytes);
+}
+
 }  // namespace
 
+std::pair<std::size_t, std::size_t> Extent::rangeOf(std::size_t rank) const noexcept {
+  if (areaBytes == 0) {
+    return {0, only < 0 || only == static_cast<std::int32_t>(rank) ? numBytes : 0};
+  }
+  const std::size_t begin = std::min<std::size_t>(numBytes, rank * areaBytes);
+  return {begin, std::min<std::size_t>(numBytes, begin + pieceBytes)};
+}
+
 std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes) {
-  return numRanks * (sizeof(RankBoard) + 2 * bufferBytes) + messageAreaBytes(numRanks);
+  return boardAndBufferBytes(numRanks, bufferBytes) + MessageArea::numBytes(numRanks);
 }
 
 Liveness::~Liveness() {
@@ -38,26 +48,28 @@ bool Liveness::isGone(std::size_t rank) const noexcept {
 }
 
 GroupScratch::GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
-                           Liveness liveness)
-    : rank_(rank), numRanks_(numRanks), bufferBytes_(bufferBytes), liveness_(std::move(liveness)) {
+                           Liveness liveness, Placement placement)
+    : rank_(rank),
+      numRanks_(numRanks),
+      bufferBytes_(bufferBytes),
+      liveness_(std::move(liveness)),
+      placement_(std::move(placement)),
+      messageArea_(nullptr, numRanks) {
   if (rank >= numRanks || bufferBytes == 0 || bufferBytes % alignof(RankBoard) != 0) {
     throw std::invalid_argument(
         "a group's scratch memory needs 0 <= rank < ranks and buffers of whole lines");
   }
   memory_ = mapSealed(sealedFd, groupScratchBytes(numRanks, bufferBytes), Mapping::Access::kReadWrite,
                       "a group's scratch memory");
-}
-
-std::size_t GroupScratch::boardAndBufferBytes() const noexcept {
-  return numRanks_ * (sizeof(RankBoard) + 2 * bufferBytes_);
+  messageArea_ = MessageArea(memory_.data() + boardAndBufferBytes(numRanks, bufferBytes), numRanks);
 }
 
 RankBoard& GroupScratch::board(std::size_t rank) const noexcept {
   return reinterpret_cast<RankBoard*>(memory_.data())[rank];
 }
 
-std::byte* GroupScratch::buffer(std::size_t rank) const noexcept {
-  return memory_.data() + numRanks_ * sizeof(RankBoard) + (2 * rank + round_ % 2) * bufferBytes_;
+std::byte* GroupScratch::bufferOf(std::size_t rank, std::uint32_t round) const noexcept {
+  return memory_.data() + numRanks_ * sizeof(RankBoard) + (2 * rank + round % 2) * bufferBytes_;
 }
 
 bool GroupScratch::hasPublished(std::size_t rank, std::uint32_t round) const noexcept {
@@ -70,6 +82,7 @@ void GroupScratch::meet(Deadline deadline) {
   // seq_cst, against the load of sleepers: either this sees the sleeper, or the sleeper sees the round.
   own.round.store(round_, std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(own.round, INT_MAX);
+  if (placement_.numNodes() > 1) messageArea_.bridgeBell().ring();
   for (std::size_t distance = 1; distance < numRanks_; ++distance) {
     await((rank_ + distance) % numRanks_, deadline);
   }
@@ -96,13 +109,9 @@ void GroupScratch::sleep(std::size_t rank, Deadline deadline) {
 }
 
 void GroupScratch::check(std::size_t rank, Deadline deadline) const {
-  const bool hasLeft = board(rank).hasLeft.load(std::memory_order_acquire) != 0;
-  const bool isGone = liveness_.isGone(rank);
+  const std::string loss = lossOf(rank);
   if (hasPublished(rank, round_)) return;  // its last words
-  const std::string who = "rank " + std::to_string(rank);
-  if (hasLeft)
-    throw std::runtime_error(who + " has left the group (destroy_process_group, or an error there)");
-  if (isGone) throw std::runtime_error(who + " died");
+  if (!loss.empty()) throw std::runtime_error(loss);
   if (Clock::now() < deadline) return;
   std::string late;
   for (std::size_t other : missing()) late += (late.empty() ? "" : ", ") + std::to_string(other);
@@ -111,16 +120,28 @@ void GroupScratch::check(std::size_t rank, Deadline deadline) const {
 
 std::string GroupScratch::lossOf(std::size_t rank) const {
   const std::string who = "rank " + std::to_string(rank);
-  if (board(rank).hasLeft.load(std::memory_order_acquire) != 0) {
-    return who + " has left the group (destroy_process_group, or an error there)";
+  switch (board(rank).departure.load(std::memory_order_acquire)) {
+    case Departure::kLeft:
+      return who + " has left the group (destroy_process_group, or an error there)";
+    case Departure::kDied:
+      return who + " died";
+    case Departure::kUnreachable:
+      return who + " cannot be reached any more: the connection to its node ended";
+    case Departure::kNone:
+      break;
   }
-  return liveness_.isGone(rank) ? who + " died" : "";
+  if (isHere(rank)) return liveness_.isGone(rank) ? who + " died" : "";
+  // What comes from another node comes through the leader of this one.
+  const std::size_t leader = placement_.leaderOf(rank_);
+  const std::string loss = leader == rank_ ? "" : lossOf(leader);
+  return loss.empty() ? "" : who + " cannot be reached any more: " + loss;
 }
 
 void GroupScratch::leave() noexcept {
   isClosed_.store(true, std::memory_order_relaxed);
-  board(rank_).hasLeft.store(1, std::memory_order_release);
+  board(rank_).departure.store(Departure::kLeft, std::memory_order_release);
   futexWake(board(rank_).round, INT_MAX);
+  messageArea_.bridgeBell().ring();
 }
 
 std::vector<std::size_t> GroupScratch::missing() const {

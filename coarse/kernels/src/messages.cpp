@@ -8,29 +8,11 @@
 namespace coarse {
 namespace {
 
-constexpr std::size_t kLargestRing = 128 << 10;
-constexpr std::size_t kSmallestRing = 4 << 10;
-constexpr std::size_t kAllRings = 1 << 20;
 // How long a dead rank or a passed deadline may go unnoticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
 constexpr std::chrono::microseconds kSpin{50};
 
-std::size_t ringBytesOf(std::size_t numRanks) {
-  return std::clamp(kAllRings / (numRanks * numRanks) / 64 * 64, kSmallestRing, kLargestRing);
-}
-
 }  // namespace
-
-struct alignas(64) Messages::Bell {
-  std::atomic<std::uint32_t> rings;
-  std::atomic<std::uint32_t> isAsleep;
-};
-
-/// Counts bytes since the group began; each counter has one writer and a line of its own.
-struct Messages::Channel {
-  alignas(64) std::atomic<std::uint64_t> written;
-  alignas(64) std::atomic<std::uint64_t> taken;
-};
 
 struct Messages::Header {
   std::uint64_t numBytes = 0;
@@ -56,44 +38,18 @@ struct Messages::Kept {
   std::vector<std::byte> payload;
 };
 
-std::size_t messageAreaBytes(std::size_t numRanks) {
-  return numRanks * 64 + numRanks * numRanks * (128 + ringBytesOf(numRanks));
-}
-
 Messages::Messages(const GroupScratch& scratch)
     : scratch_(scratch),
       rank_(scratch.rank()),
       numRanks_(scratch.numRanks()),
-      ringBytes_(ringBytesOf(numRanks_)),
+      area_(scratch.messageArea()),
       brokenSends_(numRanks_),
       sends_(numRanks_) {
-  static_assert(sizeof(Bell) == 64 && sizeof(Channel) == 128 && sizeof(Header) == 32);
+  static_assert(sizeof(Header) == 32);
   for (std::size_t rank = 0; rank < numRanks_; ++rank) incoming_.push_back(std::make_unique<Incoming>());
 }
 
 Messages::~Messages() { close(); }
-
-Messages::Bell& Messages::bell(std::size_t rank) const noexcept {
-  return reinterpret_cast<Bell*>(scratch_.messageArea())[rank];
-}
-
-Messages::Channel& Messages::channel(std::size_t from, std::size_t to) const noexcept {
-  auto* channels = reinterpret_cast<Channel*>(scratch_.messageArea() + numRanks_ * sizeof(Bell));
-  return channels[from * numRanks_ + to];
-}
-
-std::byte* Messages::ring(std::size_t from, std::size_t to) const noexcept {
-  std::byte* rings =
-      scratch_.messageArea() + numRanks_ * sizeof(Bell) + numRanks_ * numRanks_ * sizeof(Channel);
-  return rings + (from * numRanks_ + to) * ringBytes_;
-}
-
-void Messages::ringBell(std::size_t rank) const noexcept {
-  Bell& other = bell(rank);
-  // seq_cst, against the sleeper's: either it sees the ring, or this sees that it sleeps.
-  other.rings.fetch_add(1, std::memory_order_seq_cst);
-  if (other.isAsleep.load(std::memory_order_seq_cst) != 0) futexWake(other.rings, 1);
-}
 
 void Messages::post(const Message& message) {
   {
@@ -103,7 +59,7 @@ void Messages::post(const Message& message) {
       if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
     }
     if (!isClosed_) {
-      ringBell(rank_);
+      area_.bell(rank_).ring();
       return;
     }
   }
@@ -117,7 +73,7 @@ void Messages::close() noexcept {
   }
   std::lock_guard<std::mutex> lock(joining_);
   if (!thread_.joinable()) return;
-  ringBell(rank_);
+  area_.bell(rank_).ring();
   thread_.join();
 }
 
@@ -131,7 +87,7 @@ void Messages::fail(const Message& message, const std::string& why) const {
 void Messages::serve() {
   YieldingSpin spin(kSpin);
   for (;;) {
-    const std::uint32_t seen = bell(rank_).rings.load(std::memory_order_seq_cst);
+    const std::uint32_t seen = area_.bell(rank_).listen();
     if (!acceptPosts()) break;
     bool hasMoved = matchKept();
     for (std::size_t rank = 0; rank < numRanks_; ++rank) {
@@ -145,7 +101,7 @@ void Messages::serve() {
     const bool isIdle = receives_.empty() &&
                         std::all_of(sends_.begin(), sends_.end(), [](const auto& q) { return q.empty(); });
     if (!isIdle && spin.yield()) continue;
-    sleep(seen);
+    area_.bell(rank_).sleep(seen, kLongestSleep);
     dropLost();
   }
   for (auto& queue : sends_) {
@@ -155,13 +111,6 @@ void Messages::serve() {
   for (auto& incoming : incoming_) {
     if (incoming->receive) fail(*incoming->receive, "the group was closed");
   }
-}
-
-void Messages::sleep(std::uint32_t seen) {
-  Bell& own = bell(rank_);
-  own.isAsleep.store(1, std::memory_order_seq_cst);
-  if (own.rings.load(std::memory_order_seq_cst) == seen) futexWait(own.rings, seen, kLongestSleep);
-  own.isAsleep.store(0, std::memory_order_relaxed);
 }
 
 bool Messages::acceptPosts() {
@@ -188,32 +137,32 @@ bool Messages::acceptPosts() {
 }
 
 std::size_t Messages::put(std::size_t to, const void* data, std::size_t numBytes) {
-  Channel& way = channel(rank_, to);
+  Channel& way = area_.channel(rank_, to);
   const std::uint64_t written = way.written.load(std::memory_order_relaxed);
   // acquire: the receiver has read what is overwritten now.
   const std::size_t room =
-      ringBytes_ - static_cast<std::size_t>(written - way.taken.load(std::memory_order_acquire));
-  const std::size_t offset = written % ringBytes_;
-  const std::size_t count = std::min({numBytes, room, ringBytes_ - offset});
+      area_.ringBytes() - static_cast<std::size_t>(written - way.taken.load(std::memory_order_acquire));
+  const std::size_t offset = written % area_.ringBytes();
+  const std::size_t count = std::min({numBytes, room, area_.ringBytes() - offset});
   if (count == 0) return 0;
-  std::memcpy(ring(rank_, to) + offset, data, count);
+  std::memcpy(area_.ring(rank_, to) + offset, data, count);
   way.written.store(written + count, std::memory_order_release);
-  ringBell(to);
+  scratch_.bellOf(to).ring();
   return count;
 }
 
 std::size_t Messages::take(std::size_t from, void* data, std::size_t numBytes) {
-  Channel& way = channel(from, rank_);
+  Channel& way = area_.channel(from, rank_);
   const std::uint64_t taken = way.taken.load(std::memory_order_relaxed);
   // acquire: what was written is read now. More than a ring can't have come, whatever the counter says.
   const std::size_t there =
-      std::min<std::size_t>(way.written.load(std::memory_order_acquire) - taken, ringBytes_);
-  const std::size_t offset = taken % ringBytes_;
-  const std::size_t count = std::min({numBytes, there, ringBytes_ - offset});
+      std::min<std::size_t>(way.written.load(std::memory_order_acquire) - taken, area_.ringBytes());
+  const std::size_t offset = taken % area_.ringBytes();
+  const std::size_t count = std::min({numBytes, there, area_.ringBytes() - offset});
   if (count == 0) return 0;
-  std::memcpy(data, ring(from, rank_) + offset, count);
+  std::memcpy(data, area_.ring(from, rank_) + offset, count);
   way.taken.store(taken + count, std::memory_order_release);
-  ringBell(from);
+  scratch_.bellOf(from).ring();
   return count;
 }
 
@@ -338,7 +287,7 @@ bool Messages::matchKept() {
 std::string Messages::lossOf(const Message& message) const {
   if (message.peer >= 0) {
     const auto peer = static_cast<std::size_t>(message.peer);
-    const Channel& way = channel(peer, rank_);
+    const Channel& way = area_.channel(peer, rank_);
     const bool isMoreThere = !message.isSend && way.written.load(std::memory_order_acquire) !=
                                                     way.taken.load(std::memory_order_relaxed);
     const std::string loss = isMoreThere ? "" : scratch_.lossOf(peer);

@@ -12,6 +12,8 @@ namespace {
 
 // Up to so many ranks, each adds everything up for itself: one round per piece instead of two.
 constexpr std::size_t kMostRanksDirect = 3;
+// The same across nodes, where every byte that is sent counts.
+constexpr std::size_t kMostRanksDirectAcross = 2;
 // What is this small takes as long as its round, whatever is done in it.
 constexpr std::size_t kSmallBytes = 16 << 10;
 // Areas of ranks within a buffer begin at whole cache lines.
@@ -33,6 +35,20 @@ bool equal(const CallHeader& a, const CallHeader& b) {
 
 const std::byte* at(const void* memory, std::size_t offset) {
   return static_cast<const std::byte*>(memory) + offset;
+}
+
+/// `numBytes` for all ranks.
+Extent forAll(std::size_t numBytes) { return {static_cast<std::uint32_t>(numBytes), 0, 0, -1}; }
+
+/// `numBytes` for one rank.
+Extent forOne(std::size_t numBytes, std::int32_t rank) {
+  return {static_cast<std::uint32_t>(numBytes), 0, 0, rank};
+}
+
+/// Areas of `areaBytes` for each rank, up to `numBytes` in all, of which each reads `pieceBytes`.
+Extent forEach(std::size_t numBytes, std::size_t areaBytes, std::size_t pieceBytes) {
+  return {static_cast<std::uint32_t>(numBytes), static_cast<std::uint32_t>(areaBytes),
+          static_cast<std::uint32_t>(pieceBytes), -1};
 }
 
 std::byte* at(void* memory, std::size_t offset) { return static_cast<std::byte*>(memory) + offset; }
@@ -67,9 +83,10 @@ struct SharedCollectives::Running {
   bool isCompared = false;
 };
 
-SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch)
+SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links)
     : scratch_(std::move(scratch)),
       messages_(*scratch_),
+      bridge_(links.empty() ? nullptr : std::make_unique<NodeBridge>(*scratch_, std::move(links))),
       rank_(scratch_->rank()),
       numRanks_(scratch_->numRanks()),
       terms_(numRanks_) {}
@@ -94,13 +111,15 @@ void SharedCollectives::run(const Collective& call) {
 
 void SharedCollectives::dispatch(Running& running) {
   const bool isRoot = running.header.root == static_cast<std::int32_t>(rank_);
+  const std::size_t mostDirect =
+      scratch_->placement().numNodes() > 1 ? kMostRanksDirectAcross : kMostRanksDirect;
   switch (running.header.kind) {
     case CollectiveKind::kBarrier:
-      return round(running, [](std::byte*) {}, [] {});
+      return round(running, forAll(0), [](std::byte*) {}, [] {});
     case CollectiveKind::kBroadcast:
       return broadcast(running);
     case CollectiveKind::kAllReduce:
-      if (numRanks_ <= kMostRanksDirect || running.header.pieceBytes <= kSmallBytes) {
+      if (numRanks_ <= mostDirect || running.header.pieceBytes <= kSmallBytes) {
         return reduceDirectly(running, true);
       }
       return reduceInSlices(running);
@@ -129,6 +148,7 @@ std::string SharedCollectives::missingRanks() const {
 void SharedCollectives::close() noexcept {
   scratch_->leave();
   messages_.close();
+  if (bridge_) bridge_->stop();
 }
 
 void SharedCollectives::compareHeaders(const Running& running) const {
@@ -148,8 +168,9 @@ void SharedCollectives::compareHeaders(const Running& running) const {
 }
 
 template <typename Write, typename Read>
-void SharedCollectives::round(Running& running, Write write, Read read) {
+void SharedCollectives::round(Running& running, const Extent& extent, Write write, Read read) {
   scratch_->begin();
+  scratch_->setExtent(extent);
   if (!running.isCompared) scratch_->header(rank_) = running.header;
   write(scratch_->buffer(rank_));
   scratch_->meet(running.deadline);
@@ -157,15 +178,17 @@ void SharedCollectives::round(Running& running, Write write, Read read) {
   read();
 }
 
-/// Rounds that take [0, numBytes) in pieces: write(buffer, offset, bytes), then read(offset, bytes). One at
-/// least.
-template <typename Write, typename Read>
-void SharedCollectives::inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, Write write,
-                                 Read read) {
+/// Rounds that take [0, numBytes) in pieces: write(buffer, offset, bytes), of which others read
+/// extentOf(bytes); then read(offset, bytes). One at least.
+template <typename ExtentOf, typename Write, typename Read>
+void SharedCollectives::inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes,
+                                 ExtentOf extentOf, Write write, Read read) {
   std::size_t offset = 0;
   do {
     const std::size_t count = std::min(mostBytes, numBytes - offset);
-    round(running, [&](std::byte* buffer) { write(buffer, offset, count); }, [&] { read(offset, count); });
+    round(
+        running, extentOf(count), [&](std::byte* buffer) { write(buffer, offset, count); },
+        [&] { read(offset, count); });
     offset += count;
   } while (offset < numBytes);
 }
@@ -180,6 +203,7 @@ void SharedCollectives::broadcast(Running& running) {
   const Collective& call = running.call;
   inPieces(
       running, running.header.pieceBytes, scratch_->bufferBytes(),
+      [&](std::size_t count) { return forAll(rank_ == root ? count : 0); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         if (rank_ == root) copyBytes(buffer, at(call.inputs[0], offset), count);
       },
@@ -194,6 +218,7 @@ void SharedCollectives::reduceDirectly(Running& running, bool isReceiver) {
   const bool mustWrite = running.header.kind == CollectiveKind::kAllReduce || !isReceiver;
   inPieces(
       running, running.header.pieceBytes, most,
+      [&](std::size_t count) { return forOne(mustWrite ? count : 0, running.header.root); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         if (mustWrite) copyBytes(buffer, at(call.inputs[0], offset), count);
       },
@@ -217,7 +242,8 @@ void SharedCollectives::reduceInSlices(Running& running) {
     const auto bytes = [&](std::size_t rank) { return begin(rank + 1) - begin(rank); };
     const std::size_t own = begin(rank_);
     round(
-        running, [&](std::byte* buffer) { copyBytes(buffer, at(call.inputs[0], offset), count); },
+        running, forEach(count, slice, slice),
+        [&](std::byte* buffer) { copyBytes(buffer, at(call.inputs[0], offset), count); },
         [&] {
           for (std::size_t rank = 0; rank < numRanks_; ++rank) {
             terms_[rank] = rank == rank_ ? at(call.inputs[0], offset + own) : scratch_->buffer(rank) + own;
@@ -226,7 +252,7 @@ void SharedCollectives::reduceInSlices(Running& running) {
                   at(call.outputs[0], offset + own), bytes(rank_) / call.elementBytes);
         });
     round(
-        running,
+        running, forAll(bytes(rank_)),
         [&](std::byte* buffer) { copyBytes(buffer, at(call.outputs[0], offset + own), bytes(rank_)); },
         [&] {
           for (std::size_t rank = 0; rank < numRanks_; ++rank) {
@@ -241,6 +267,7 @@ void SharedCollectives::allGather(Running& running, bool isReceiver) {
   const Collective& call = running.call;
   inPieces(
       running, running.header.pieceBytes, scratch_->bufferBytes(),
+      [&](std::size_t count) { return forOne(count, running.header.root); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         copyBytes(buffer, at(call.inputs[0], offset), count);
       },
@@ -257,6 +284,7 @@ void SharedCollectives::reduceScatter(Running& running) {
   const std::size_t area = areaBytes(call);
   inPieces(
       running, running.header.pieceBytes, area,
+      [&](std::size_t count) { return forEach(area * numRanks_, area, count); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         for (std::size_t rank = 0; rank < numRanks_; ++rank) {
           if (rank != rank_) copyBytes(buffer + rank * area, at(call.inputs[rank], offset), count);
@@ -278,6 +306,7 @@ void SharedCollectives::scatter(Running& running) {
   const std::size_t area = areaBytes(call);
   inPieces(
       running, running.header.pieceBytes, area,
+      [&](std::size_t count) { return forEach(rank_ == root ? area * numRanks_ : 0, area, count); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         for (std::size_t rank = 0; rank_ == root && rank < numRanks_; ++rank) {
           if (rank != root) copyBytes(buffer + rank * area, at(call.inputs[rank], offset), count);
@@ -299,7 +328,7 @@ void SharedCollectives::allToAll(Running& running) {
   std::uint64_t largest = 0;
   std::string wrong;
   round(
-      running,
+      running, forAll(numRanks_ * sizeof(std::uint64_t)),
       [&](std::byte* buffer) { copyBytes(buffer, call.inputBytes, numRanks_ * sizeof(std::uint64_t)); },
       [&] {
         for (std::size_t rank = 0; rank < numRanks_; ++rank) {
@@ -315,7 +344,7 @@ void SharedCollectives::allToAll(Running& running) {
   // All must agree on whether to go on.
   bool isWrong = false;
   round(
-      running, [&](std::byte* buffer) { *buffer = std::byte{!wrong.empty()}; },
+      running, forAll(1), [&](std::byte* buffer) { *buffer = std::byte{!wrong.empty()}; },
       [&] {
         for (std::size_t rank = 0; rank < numRanks_; ++rank) {
           const bool isComplaint = rank == rank_ ? !wrong.empty() : *scratch_->buffer(rank) != std::byte{0};
@@ -329,7 +358,7 @@ void SharedCollectives::allToAll(Running& running) {
     return offset < whole ? std::min<std::size_t>(count, whole - offset) : 0;
   };
   inPieces(
-      running, largest, area,
+      running, largest, area, [&](std::size_t count) { return forEach(area * numRanks_, area, count); },
       [&](std::byte* buffer, std::size_t offset, std::size_t count) {
         for (std::size_t rank = 0; rank < numRanks_; ++rank) {
           if (rank != rank_) {

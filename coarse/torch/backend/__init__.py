@@ -7,6 +7,7 @@ Example:
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,8 +42,7 @@ def create_backend(options: Any) -> Any:
         TorchStore(options.store, prefix="coarse"),
         rank=rank,
         size=size,
-        timeout_s=min(timeout.total_seconds(), settings.timeout_s),
-        node=settings.node,
+        settings=replace(settings, timeout_s=min(timeout.total_seconds(), settings.timeout_s)),
     )
     try:
         extension = load_extension(settings.torch_backend)

@@ -1,4 +1,4 @@
-"""How the ranks of a process group come together: who they are, and the memory that they share."""
+"""How the ranks of a process group come together: who they are, and the memory that those of a node share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
-from coarse.env import WorkerIdentity
+from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
-from coarse.rendezvous import PeerWatch, WorkerAddress, gather_workers
+from coarse.proxy.node_links import NodeLinks, link_nodes
+from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
 
 if TYPE_CHECKING:
     from coarse.kernels import _native
@@ -28,38 +29,61 @@ _MOST_SCRATCH_BYTES = 64 << 20
 _LINE_BYTES = 128
 
 
-def open_group(
-    store: Store, *, rank: int, size: int, timeout_s: float, node: str = ""
-) -> _native.Collectives:
+def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> _native.Collectives:
     """Joins the group whose ranks meet in `store`; collective over them.
 
     Args:
         store: Of this group alone.
         rank, size: Of this process in the group, and how many ranks it has.
-        timeout_s: How long to wait for the others.
-        node: As in Settings.
+        settings: How long to wait for the others, and what a node is.
 
     Raises:
-        RendezvousError: If a rank does not come in time, or there is another of the same number.
+        RendezvousError: If a rank does not come in time, or there is another of the same number, or a node cannot be
+            reached from another.
         WorkerLostError: If one dies meanwhile.
     """
+    identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    with PeerWatch(identity, settings.node) as watch:
+        addresses = gather_workers(
+            identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
+        )
+        nodes = NodeMap.of_addresses(addresses)
+        here = nodes.ranks[nodes.node_of(rank)]
+        fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
+        try:
+            with _links(nodes, rank, store, settings, watch) as links:
+                return _collectives(fd, addresses, nodes, rank, links)
+        finally:
+            os.close(fd)
+
+
+def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: PeerWatch) -> NodeLinks:
+    """The sockets of the leader of a node to those of the others; none of other ranks."""
+    node = nodes.node_of(rank)
+    if nodes.num_nodes == 1 or rank != nodes.ranks[node][0]:
+        return NodeLinks(num_nodes=nodes.num_nodes, num_devices=1)
+    return link_nodes(nodes, node, store, num_devices=1, settings=settings, watch=watch)
+
+
+def _collectives(
+    fd: int, addresses: list[WorkerAddress], nodes: NodeMap, rank: int, links: NodeLinks
+) -> _native.Collectives:
     from coarse.kernels import _native
 
-    identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
-    with PeerWatch(identity, node) as watch:
-        addresses = gather_workers(identity, store, timeout_s=timeout_s, watch=watch, node=node)
-        _check_one_node(rank, addresses)
-        fd = _share_memory(store, watch, rank=rank, size=size, timeout_s=timeout_s)
-    try:
-        return _native.Collectives(
-            fd=fd,
-            rank=rank,
-            num_ranks=size,
-            buffer_bytes=buffer_bytes(size),
-            pidfds=[-1 if peer == rank else os.pidfd_open(addresses[peer].pid) for peer in range(size)],
-        )
-    finally:
-        os.close(fd)
+    here = nodes.ranks[nodes.node_of(rank)]
+    is_bridge = nodes.num_nodes > 1 and rank == here[0]
+    return _native.Collectives(
+        fd=fd,
+        rank=rank,
+        num_ranks=len(addresses),
+        buffer_bytes=buffer_bytes(len(addresses)),
+        pidfds=[
+            os.pidfd_open(address.pid) if peer in here and peer != rank else -1
+            for peer, address in enumerate(addresses)
+        ],
+        nodes=[nodes.node_of(peer) for peer in range(len(addresses))],
+        links=[fds[0] if fds else -1 for fds in links.fds_of_device(0)] if is_bridge else [],
+    )
 
 
 def buffer_bytes(num_ranks: int) -> int:
@@ -69,40 +93,37 @@ def buffer_bytes(num_ranks: int) -> int:
     return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
 
 
-def _check_one_node(rank: int, addresses: list[WorkerAddress]) -> None:
-    elsewhere = [peer for peer, address in enumerate(addresses) if address.host != addresses[rank].host]
-    if elsewhere:
-        raise RendezvousError(
-            f"rank {rank}: ranks {', '.join(map(str, elsewhere))} run on another node. The backend serves the ranks "
-            'of one node; use init_process_group("gloo") or "nccl" across several.'
-        )
-
-
-def _share_memory(store: Store, watch: PeerWatch, *, rank: int, size: int, timeout_s: float) -> int:
-    """The group's scratch memory: made by rank 0, and handed to the others by descriptor."""
+def _share_memory(
+    store: Store, watch: PeerWatch, here: tuple[int, ...], *, rank: int, size: int, timeout_s: float
+) -> int:
+    """The group's scratch memory on this node: made by its leader, and handed to the others by descriptor."""
     from coarse.kernels import _native
 
     deadline = time.monotonic() + timeout_s
-    if rank != 0:
-        return _receive_descriptor(_await_door(store, watch, rank, deadline))
+    leader = here[0]
+    door = f"door/{leader}"
+    if rank != leader:
+        return _receive_descriptor(_await_door(store, watch, door, rank, leader, deadline), leader)
     fd = _native.create_sealed_memory(
         "coarse-torch-group", _native.group_scratch_bytes(size, buffer_bytes(size))
     )
     try:
-        _hand_out(fd, store, watch, size - 1, deadline)
+        _hand_out(fd, store, watch, door, leader, len(here) - 1, deadline)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _hand_out(fd: int, store: Store, watch: PeerWatch, num_peers: int, deadline: float) -> None:
+def _hand_out(
+    fd: int, store: Store, watch: PeerWatch, door: str, leader: int, num_peers: int, deadline: float
+) -> None:
     # An abstract name: it goes with the process, also by SIGKILL. Who may connect is checked below.
     name, token = f"\0coarse-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(name)
         listener.listen(max(1, num_peers))
-        store.set("door", token + name.encode())
+        store.set(door, token + name.encode())
         served = 0
         while served < num_peers:
             listener.settimeout(_LOOK_INTERVAL_S)
@@ -112,7 +133,7 @@ def _hand_out(fd: int, store: Store, watch: PeerWatch, num_peers: int, deadline:
                 watch.check()
                 if time.monotonic() > deadline:
                     raise RendezvousError(
-                        f"rank 0: {num_peers - served} rank(s) did not come for the group's memory in time"
+                        f"rank {leader}: {num_peers - served} rank(s) did not come for the group's memory in time"
                     ) from None
                 continue
             with visitor:
@@ -122,14 +143,16 @@ def _hand_out(fd: int, store: Store, watch: PeerWatch, num_peers: int, deadline:
                     served += 1
 
 
-def _await_door(store: Store, watch: PeerWatch, rank: int, deadline: float) -> bytes:
+def _await_door(store: Store, watch: PeerWatch, door: str, rank: int, leader: int, deadline: float) -> bytes:
     try:
-        return watch.get(store, "door", max(0.0, deadline - time.monotonic()))
+        return watch.get(store, door, max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        raise RendezvousError(f"rank {rank}: rank 0 did not share the group's memory in time") from None
+        raise RendezvousError(
+            f"rank {rank}: rank {leader} did not share the group's memory in time"
+        ) from None
 
 
-def _receive_descriptor(door: bytes) -> int:
+def _receive_descriptor(door: bytes, leader: int) -> int:
     token, name = door[:_TOKEN_BYTES], door[_TOKEN_BYTES:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_ANSWER_TIMEOUT_S)
@@ -143,10 +166,10 @@ def _receive_descriptor(door: bytes) -> int:
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         except OSError as error:
             raise RendezvousError(
-                f"rank 0, which has the group's memory, does not answer: {error}"
+                f"rank {leader}, which has the group's memory, does not answer: {error}"
             ) from error
     if len(fds) != 1:
-        raise RendezvousError("rank 0 did not hand out the group's memory")
+        raise RendezvousError(f"rank {leader} did not hand out the group's memory")
     return fds[0]
 
 

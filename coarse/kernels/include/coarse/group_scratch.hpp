@@ -9,18 +9,43 @@
 #include <vector>
 
 #include "coarse/collective.hpp"
+#include "coarse/message_area.hpp"
+#include "coarse/placement.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/waiting.hpp"
 
 namespace coarse {
 
-/// What one rank tells the others about where it is. Written by its rank alone, except for `sleepers`.
+/// What a rank has written into its buffer in a round, and for whom: what is sent to another node. One piece
+/// for all or for one rank, or areas of the same size, one for each rank.
+struct Extent {
+  std::uint32_t numBytes = 0;    // from the start of the buffer
+  std::uint32_t areaBytes = 0;   // distance of the ranks' areas; 0: one piece
+  std::uint32_t pieceBytes = 0;  // at the start of each area
+  std::int32_t only = -1;        // of one piece: the rank that reads it; -1: all
+
+  /// Where `rank` reads: [first, second).
+  std::pair<std::size_t, std::size_t> rangeOf(std::size_t rank) const noexcept;
+};
+static_assert(sizeof(Extent) == 16);
+
+/// Whether something more comes from a rank.
+enum class Departure : std::uint32_t {
+  kNone = 0,
+  kLeft = 1,         // it closed the group
+  kDied = 2,         // told by another node
+  kUnreachable = 3,  // the connection to its node ended
+};
+
+/// What one rank tells the others about where it is. Written by its rank alone, except for `sleepers`; that
+/// of a rank of another node by the bridge (node_bridge.hpp).
 struct alignas(128) RankBoard {
   std::atomic<std::uint32_t> round{0};     // rounds published so far, modulo 2^32; a futex word
   std::atomic<std::uint32_t> sleepers{0};  // who sleeps on `round`
-  std::atomic<std::uint32_t> hasLeft{0};   // the rank will publish nothing more
+  std::atomic<Departure> departure{Departure::kNone};
   std::uint32_t reserved = 0;
   CallHeader headers[2];  // of the calls that began in an even and in an odd round
+  Extent extents[2];      // of an even and of an odd round
 };
 static_assert(sizeof(CallHeader) == 104);
 static_assert(sizeof(RankBoard) == 256);
@@ -59,16 +84,22 @@ class GroupScratch {
 
   /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
   GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
-               Liveness liveness);
+               Liveness liveness, Placement placement = {});
 
   std::size_t rank() const noexcept { return rank_; }
   std::size_t numRanks() const noexcept { return numRanks_; }
   std::size_t bufferBytes() const noexcept { return bufferBytes_; }
 
+  const Placement& placement() const noexcept { return placement_; }
+  /// Whether `rank` shares this memory.
+  bool isHere(std::size_t rank) const noexcept { return placement_.areTogether(rank, rank_); }
+
   /// Begins the next round; the own buffer may be written from now on.
   void begin() noexcept { ++round_; }
-  std::byte* buffer(std::size_t rank) const noexcept;
+  std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, round_); }
   CallHeader& header(std::size_t rank) const noexcept { return board(rank).headers[round_ % 2]; }
+  /// What this rank writes in this round.
+  void setExtent(const Extent& extent) noexcept { board(rank_).extents[round_ % 2] = extent; }
 
   /// Ends the writing of this round, and waits until all other ranks have done the same.
   /// @throws std::runtime_error that says who is missing: late, gone or left.
@@ -78,7 +109,11 @@ class GroupScratch {
   std::string lossOf(std::size_t rank) const;
 
   /// Where messages.hpp has its channels.
-  std::byte* messageArea() const noexcept { return memory_.data() + boardAndBufferBytes(); }
+  const MessageArea& messageArea() const noexcept { return messageArea_; }
+  /// What to ring after writing to `rank` or taking from it: its bell, or that of the bridge to its node.
+  Bell& bellOf(std::size_t rank) const noexcept {
+    return isHere(rank) ? messageArea_.bell(rank) : messageArea_.bridgeBell();
+  }
 
   /// Tells the others that nothing more will come, and ends a meet() of this rank. Idempotent.
   void leave() noexcept;
@@ -86,9 +121,12 @@ class GroupScratch {
   /// Ranks that have not published the round that this one published last.
   std::vector<std::size_t> missing() const;
 
- private:
-  std::size_t boardAndBufferBytes() const noexcept;
+  // For the bridge to other nodes.
   RankBoard& board(std::size_t rank) const noexcept;
+  std::byte* bufferOf(std::size_t rank, std::uint32_t round) const noexcept;
+  bool isGone(std::size_t rank) const noexcept { return liveness_.isGone(rank); }
+
+ private:
   bool hasPublished(std::size_t rank, std::uint32_t round) const noexcept;
   void await(std::size_t rank, Deadline deadline);
   void sleep(std::size_t rank, Deadline deadline);
@@ -99,6 +137,8 @@ class GroupScratch {
   std::size_t numRanks_;
   std::size_t bufferBytes_;
   Liveness liveness_;
+  Placement placement_;
+  MessageArea messageArea_;
   std::uint32_t round_ = 0;
   std::atomic<bool> isClosed_{false};
 };

@@ -16,16 +16,13 @@
 
 namespace coarse {
 
-/// Bytes of the memory through which `numRanks` ranks send each other messages.
-std::size_t messageAreaBytes(std::size_t numRanks);
-
 /// Messages between ranks of a group, matched by sender and tag, in the order in which they were sent.
 ///
-/// Each ordered pair of ranks has a *channel*, a ring of bytes in the group's scratch; each rank a *bell*,
-/// which others ring after they wrote to it or took from it. A thread per rank, started at the first message,
-/// moves bytes both ways, so that no order of sends and receives can block. A message that nobody waits for
-/// stays in its channel, and its sender with it, until its receiver waits for one from there; what comes
-/// before the one that it waits for is set aside.
+/// Each ordered pair of ranks has a *channel*, a ring of bytes in the group's scratch (message_area.hpp);
+/// each rank a *bell*, which others ring after they wrote to it or took from it. A thread per rank, started
+/// at the first message, moves bytes both ways, so that no order of sends and receives can block. A message
+/// that nobody waits for stays in its channel, and its sender with it, until its receiver waits for one from
+/// there; what comes before the one that it waits for is set aside.
 ///
 /// Thread safety: all, from any thread. close() must not be called by a `done`.
 class Messages {
@@ -43,18 +40,12 @@ class Messages {
   void close() noexcept;
 
  private:
-  struct Bell;
-  struct Channel;
   struct Header;
   struct Incoming;
   struct Kept;
 
-  Bell& bell(std::size_t rank) const noexcept;
-  Channel& channel(std::size_t from, std::size_t to) const noexcept;
-  std::byte* ring(std::size_t from, std::size_t to) const noexcept;
   std::size_t put(std::size_t to, const void* data, std::size_t numBytes);
   std::size_t take(std::size_t from, void* data, std::size_t numBytes);
-  void ringBell(std::size_t rank) const noexcept;
 
   void serve();
   bool acceptPosts();
@@ -68,12 +59,11 @@ class Messages {
   void dropLost();
   std::string lossOf(const Message& message) const;
   void fail(const Message& message, const std::string& why) const;
-  void sleep(std::uint32_t seen);
 
   const GroupScratch& scratch_;
   const std::size_t rank_;
   const std::size_t numRanks_;
-  const std::size_t ringBytes_;
+  const MessageArea& area_;
 
   std::mutex mutex_;  // guards posted_, isClosed_ and thread_
   std::vector<Message> posted_;

@@ -7,10 +7,12 @@
 #include "coarse/collective.hpp"
 #include "coarse/group_scratch.hpp"
 #include "coarse/messages.hpp"
+#include "coarse/node_bridge.hpp"
 
 namespace coarse {
 
-/// Collectives of ranks that share memory: in rounds through the group's scratch (group_scratch.hpp).
+/// Collectives of ranks that share memory, or have it kept alike by a NodeBridge: in rounds through the
+/// group's scratch (group_scratch.hpp).
 ///
 /// A tensor of any size passes through the buffers in pieces that stay in a processor's cache: each rank
 /// copies its piece in, and takes from the others' buffers straight into the result, so that main memory sees
@@ -18,7 +20,8 @@ namespace coarse {
 class SharedCollectives final : public Collectives {
  public:
   /// @param scratch of the group, used by this object alone.
-  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch);
+  /// @param links where there are several nodes, and this rank leads its own: as for NodeBridge.
+  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {});
 
   void run(const Collective& call) override;
   void post(const Message& message) override { messages_.post(message); }
@@ -33,9 +36,10 @@ class SharedCollectives final : public Collectives {
   void dispatch(Running& running);
   void compareHeaders(const Running& running) const;
   template <typename Write, typename Read>
-  void round(Running& running, Write write, Read read);
-  template <typename Write, typename Read>
-  void inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, Write write, Read read);
+  void round(Running& running, const Extent& extent, Write write, Read read);
+  template <typename ExtentOf, typename Write, typename Read>
+  void inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, ExtentOf extentOf, Write write,
+                Read read);
 
   void broadcast(Running& running);
   void reduceDirectly(Running& running, bool isReceiver);
@@ -48,6 +52,7 @@ class SharedCollectives final : public Collectives {
 
   std::unique_ptr<GroupScratch> scratch_;
   Messages messages_;
+  std::unique_ptr<NodeBridge> bridge_;  // of a leader, where there are several nodes
   std::size_t rank_;
   std::size_t numRanks_;
   std::atomic<std::uint64_t> sequence_{0};
