@@ -1,11 +1,11 @@
 """Runs PyTorch's own tests of c10d and DDP (distributed_test.py, which ships inside torch) with the coarse backend.
 
-    python tests/torch_backend/torch_suite.py --backend coarse --backend gloo --report results.md [NAME ...]
+    python tests/torch_backend/torch_suite.py --backend coarse --backend gloo --ranks 4 --report results.md [NAME ...]
 
 The file chooses its tests by the name of a backend that it knows. Here it is told that the backend is gloo, so that
 it chooses the same tests for both, and every process group that it makes is made of the backend that is to be tested.
 
-Three ranks live through many tests, each test on a process group of its own; after a test that failed or took too
+Ranks live through many tests, each test on a process group of its own; after a test that failed or took too
 long they are started anew.
 """
 
@@ -24,13 +24,12 @@ import time
 import traceback
 import unittest
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-WORLD_SIZE = 3
 TEST_LIMIT_S = 60.0
 START_LIMIT_S = 300.0
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
@@ -40,7 +39,7 @@ _FOLDERS = ("barrier", "test_dir", "init_dir")
 # ---- in the ranks ----
 
 
-def serve(backend: str, rank: int, pipe: int) -> None:
+def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
     """Runs tests by name, as told over the pipe, until it is told nothing more."""
     import torch
     import torch.distributed as dist
@@ -50,7 +49,7 @@ def serve(backend: str, rank: int, pipe: int) -> None:
 
     torch_entry.register()  # where this source tree is not installed
     torch.set_num_threads(1)
-    case = _make_case(rank)
+    case = _make_case(rank, num_ranks)
     connection = Connection(pipe)
     connection.send([])
     while (request := connection.recv()) is not None:
@@ -62,7 +61,7 @@ def serve(backend: str, rank: int, pipe: int) -> None:
                 backend,
                 init_method=f"file://{store}",
                 rank=rank,
-                world_size=WORLD_SIZE,
+                world_size=num_ranks,
                 timeout=_timeout_of(name),
             )
             case._barrier()
@@ -83,12 +82,12 @@ def serve(backend: str, rank: int, pipe: int) -> None:
 
 def list_tests() -> list[tuple[str, str]]:
     """Every test, and why it does not run under gloo on this machine ("" if it does)."""
-    case = _make_case(0)
+    case = _make_case(0, int(os.environ["WORLD_SIZE"]))
     names = [name for name in dir(case) if name.startswith("test_")]
     return [(name, getattr(getattr(case, name), "__unittest_skip_why__", "")) for name in names]
 
 
-def _make_case(rank: int) -> Any:
+def _make_case(rank: int, num_ranks: int) -> Any:
     from torch.testing._internal.common_utils import TestCase
     from torch.testing._internal.distributed import distributed_test
 
@@ -97,7 +96,7 @@ def _make_case(rank: int) -> Any:
             """What unittest wants a case to have."""
 
     case = Suite()
-    case.rank, case.world_size, case.file_name = rank, WORLD_SIZE, ""
+    case.rank, case.world_size, case.file_name = rank, num_ranks, ""
     return case
 
 
@@ -145,10 +144,18 @@ def _outcome_of_exit(end: SystemExit) -> list[str]:
 
 
 class Ranks:
-    """The processes of one backend."""
+    """The processes of one backend.
 
-    def __init__(self, backend: str) -> None:
+    Args:
+        backend: coarse or gloo.
+        num_ranks: How many there are.
+        variables: What they are started with; this process's environment without.
+    """
+
+    def __init__(self, backend: str, num_ranks: int, variables: Mapping[str, str] | None = None) -> None:
         self._backend = backend
+        self._num_ranks = num_ranks
+        self._variables = dict(os.environ if variables is None else variables)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._folder = Path()
@@ -169,7 +176,7 @@ class Ranks:
             reasons = [reason for found, reason in outcomes if found == status]
             if status == FAILED and reasons:
                 self.stop()
-            if reasons and (status == FAILED or len(reasons) == WORLD_SIZE):
+            if reasons and (status == FAILED or len(reasons) == self._num_ranks):
                 return status, reasons[0]
         return PASSED, ""
 
@@ -188,15 +195,16 @@ class Ranks:
         self._folder = Path(tempfile.mkdtemp(prefix="coarse-suite-"))
         for folder in _FOLDERS:
             (self._folder / folder).mkdir()
-        for rank in range(WORLD_SIZE):
+        for rank in range(self._num_ranks):
             ours, theirs = Pipe()
             self._processes.append(
                 subprocess.Popen(
                     [
                         *(sys.executable, __file__, "--backend", self._backend),
+                        *("--ranks", str(self._num_ranks)),
                         *("--rank", str(rank), "--pipe", str(theirs.fileno())),
                     ],
-                    env=_environment(self._folder, rank),
+                    env={**self._variables, **_suite_variables(self._folder, rank, self._num_ranks)},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -221,11 +229,10 @@ class Ranks:
         return outcomes
 
 
-def _environment(folder: Path, rank: int) -> dict[str, str]:
+def _suite_variables(folder: Path, rank: int, num_ranks: int) -> dict[str, str]:
     return {
-        **os.environ,
         "BACKEND": "gloo",
-        "WORLD_SIZE": str(WORLD_SIZE),
+        "WORLD_SIZE": str(num_ranks),
         "RANK": str(rank),
         "TEMP_DIR": str(folder),
         "MASTER_ADDR": "127.0.0.1",
@@ -233,12 +240,12 @@ def _environment(folder: Path, rank: int) -> dict[str, str]:
     }
 
 
-def run_suite(backend: str, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+def run_suite(backend: str, num_ranks: int, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
     """Runs the tests, all or those of `names`; the outcome of each and why."""
     outcomes: dict[str, tuple[str, str]] = {}
-    ranks = Ranks(backend)
+    ranks = Ranks(backend, num_ranks)
     try:
-        for name, skipped in _listed():
+        for name, skipped in _listed(num_ranks):
             if names and name not in names:
                 continue
             outcomes[name] = (SKIPPED, skipped) if skipped else ranks.run(name)
@@ -249,11 +256,11 @@ def run_suite(backend: str, names: Sequence[str] = ()) -> dict[str, tuple[str, s
     return outcomes
 
 
-def _listed() -> list[tuple[str, str]]:
+def _listed(num_ranks: int) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, __file__, "--list"],
-            env=_environment(Path(folder), 0),
+            env={**os.environ, **_suite_variables(Path(folder), 0, num_ranks)},
             capture_output=True,
             text=True,
             check=True,
@@ -287,6 +294,7 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", help="tests; all without any")
     parser.add_argument("--backend", action="append", help="coarse or gloo; may be given twice")
+    parser.add_argument("--ranks", type=int, default=3, help="how many")
     parser.add_argument("--report", type=Path, help="a file for the outcomes, as Markdown")
     parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -296,9 +304,9 @@ def main() -> None:
     if arguments.list:
         print(json.dumps(list_tests()))
     elif arguments.rank is not None:
-        serve(backends[0], arguments.rank, arguments.pipe)
+        serve(backends[0], arguments.rank, arguments.ranks, arguments.pipe)
     else:
-        results = {backend: run_suite(backend, arguments.names) for backend in backends}
+        results = {backend: run_suite(backend, arguments.ranks, arguments.names) for backend in backends}
         text = report(results)
         print(text.partition("\n\n")[0])
         if arguments.report:
