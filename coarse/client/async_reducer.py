@@ -37,11 +37,17 @@ class AsyncReducer:
         self.failure: CoarseError | None = None
         """What ended everything, once something has."""
         self._native = _native.AsyncReducer(native, client.timeout_s, self._describe)
+        self._rows = _native.AsyncRows(native, self._native)
 
     @property
     def interface(self) -> int:
         """Address of a CoarseAsyncReducer (async_reducer_interface.h), through which native libraries reduce."""
         return self._native.interface
+
+    @property
+    def rows_interface(self) -> int:
+        """Address of a CoarseAsyncRows, through which native libraries reduce the rows of tables."""
+        return self._rows.interface
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
         """Registers tensors, each to be reduced by the key `name/its own name`; every worker does it alike.
@@ -56,6 +62,22 @@ class AsyncReducer:
             for index, spec in enumerate(specs):
                 self._native.add(f"{name}/{spec.name}", group.id, index, spec.nbytes)
         return group
+
+    def register_table(self, name: str, spec: TensorSpec) -> None:
+        """Registers a table, whose rows are to be reduced by the key `name`; every worker does it alike.
+
+        Args:
+            name: As for register().
+            spec: With `row_elements`.
+
+        Raises:
+            SchemaMismatchError, SyncTimeoutError: As by register().
+        """
+        counter = TensorSpec(name="number of rows", dtype="int64", num_elements=1, op="sum")
+        with self._registering:
+            group = self._client.register(name, [counter, spec])
+            self._groups[group.id] = group
+            self._rows.add(name, group.id, 0, 1, group.rows.fd)
 
     def reduce_all(self, requests: Sequence[Request]) -> None:
         """Reduces tensors, and waits for all of them.

@@ -47,6 +47,11 @@ class RowMemory:
         self._memory = memoryview(mmap.mmap(fd, plan.rows_bytes))
         self._taken: dict[int, int] = {}  # bytes from a place on
 
+    @property
+    def fd(self) -> int:
+        """Of the sparse memory; stays this object's."""
+        return self._fd
+
     def give(self, tensor: int, count: int) -> Rows:
         """Room for `count` rows that this worker contributes next; to be written before the tensor is pushed.
 

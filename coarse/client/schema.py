@@ -63,8 +63,8 @@ class TensorSpec:
             raise ValueError(
                 f"table {self.name!r}: {self.num_elements} elements are no rows of {self.row_elements} each"
             )
-        if self.op != "mean":
-            raise ValueError(f"table {self.name!r}: rows are averaged; there is no {self.op} of them")
+        if self.op == "max":
+            raise ValueError(f"table {self.name!r}: rows are added up or averaged; there is no max of them")
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coarse.client.async_reducer import Request
-from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.errors import SchemaMismatchError, SyncTimeoutError
 from coarse.session import Session
 
@@ -41,6 +41,8 @@ class Collectives:
         self.rank = session.identity.rank
         self.num_workers = session.identity.world_size
         self._reducer = session.open_async_reducer()
+        self._cannot_reduce_rows = session.cannot_update()
+        self._tables: dict[tuple[str, str, str, int, int], str] = {}
         self._keys: dict[tuple[str, str, tuple[Signature, ...]], list[str]] = {}
         self._num_registered: dict[str, int] = {}
         self._registering = threading.Lock()
@@ -69,6 +71,37 @@ class Collectives:
             if wanted not in self._keys:
                 self._keys[wanted] = self._register(*wanted)
             return self._keys[wanted]
+
+    @property
+    def rows_interface(self) -> int:
+        """As AsyncReducer's."""
+        return self._reducer.rows_interface
+
+    def key_of_table(self, name: str, op: str, dtype: str, num_rows: int, row_elements: int) -> str:
+        """The key of a table whose rows are reduced, which is registered at the first call; "" if none can be here.
+
+        Args:
+            name: The same on every worker, for the same reduction.
+            op: "sum" or "mean".
+            dtype, num_rows, row_elements: Of the table.
+        """
+        if self._cannot_reduce_rows or dtype not in UPDATABLE_DTYPES:
+            return ""
+        wanted = (name, op, dtype, num_rows, row_elements)
+        with self._registering:
+            if wanted not in self._tables:
+                spec = TensorSpec(
+                    name="rows",
+                    dtype=dtype,
+                    num_elements=num_rows * row_elements,
+                    op=op,
+                    row_elements=row_elements,
+                )
+                group = self._next_group(f"{name}, rows")
+                with _explained(f"asking for {name}"):
+                    self._reducer.register_table(group, spec)
+                self._tables[wanted] = group
+            return self._tables[wanted]
 
     def reduce(self, name: str, op: str, arrays: Sequence[Array]) -> list[Array]:
         """Reduces arrays over all workers; returns new ones.
@@ -140,9 +173,7 @@ class Collectives:
         self._reducer.close()
 
     def _register(self, name: str, op: str, signatures: tuple[Signature, ...]) -> list[str]:
-        number = self._num_registered.get(name, 0)
-        self._num_registered[name] = number + 1
-        group = f"{name}#{number}" if number else name
+        group = self._next_group(name)
         specs = [
             TensorSpec(name=f"tensor {i}", dtype=dtype, num_elements=num_elements, op=op)
             for i, (dtype, num_elements) in enumerate(signatures)
@@ -150,6 +181,12 @@ class Collectives:
         with _explained(f"asking for {name}"):
             self._reducer.register(group, specs)
         return [f"{group}/{spec.name}" for spec in specs]
+
+    def _next_group(self, name: str) -> str:
+        """Of those of one name, which differ in their tensors; workers come to them in the same order."""
+        number = self._num_registered.get(name, 0)
+        self._num_registered[name] = number + 1
+        return f"{name}#{number}" if number else name
 
     def _lock_of(self, channel: str) -> threading.Lock:
         with self._registering:

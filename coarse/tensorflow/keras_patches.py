@@ -39,6 +39,7 @@ def apply(strategy_class: Any) -> None:
     _patch_predict(trainer, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
+    _patch_gradients(keras.optimizers.Optimizer, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
     guard(keras.callbacks, strategy_class)
 
@@ -93,6 +94,25 @@ def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
             model.name,
             advice,
         )
+
+
+def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
+    """Shapes of gradients are often not known in graphs whose batches have any size: they are those of variables."""
+    original = optimizer_class._all_reduce_sum_gradients
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+        grads_and_vars = list(grads_and_vars)
+        if isinstance(tf.distribute.get_strategy(), strategy_class):
+            for gradient, variable in grads_and_vars:
+                if isinstance(gradient, tf.Tensor):
+                    gradient.set_shape(variable.shape)
+        return original(self, grads_and_vars)
+
+    setattr(all_reduce_sum_gradients, _MARK, True)
+    optimizer_class._all_reduce_sum_gradients = all_reduce_sum_gradients
 
 
 def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:

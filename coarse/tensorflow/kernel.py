@@ -17,6 +17,7 @@ from typing import Any
 
 import platformdirs
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 import coarse.kernels
 from coarse.errors import CoarseError
@@ -50,9 +51,11 @@ class ReduceKernel:
         self._ops = tf.load_op_library(str(library))
         self._functions = ctypes.CDLL(str(library))
         self._number = number
-        self._functions.coarse_open_endpoint.argtypes = (ctypes.c_int64, ctypes.c_void_p)
+        self._functions.coarse_open_endpoint.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
         self._functions.coarse_close_endpoint.argtypes = (ctypes.c_int64,)
-        if not self._functions.coarse_open_endpoint(number, collectives.interface):
+        if not self._functions.coarse_open_endpoint(
+            number, collectives.interface, collectives.rows_interface
+        ):
             raise KernelBuildError(f"{library} was built for another version of COARSE; remove it")
 
     def reduce(self, tensors: Sequence[Any], keys: Sequence[str]) -> list[Any]:
@@ -64,6 +67,16 @@ class ReduceKernel:
         with tf.control_dependencies(results):
             self._ops.coarse_sequence()
         return results
+
+    def reduce_rows(self, values: Any, numbers: Any, key: str) -> tuple[Any, Any]:
+        """Reduces rows of a table; returns those of all workers and their numbers, ascending, none twice."""
+        results = self._ops.coarse_reduce_rows(
+            contribution=values, rows=numbers, key=key, endpoint=self._number
+        )
+        if ops.inside_function():
+            with tf.control_dependencies(results):
+                self._ops.coarse_sequence()
+        return results.result, results.result_rows
 
     def close(self) -> None:
         """Has ops that still run fail. Idempotent."""

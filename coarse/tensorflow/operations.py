@@ -61,6 +61,24 @@ class Operations:
                     reduced[i] = result
         return [self._narrowed(op, each, tensor) for each, tensor in zip(reduced, tensors, strict=True)]
 
+    def reduce_slices(self, op: str, slices: Any) -> Any:
+        """Adds up or averages rows of a table over all workers.
+
+        Where memory devices cannot reduce rows, those of all workers are gathered, and what uses them adds up what
+        comes several times.
+
+        Args:
+            op: "sum" or "mean".
+            slices: tf.IndexedSlices of a table that has the same shape and dtype on all workers.
+        """
+        key = self._key_of_table(op, slices)
+        if not key:
+            return self._gather_slices(op, slices)
+        assert self._kernel is not None
+        with tf.device("/CPU:0"):
+            values, numbers = self._kernel.reduce_rows(slices.values, tf.cast(slices.indices, tf.int64), key)
+        return tf.IndexedSlices(values, tf.cast(numbers, slices.indices.dtype), slices.dense_shape)
+
     def gather(self, tensor: Any) -> Any:
         """The tensors of all workers, in the order of their ranks, one behind the other in their first dimension."""
         name = self._names.next()
@@ -93,11 +111,33 @@ class Operations:
         result.set_shape(tensor.shape)
         return result
 
+    def _key_of_table(self, op: str, slices: Any) -> str:
+        shape = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+        if self._kernel is None or shape is None or shape.size == 0 or not shape.all():
+            return ""
+        num_rows, row_elements = int(shape[0]), int(np.prod(shape[1:], dtype=np.int64))
+        name = f"{self._names.next()} rows"
+        return self._collectives.key_of_table(name, op, slices.values.dtype.name, num_rows, row_elements)
+
+    def _gather_slices(self, op: str, slices: Any) -> Any:
+        values, indices = self.gather(slices.values), self.gather(slices.indices)
+        if op == "mean":
+            values /= tf.cast(self._collectives.num_workers, values.dtype)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
     def _reduce_alike(self, name: str, op: str, tensors: list[Any]) -> list[Any]:
+        results = list(tensors)
+        known = [i for i, tensor in enumerate(tensors) if tensor.shape.is_fully_defined()]
+        reduced = self._reduce_of_known_shape(name, op, [tensors[i] for i in known])
+        for i, result in zip(known, reduced, strict=True):
+            results[i] = result
+        for i in (i for i in range(len(tensors)) if i not in known):
+            results[i] = self._reduce_of_any_shape(name, op, i, tensors[i])
+        return results
+
+    def _reduce_of_known_shape(self, name: str, op: str, tensors: list[Any]) -> list[Any]:
         if not tensors:
             return []
-        if not all(tensor.shape.is_fully_defined() for tensor in tensors):
-            return [self._reduce_of_any_shape(name, op, i, tensor) for i, tensor in enumerate(tensors)]
         if self._kernel is not None and ops.inside_function():
             return self._reduce_by_kernel(self._kernel, name, op, tensors)
 

@@ -1,10 +1,12 @@
-// The TensorFlow op CoarseReduce: a tensor, reduced over all workers by the AsyncReducer of an open session.
+// The TensorFlow ops CoarseReduce and CoarseReduceRows: a tensor, or rows of a table, reduced over all
+// workers by the AsyncReducer and AsyncRows of an open session.
 //
 // Built for the TensorFlow that is installed (coarse/tensorflow/kernel.py). Asynchronous and not stateful, so
 // that any number of tensors are under way at once, in whatever order the graph comes to them; `key` says
 // which tensor it is.
 
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -22,6 +24,11 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
+struct Endpoint {
+  CoarseAsyncReducer tensors;
+  CoarseAsyncRows rows;
+};
+
 /// The sessions of this process that are open, by number.
 class Endpoints {
  public:
@@ -29,25 +36,25 @@ class Endpoints {
     static Endpoints* endpoints = new Endpoints;  // never destroyed: ops may run until the very end
     return *endpoints;
   }
-  void open(std::int64_t number, const CoarseAsyncReducer& reducer) {
+  void open(std::int64_t number, const Endpoint& endpoint) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    reducers_[number] = reducer;
+    endpoints_[number] = endpoint;
   }
   void close(std::int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    reducers_.erase(number);
+    endpoints_.erase(number);
   }
-  bool find(std::int64_t number, CoarseAsyncReducer& reducer) {
+  bool find(std::int64_t number, Endpoint& endpoint) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = reducers_.find(number);
-    if (found == reducers_.end()) return false;
-    reducer = found->second;
+    const auto found = endpoints_.find(number);
+    if (found == endpoints_.end()) return false;
+    endpoint = found->second;
     return true;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<std::int64_t, CoarseAsyncReducer> reducers_;
+  std::unordered_map<std::int64_t, Endpoint> endpoints_;
 };
 
 struct UnderWay {
@@ -63,29 +70,85 @@ void finish(void* opaque, const char* failure) {
   done();
 }
 
-class ReduceOp : public AsyncOpKernel {
- public:
-  explicit ReduceOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
-    OP_REQUIRES_OK(context, context->GetAttr("key", &key_));
-    OP_REQUIRES_OK(context, context->GetAttr("endpoint", &endpoint_));
+/// Copies rows out of the memory that all workers share.
+absl::Status copyRows(OpKernelContext* context, std::uint64_t count, const std::uint64_t* numbers,
+                      const void* values) {
+  const auto numRows = static_cast<std::int64_t>(count);
+  tensorflow::TensorShape shape = context->input(0).shape();
+  shape.set_dim(0, numRows);
+  Tensor *result = nullptr, *rows = nullptr;
+  absl::Status status = context->allocate_output(0, shape, &result);
+  if (status.ok()) status = context->allocate_output(1, {numRows}, &rows);
+  if (!status.ok()) return status;
+  std::memcpy(const_cast<char*>(result->tensor_data().data()), values, result->TotalBytes());
+  std::memcpy(const_cast<char*>(rows->tensor_data().data()), numbers, rows->TotalBytes());
+  return status;
+}
+
+void finishRows(void* opaque, const char* failure, std::uint64_t count, const std::uint64_t* numbers,
+                const void* values) {
+  if (failure == nullptr) {
+    OpKernelContext* const context = static_cast<UnderWay*>(opaque)->context;
+    context->SetStatus(copyRows(context, count, numbers, values));
   }
+  finish(opaque, failure);
+}
+
+/// What both ops have: they say by name what they reduce, and in which session.
+class KeyedOp : public AsyncOpKernel {
+ public:
+  explicit KeyedOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("key", &key_));
+    OP_REQUIRES_OK(context, context->GetAttr("endpoint", &number_));
+  }
+
+ protected:
+  const char* key() const { return key_.c_str(); }
+  absl::Status find(Endpoint& endpoint) const {
+    if (Endpoints::instance().find(number_, endpoint)) return absl::OkStatus();
+    return absl::FailedPreconditionError("the strategy's session is closed");
+  }
+
+ private:
+  std::string key_;
+  std::int64_t number_;
+};
+
+class ReduceOp : public KeyedOp {
+ public:
+  using KeyedOp::KeyedOp;
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
     const Tensor& input = context->input(0);
     Tensor* output = nullptr;
     OP_REQUIRES_OK_ASYNC(context, context->forward_input_or_allocate_output({0}, 0, input.shape(), &output),
                          done);
-    CoarseAsyncReducer reducer;
-    OP_REQUIRES_ASYNC(context, Endpoints::instance().find(endpoint_, reducer),
-                      absl::FailedPreconditionError("the strategy's session is closed"), done);
-    reducer.reduce(reducer.reducer, key_.c_str(), input.tensor_data().data(),
+    Endpoint endpoint;
+    OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
+    const CoarseAsyncReducer& tensors = endpoint.tensors;
+    tensors.reduce(tensors.reducer, key(), input.tensor_data().data(),
                    const_cast<char*>(output->tensor_data().data()), input.TotalBytes(), &finish,
                    new UnderWay{context, std::move(done)});
   }
+};
 
- private:
-  std::string key_;
-  std::int64_t endpoint_;
+class ReduceRowsOp : public KeyedOp {
+ public:
+  using KeyedOp::KeyedOp;
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& values = context->input(0);
+    const Tensor& rows = context->input(1);
+    OP_REQUIRES_ASYNC(context,
+                      values.dims() >= 1 && rows.dims() == 1 && rows.dim_size(0) == values.dim_size(0),
+                      absl::InvalidArgumentError("every row of values needs its number"), done);
+    Endpoint endpoint;
+    OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
+    endpoint.rows.reduce(endpoint.rows.rows, key(),
+                         reinterpret_cast<const std::int64_t*>(rows.tensor_data().data()),
+                         values.tensor_data().data(), static_cast<std::uint64_t>(rows.dim_size(0)),
+                         values.TotalBytes(), &finishRows, new UnderWay{context, std::move(done)});
+  }
 };
 
 /// Does nothing, statefully: TensorFlow runs what has it, and not twice at once.
@@ -109,6 +172,24 @@ REGISTER_OP("CoarseReduce")
     });
 REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_CPU), ReduceOp);
 
+REGISTER_OP("CoarseReduceRows")
+    .Attr("T: {float, bfloat16, half}")
+    .Attr("key: string")
+    .Attr("endpoint: int")
+    .Input("contribution: T")
+    .Input("rows: int64")
+    .Output("result: T")
+    .Output("result_rows: int64")
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      tensorflow::shape_inference::ShapeHandle values;
+      TF_RETURN_IF_ERROR(context->WithRankAtLeast(context->input(0), 1, &values));
+      TF_RETURN_IF_ERROR(context->ReplaceDim(values, 0, context->UnknownDim(), &values));
+      context->set_output(0, values);
+      context->set_output(1, context->Vector(context->UnknownDim()));
+      return absl::OkStatus();
+    });
+REGISTER_KERNEL_BUILDER(Name("CoarseReduceRows").Device(tensorflow::DEVICE_CPU), ReduceRowsOp);
+
 REGISTER_OP("CoarseSequence").SetIsStateful().SetShapeFn([](tensorflow::shape_inference::InferenceContext*) {
   return absl::OkStatus();
 });
@@ -116,11 +197,13 @@ REGISTER_KERNEL_BUILDER(Name("CoarseSequence").Device(tensorflow::DEVICE_CPU), S
 
 extern "C" {
 
-/// Lets ops of this endpoint reach a reducer. @returns whether this library and the reducer fit each other.
+/// Lets ops of this endpoint reach a session. @returns whether this library and the session fit each other.
 __attribute__((visibility("default"))) int coarse_open_endpoint(std::int64_t number,
-                                                                const CoarseAsyncReducer* reducer) {
-  if (reducer->version != COARSE_ASYNC_REDUCER_VERSION) return 0;
-  Endpoints::instance().open(number, *reducer);
+                                                                const CoarseAsyncReducer* tensors,
+                                                                const CoarseAsyncRows* rows) {
+  if (tensors->version != COARSE_ASYNC_REDUCER_VERSION || rows->version != COARSE_ASYNC_ROWS_VERSION)
+    return 0;
+  Endpoints::instance().open(number, {*tensors, *rows});
   return 1;
 }
 

@@ -247,17 +247,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             flat[i] = result
         for i, each in enumerate(flat):
             if isinstance(each, tf.IndexedSlices):
-                flat[i] = self._reduce_slices(reduce_op, each)
+                flat[i] = self._operations.reduce_slices(_OPS[reduce_op], each)
         return tf.nest.pack_sequence_as(value, flat)
-
-    def _reduce_slices(self, reduce_op: Any, slices: Any) -> Any:
-        """Those of all workers: what uses them adds up rows that come several times."""
-        assert self._operations is not None
-        values = self._operations.gather(slices.values)
-        indices = self._operations.gather(slices.indices)
-        if reduce_op == reduce_util.ReduceOp.MEAN:
-            values /= tf.cast(self._identity.world_size, values.dtype)
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: Any, options: Any) -> Any:
         del destinations, options

@@ -293,6 +293,8 @@ class Cluster {
     return reinterpret_cast<UpdateSettings*>(memoryOf(plan).settings[client].data());
   }
   std::vector<Region> slotsOf(const GroupPlan& plan) const { return regionsOf(memoryOf(plan).slots); }
+  /// A client's segment of rows, which stays the cluster's.
+  int rowsFd(const GroupPlan& plan, std::size_t client) const { return memoryOf(plan).rowsFds()[client]; }
   /// A client's rows of a table.
   RowBuffer rows(const GroupPlan& plan, std::size_t client, std::uint32_t tensor) const {
     const RowTable table = plan.rowTables().at(tensor);

@@ -98,6 +98,47 @@ def embedding_and_accumulation(strategy: Any) -> dict[str, Any]:
     return trained(strategy, build, tokens())
 
 
+def embedding(strategy: Any) -> dict[str, Any]:
+    def build() -> Any:
+        entry = keras.Input((4,), dtype="int32")
+        hidden = keras.layers.Flatten()(keras.layers.Embedding(50, 8)(entry))
+        model = keras.Model(entry, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+        return model
+
+    return trained(strategy, build, tokens())
+
+
+def rows_of_tables(strategy: Any) -> dict[str, Any]:
+    """Rows of two tables, one of which travels twice, and what comes of them in graphs and eagerly."""
+    rank = strategy.rank
+    shape = tf.constant([6, 2, 2], tf.int64)
+
+    def slices(rows: list[int], dtype: Any) -> Any:
+        values = [[[row + 1.0, 10.0 * rank], [0.5, place]] for place, row in enumerate(rows)]
+        return tf.IndexedSlices(
+            tf.constant(values, dtype, (len(rows), 2, 2)), tf.constant(rows, tf.int32), shape
+        )
+
+    def reduce() -> Any:
+        context = tf.distribute.get_replica_context()
+        own = [5, 0, 5, 3] if rank == 0 else [3, 1, 3, 3]
+        nothing = [] if rank == 0 else [2]
+        return (
+            context.all_reduce("SUM", [slices(own, tf.float32), slices(nothing, tf.bfloat16)]),
+            context.all_reduce("MEAN", slices(own, tf.float32)),
+        )
+
+    function = tf.function(lambda: strategy.run(reduce))
+    kinds = [op.type for op in function.get_concrete_function().graph.get_operations()]
+    found = [
+        {"rows": each.indices.numpy().tolist(), "values": each.values.numpy().astype("f4").tolist()}
+        for results in (function(), function(), strategy.run(reduce))
+        for each in tf.nest.flatten(results)
+    ]
+    return {"found": found, "ops": kinds.count("CoarseReduceRows"), "calls": kinds.count("PyFunc")}
+
+
 def eager(strategy: Any) -> dict[str, Any]:
     def build() -> Any:
         model = perceptron()
@@ -287,6 +328,8 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         dense,
         several_steps_per_execution_and_batch_norm,
         embedding_and_accumulation,
+        embedding,
+        rows_of_tables,
         eager,
         shuffled_and_clipped,
         mixed_precision,

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs import HERE, Job
 
@@ -18,6 +19,7 @@ LIKE_ONE_PROCESS = [
     "dense",
     "several_steps_per_execution_and_batch_norm",
     "embedding_and_accumulation",
+    "embedding",
     "eager",
     "without_compiler",
     "own_loop",
@@ -96,6 +98,27 @@ def test_values_are_reduced_and_gathered(results):
         assert worker["sum of whole numbers"] == 6
         assert worker["mean of whole numbers"] == 7
         assert worker["mean of rows"] == 7.0
+
+
+def test_rows_of_tables_are_added_up_by_their_numbers(results):
+    _, workers = scenario_of(results, "rows_of_tables")
+    (first, second), third = ([5, 0, 5, 3], [3, 1, 3, 3]), [2]
+    for worker in workers:
+        assert worker["found"] == 3 * [
+            table_of([first, second], 1),
+            table_of([[], third], 1),
+            table_of([first, second], 2),
+        ]
+        assert (worker["ops"], worker["calls"]) == (3, 0)
+
+
+def table_of(rows, divisor):
+    """What rows_of_tables finds of the rows of each worker."""
+    total = {}
+    for rank, own in enumerate(rows):
+        for place, row in enumerate(own):
+            total[row] = total.get(row, 0) + np.array([[row + 1, 10 * rank], [0.5, place]]) / divisor
+    return {"rows": sorted(total), "values": [total[row].tolist() for row in sorted(total)]}
 
 
 def test_callbacks_write_on_the_first_worker_alone(results):

@@ -22,6 +22,7 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerProxy(module);
   coarse::registerClient(module);
   coarse::registerAsyncReducer(module);
+  coarse::registerAsyncRows(module);
   coarse::registerGpuTransfers(module);
   coarse::registerHeartbeat(module);
   coarse::registerPacer(module);

@@ -57,8 +57,8 @@ void GroupPlan::validateTable(const Shard& shard) const {
     throw std::invalid_argument("table " + std::to_string(shard.tensor) + ": " + what);
   };
   if (shard.numElements % rowElements[shard.tensor] != 0) refuse("shards are whole rows");
-  if (shard.isDynamic || shard.op != ReduceOp::kMean || !isFloating(shard.dtype))
-    refuse("only means of floating-point numbers travel as rows");
+  if (shard.isDynamic || shard.op == ReduceOp::kMax || !isFloating(shard.dtype))
+    refuse("only sums and means of floating-point numbers travel as rows");
   if (shard.algorithm != Algorithm::kDirect && shard.algorithm != Algorithm::kGather)
     refuse("rows are reduced in coherent memory only; choose the algorithm auto, direct or gather");
 }

@@ -2,8 +2,8 @@
 
 #include <stdint.h>
 
-/// How libraries that are built elsewhere, for one version of a framework, reach an AsyncReducer of this
-/// process. C, so that neither has to know the other's compiler.
+/// How libraries that are built elsewhere, for one version of a framework, reach an AsyncReducer and its
+/// AsyncRows of this process. C, so that neither has to know the other's compiler.
 
 #define COARSE_ASYNC_REDUCER_VERSION 1u
 
@@ -17,3 +17,17 @@ typedef struct CoarseAsyncReducer {
   void (*reduce)(void* reducer, const char* key, const void* source, void* destination, uint64_t num_bytes,
                  CoarseReduceDone done, void* context);
 } CoarseAsyncReducer;
+
+#define COARSE_ASYNC_ROWS_VERSION 1u
+
+/* `numbers` and `values` of the `count` rows are valid during the call. */
+typedef void (*CoarseRowsDone)(void* context, const char* failure, uint64_t count, const uint64_t* numbers,
+                               const void* values);
+
+typedef struct CoarseAsyncRows {
+  uint32_t version; /* COARSE_ASYNC_ROWS_VERSION */
+  void* rows;
+  /* AsyncRows::reduce(): `done` as above. Never throws. */
+  void (*reduce)(void* rows, const char* key, const int64_t* numbers, const void* values, uint64_t count,
+                 uint64_t value_bytes, CoarseRowsDone done, void* context);
+} CoarseAsyncRows;

@@ -1,0 +1,33 @@
+#include "coarse/async_rows.hpp"
+
+#include <memory>
+
+#include "bindings.hpp"
+
+namespace py = pybind11;
+
+namespace coarse {
+namespace {
+
+/// Lets go of the GIL, which the reducer's thread may need before it can end.
+struct DeleteWithoutGil {
+  void operator()(AsyncRows* rows) const {
+    const py::gil_scoped_release release;
+    delete rows;
+  }
+};
+
+}  // namespace
+
+void registerAsyncRows(py::module_& module) {
+  py::class_<AsyncRows, std::unique_ptr<AsyncRows, DeleteWithoutGil>>(module, "AsyncRows")
+      .def(py::init<Client&, AsyncReducer&>(), py::arg("client"), py::arg("reducer"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
+      .def("add", &AsyncRows::add, py::arg("key"), py::arg("group"), py::arg("counter"), py::arg("table"),
+           py::arg("rows_fd"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("interface", [](const AsyncRows& rows) {
+        return reinterpret_cast<std::uintptr_t>(&rows.interface());
+      });
+}
+
+}  // namespace coarse
