@@ -31,8 +31,9 @@ test:  ## Run all linters and tests, the native ones under sanitizers.
 	@$(MAKE) --jobs=2 lint native-test-asan native-test-tsan  # native tests build while Python's packages are installed
 	@$(MAKE) python-test
 
+# Two files of tests at a time: most of them wait for processes that start.
 python-test: $(INSTALLED)  ## Run the Python tests.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
 	$(BIN)/ruff check .

@@ -387,12 +387,14 @@ def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(
     asked_s = time.monotonic()
     for running in workers:
         running.tell()
-    for running in workers:
-        outcome = running.finish()
+    outcomes = [running.finish() for running in workers]
+    for outcome in outcomes:
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert f"memory device md{victim} (pid {device_pids[victim]})" in outcome.message
-        assert "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)" in outcome.message
         assert outcome.ended_s - asked_s < 2 * HEARTBEAT_S
+    # Whoever notices it first ends the session and with it the device, which may be what the other one notices.
+    said = "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)"
+    assert any(said in outcome.message for outcome in outcomes), outcomes
     job.await_end(device_pids[victim])  # it cannot go on with what nobody waits for any more
 
 

@@ -101,8 +101,9 @@ def test_ctrl_c_reaches_each_worker_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(
         "import os, signal\n"
-        "print('worker' + os.environ['RANK'], os.getpid())\n"
-        "try: signal.pause()\n"
+        "try:\n"
+        "    print('worker' + os.environ['RANK'], os.getpid())\n"
+        "    signal.pause()\n"
         "except KeyboardInterrupt: print('interrupted')\n"
     )
     with spawned("-n", "2", path, stdout=PIPE, stderr=PIPE) as launcher:

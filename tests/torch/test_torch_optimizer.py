@@ -15,6 +15,8 @@ from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIE
 from parity_pool import WorkerPool
 
 PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
+# Where memory devices are on a GPU, kernels make the updates, whenever these begin.
+ON_A_GPU = [name for name in PARITY if not name.endswith("_overlapped")]
 ACROSS_NODES = ["jobs_of_several_nodes_run_on_the_workers"]
 COARSE_ONLY = [
     name
@@ -28,7 +30,7 @@ def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) 
     assert_equal_results(name, ddp_pool, coarse_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_equals_torch_where_memory_devices_are_on_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
