@@ -49,6 +49,12 @@ def mismatches_are_told_and_survived() -> Any:
     return [errors, tensor.tolist()]
 
 
+def _rooted(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
 def wrong_arguments_are_refused() -> Any:
     size = dist.get_world_size()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # torch itself lets meta tensors do nothing
@@ -56,6 +62,10 @@ def wrong_arguments_are_refused() -> Any:
         "op": _error_of(lambda: dist.all_reduce(torch.zeros(3), dist.ReduceOp.BAND)),
         "device": _error_of(lambda: backend.allreduce([torch.zeros(3, device="meta")])),
         "outputs": _error_of(lambda: dist.all_gather([torch.zeros(3)] * (size + 1), torch.zeros(3))),
+        "gathered": _error_of(
+            lambda: dist.gather(torch.zeros(3), [torch.zeros(3)] * (size + 1), dst=dist.get_rank())
+        ),
+        "root": _error_of(lambda: backend.broadcast([torch.zeros(3)], _rooted(size))),
         "flat": _error_of(lambda: dist.all_gather_into_tensor(torch.zeros(3 * size + 1), torch.zeros(3))),
     }
 

@@ -58,11 +58,14 @@ def test_mismatches_name_rank_and_sequence_number_and_the_group_goes_on(coarse: 
         assert after == [3.0] * 4
 
 
-def test_wrong_arguments_are_refused_at_once(coarse: RankPool) -> None:
-    for errors in coarse.run("wrong_arguments_are_refused"):
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_wrong_arguments_are_refused_at_once(ranks: str, request: pytest.FixtureRequest) -> None:
+    for errors in request.getfixturevalue(ranks).run("wrong_arguments_are_refused"):
         assert "float32 cannot be reduced" in errors["op"][1]
         assert "meta" in errors["device"][1]
         assert "one per rank" in errors["outputs"][1]
+        assert "one per rank" in errors["gathered"][1]
+        assert "root 2 is none of the 2 ranks" in errors["root"][1]
         assert "2 times" in errors["flat"][1]
 
 

@@ -17,88 +17,17 @@ import torch.distributed as dist
 
 from coarse.kernels import _native
 from coarse.kernels._native import CollectiveKind, Combine, ElementType
+from coarse.torch.backend.fallback_tensors import ELEMENTS, Memory, combine_of, name_of, split
+from coarse.torch.backend.fallback_work import Work
 
-_ELEMENTS = {
-    torch.float32: ElementType.FLOAT32,
-    torch.float64: ElementType.FLOAT64,
-    torch.bfloat16: ElementType.BFLOAT16,
-    torch.float16: ElementType.FLOAT16,
-    torch.int8: ElementType.INT8,
-    torch.uint8: ElementType.UINT8,
-    torch.int16: ElementType.INT16,
-    torch.int32: ElementType.INT32,
-    torch.int64: ElementType.INT64,
-    torch.bool: ElementType.BOOL,
-}
 _MOST_DIMS = 8
+_ROOTED = (
+    CollectiveKind.BROADCAST,
+    CollectiveKind.REDUCE,
+    CollectiveKind.GATHER,
+    CollectiveKind.SCATTER,
+)
 _UNSET = timedelta(milliseconds=-1)
-
-
-class _Work(dist.Work):  # type: ignore[misc]
-    """One operation, and its result as a torch future."""
-
-    def __init__(self, done: Future[Any], result: Any) -> None:
-        super().__init__()
-        self._done = done
-        self._result = result
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        done.add_done_callback(self._complete)
-
-    def _complete(self, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._done.result(timeout.total_seconds() if timeout else None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def is_success(self) -> bool:
-        return self._done.done() and self._done.exception() is None
-
-    def exception(self) -> BaseException | None:
-        return self._done.exception() if self._done.done() else None
-
-    def _source_rank(self) -> int:
-        return int(self._done.result())
-
-    def result(self) -> Any:
-        return self._result
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-
-class _Memory:
-    """Plain memory for tensors that are read, written or both; what was written is stored by finish()."""
-
-    def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
-        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        plain = _checked(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
-        self._kept.append(plain)
-        return plain
-
-    def write(self, tensor: torch.Tensor, *, is_read: bool = False) -> torch.Tensor:
-        user = _checked(tensor).detach()
-        if user.device.type == "cpu" and user.is_contiguous() and not (user.is_conj() or user.is_neg()):
-            plain = user
-        else:
-            plain = self.read(user).clone() if is_read else torch.empty(user.shape, dtype=user.dtype)
-            self._stores.append((user, plain))
-        self._kept.append(plain)
-        return plain
-
-    def finish(self) -> None:
-        for user, plain in self._stores:
-            user.copy_(plain)
 
 
 class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -176,7 +105,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # ---- collectives; names as in torch 2.13 and, where it renamed them, as before ----
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> _Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         tensors = _listed(tensors)
         steps = [self._reduction(CollectiveKind.ALL_REDUCE, [tensor], [tensor], opts) for tensor in tensors]
@@ -184,7 +113,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Any, opts: Any) -> _Work:
+    def reduce(self, tensors: Any, opts: Any) -> Work:
         tensors = _listed(tensors)
         kind = CollectiveKind.REDUCE
         return self._submit(
@@ -192,17 +121,17 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             tensors,
         )
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         tensors, root = _listed(tensors), opts.rootRank
         kind = CollectiveKind.BROADCAST
         return self._submit([self._move(kind, [t], [t], t, opts, root=root) for t in tensors], tensors)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         self._check_count(outputs[0])
         step = self._move(CollectiveKind.ALL_GATHER, inputs, outputs[0], inputs[0], opts)
         return self._submit([step], outputs[0])
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         kind = CollectiveKind.ALL_GATHER
         return self._submit(
             [
@@ -212,46 +141,50 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             outputs,
         )
 
-    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> _Work:
+    def all_gather_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         return self._submit([self._gather_flat(output, tensor, opts)], [output])
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         pairs = zip(outputs, inputs, strict=True)
         return self._submit([self._gather_flat(output, tensor, opts) for output, tensor in pairs], outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         pieces = outputs[0] if self._own_rank == opts.rootRank else []
+        if self._own_rank == opts.rootRank:
+            self._check_count(pieces)
         step = self._move(CollectiveKind.GATHER, inputs, pieces, inputs[0], opts, root=opts.rootRank)
         return self._submit([step], pieces)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> _Work:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
         pieces = inputs[0] if self._own_rank == opts.rootRank else []
+        if self._own_rank == opts.rootRank:
+            self._check_count(pieces)
         step = self._move(CollectiveKind.SCATTER, pieces, outputs, outputs[0], opts, root=opts.rootRank)
         return self._submit([step], outputs)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         self._check_count(inputs[0])
         return self._submit(
             [self._reduction(CollectiveKind.REDUCE_SCATTER, inputs[0], outputs, opts)], outputs
         )
 
-    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> _Work:
+    def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None) -> Work:
         return self._submit([self._scatter_flat(output, tensor, opts)], [output])
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         pairs = zip(outputs, inputs, strict=True)
         return self._submit([self._scatter_flat(output, tensor, opts) for output, tensor in pairs], outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         self._check_count(outputs)
         self._check_count(inputs)
         step = self._move(CollectiveKind.ALL_TO_ALL, inputs, outputs, inputs[0], opts)
@@ -259,36 +192,36 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def all_to_all_single(
         self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> _Work:
-        memory = _Memory()
+    ) -> Work:
+        memory = Memory()
         target = memory.write(output)
-        inputs = _split(memory.read(tensor), input_splits, self._num_ranks)
-        outputs = _split(target, output_splits, self._num_ranks)
+        inputs = split(memory.read(tensor), input_splits, self._num_ranks)
+        outputs = split(target, output_splits, self._num_ranks)
         step = self._move(CollectiveKind.ALL_TO_ALL, inputs, outputs, tensor, opts, finish=memory.finish)
         return self._submit([step], [output])
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> _Work:
+    def barrier(self, opts: Any = None) -> Work:
         nothing = torch.empty(0, dtype=torch.uint8)
         return self._submit([self._move(CollectiveKind.BARRIER, [], [], nothing, opts)], [])
 
     # ---- messages ----
 
-    def send(self, tensors: Any, destination: int, tag: int = 0) -> _Work:
-        memory = _Memory()
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> Work:
+        memory = Memory()
         return self._post(memory, memory.read(tensors[0]), tensors, destination, tag, is_send=True)
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> _Work:
-        memory = _Memory()
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
+        memory = Memory()
         return self._post(memory, memory.write(tensors[0]), tensors, source, tag, is_send=False)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> _Work:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
     def _post(
-        self, memory: _Memory, plain: torch.Tensor, tensors: Any, peer: int, tag: int, *, is_send: bool
-    ) -> _Work:
+        self, memory: Memory, plain: torch.Tensor, tensors: Any, peer: int, tag: int, *, is_send: bool
+    ) -> Work:
         future: Future[int] = Future()
 
         def done(error: str, source: int) -> None:
@@ -304,47 +237,49 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             tag=tag,
             data=plain.data_ptr(),
             num_bytes=plain.nbytes,
-            dtype=_name_of(plain.dtype),
+            dtype=name_of(plain.dtype),
             timeout=self._timeout,
             done=done,
         )
-        return _Work(future, tensors)
+        return Work(future, tensors)
 
     # ---- steps ----
 
-    def _submit(self, steps: Sequence[Callable[[], None]], result: Any) -> _Work:
+    def _submit(self, steps: Sequence[Callable[[], None]], result: Any) -> Work:
         self._num_issued = next(self._issued)
 
         def run() -> None:
             for step in steps:
                 step()
 
-        return _Work(self._executor.submit(run), result)
+        return Work(self._executor.submit(run), result)
 
     def _gather_flat(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Callable[[], None]:
-        memory = _Memory()
+        memory = Memory()
+        self._check_flat(output, tensor)
         pieces = list(memory.write(output).view(-1).chunk(self._num_ranks)) if output.numel() else []
         pieces = pieces or [output.view(-1)] * self._num_ranks
         return self._move(CollectiveKind.ALL_GATHER, [tensor], pieces, tensor, opts, finish=memory.finish)
 
     def _scatter_flat(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Callable[[], None]:
         opts = opts or dist.ReduceScatterOptions()
-        flat = _Memory().read(tensor).view(-1)
+        self._check_flat(tensor, output)
+        flat = Memory().read(tensor).view(-1)
         pieces = list(flat.chunk(self._num_ranks)) if flat.numel() else [flat] * self._num_ranks
         return self._reduction(CollectiveKind.REDUCE_SCATTER, pieces, [output], opts)
 
     def _reduction(
         self, kind: CollectiveKind, inputs: Any, outputs: Any, opts: Any, root: int = -1
     ) -> Callable[[], None]:
-        combine = _combine_of(opts.reduceOp)
+        combine = combine_of(opts.reduceOp)
         if outputs[0].is_complex():
             if combine not in (Combine.SUM, Combine.MEAN):
                 raise ValueError("coarse: complex tensors take SUM and AVG alone")
             inputs, outputs = [list(map(torch.view_as_real, side)) for side in (inputs, outputs)]
-        element = _ELEMENTS.get(outputs[0].dtype, ElementType.OPAQUE)
+        element = ELEMENTS.get(outputs[0].dtype, ElementType.OPAQUE)
         if not _native.can_combine(element, combine):
             raise ValueError(
-                f"coarse: tensors of {_name_of(outputs[0].dtype)} cannot be reduced by this operator"
+                f"coarse: tensors of {name_of(outputs[0].dtype)} cannot be reduced by this operator"
             )
         return self._move(kind, inputs, outputs, outputs[0], opts, combine=combine, root=root)
 
@@ -361,7 +296,9 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         finish: Callable[[], None] = lambda: None,
     ) -> Callable[[], None]:
         """What is to be done for one collective; checks and copies happen now, in the caller's thread."""
-        memory = _Memory()
+        if kind in _ROOTED and not 0 <= root < self._num_ranks:
+            raise ValueError(f"coarse: root {root} is none of the {self._num_ranks} ranks")
+        memory = Memory()
         is_in_place = len(inputs) == len(outputs) == 1 and inputs[0] is outputs[0]
         targets = [memory.write(output, is_read=is_in_place) for output in outputs]
         sources = targets if is_in_place else [memory.read(tensor) for tensor in inputs]
@@ -370,8 +307,8 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         limit = getattr(opts, "timeout", _UNSET)
         arguments: dict[str, Any] = {
             "kind": kind,
-            "dtype": _name_of(piece.dtype),
-            "element": _ELEMENTS.get(piece.dtype, ElementType.OPAQUE),
+            "dtype": name_of(piece.dtype),
+            "element": ELEMENTS.get(piece.dtype, ElementType.OPAQUE),
             "element_bytes": piece.element_size(),
             "combine": combine,
             "root": root,
@@ -399,6 +336,13 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return step
 
+    def _check_flat(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        if whole.numel() != piece.numel() * self._num_ranks or whole.dtype != piece.dtype:
+            raise ValueError(
+                f"coarse: the larger tensor must have {self._num_ranks} times the elements of the other one, and its "
+                f"dtype: {name_of(whole.dtype)} {tuple(whole.shape)} and {name_of(piece.dtype)} {tuple(piece.shape)}"
+            )
+
     def _check_count(self, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._num_ranks:
             raise ValueError(
@@ -408,41 +352,3 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 def _listed(tensors: Any) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"coarse: serves tensors on cpu and cuda, not {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"coarse: the backend in Python takes dense tensors, not {tensor.layout}")
-    return tensor
-
-
-def _split(tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[torch.Tensor]:
-    if not sizes:
-        if tensor.shape[0] % num_ranks:
-            raise ValueError(f"coarse: {tensor.shape[0]} rows are not divisible by {num_ranks} ranks")
-        sizes = [tensor.shape[0] // num_ranks] * num_ranks
-    return list(tensor.split(list(sizes)))
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _combine_of(op: Any) -> Combine:
-    # Compared, not looked up: what comes here is a ReduceOp, which is equal to its RedOpType and hashes otherwise.
-    known = (
-        (dist.ReduceOp.SUM, Combine.SUM),
-        (dist.ReduceOp.AVG, Combine.MEAN),
-        (dist.ReduceOp.MAX, Combine.MAX),
-        (dist.ReduceOp.MIN, Combine.MIN),
-        (dist.ReduceOp.PRODUCT, Combine.PRODUCT),
-        (dist.ReduceOp.BAND, Combine.BIT_AND),
-        (dist.ReduceOp.BOR, Combine.BIT_OR),
-        (dist.ReduceOp.BXOR, Combine.BIT_XOR),
-    )
-    for candidate, combine in known:
-        if op == candidate:
-            return combine
-    raise ValueError(f"coarse: reduce op {op} is not supported")
