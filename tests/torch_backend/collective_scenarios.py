@@ -143,6 +143,18 @@ def sub_groups() -> Any:
     return [alone, together, names]
 
 
+def sub_groups_of_sub_groups() -> Any:
+    """Each rank makes groups of its own, to which torch gives the same name."""
+    own, groups = dist.new_subgroups_by_enumeration([[rank] for rank in range(_size())])
+    below, groups_below = dist.new_subgroups(1, group=own)
+    alone = torch.full((3,), float(_rank()))
+    dist.all_reduce(alone, group=below)
+    for group in (*groups_below, *groups):
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+    return alone
+
+
 def work_handles_and_futures() -> Any:
     tensors = [torch.full((1000,), float(_rank() + i)) for i in range(20)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -211,6 +223,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
         all_to_all_single_with_uneven_splits,
         coalesced_collectives,
         sub_groups,
+        sub_groups_of_sub_groups,
         work_handles_and_futures,
         object_collectives,
         messages_by_tag_in_any_order,

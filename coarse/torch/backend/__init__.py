@@ -6,7 +6,9 @@ Example:
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -39,7 +41,7 @@ def create_backend(options: Any) -> Any:
     settings = Settings.from_environment()
     rank, size = options.group_rank, options.group_size
     collectives = open_group(
-        TorchStore(options.store, prefix="coarse"),
+        TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group)),
         rank=rank,
         size=size,
         settings=replace(settings, timeout_s=min(timeout.total_seconds(), settings.timeout_s)),
@@ -52,3 +54,9 @@ def create_backend(options: Any) -> Any:
 
         return PythonProcessGroup(collectives, rank=rank, size=size, timeout=timeout)
     return extension.create(collectives.capsule(), rank=rank, size=size, timeout=timeout)
+
+
+def _prefix(ranks: Sequence[int]) -> str:
+    """Of a group's keys in its store. torch names groups by how many a rank has made, so that groups of different
+    ranks can have the same name, and store, at once: as sub-groups of sub-groups have."""
+    return f"coarse/{hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]}"
