@@ -1,6 +1,6 @@
 """The torch backend "coarse" against gloo: all_reduce by size, and a training step of a small BERT under FSDP2.
 
-    python benchmarks/torch_backend.py [--workers 2] [--nodes 1] [--report results.jsonl]
+    python benchmarks/torch_backend.py [--workers 2] [--nodes 1] [--no-training] [--report results.jsonl]
 
 Both backends have groups of the same processes, which take turns between them, call by call, so that whatever else
 the machine does meets both alike. Each result is verified before it is timed, and figures are *measured*.
@@ -118,7 +118,7 @@ def _fsdp_step(group: Any) -> Callable[[], float]:
     return step
 
 
-def run_rank(result: Path) -> None:
+def run_rank(result: Path, *, has_training: bool) -> None:
     """One rank: everything is measured, and rank 0 writes it down."""
     import torch
     import torch.distributed as dist
@@ -131,7 +131,7 @@ def run_rank(result: Path) -> None:
         "coarse", init_method=f"file://{result}.store", rank=_rank(), world_size=_workers()
     )
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
-    times = {**all_reduces(groups), **fsdp_steps(groups)}
+    times = {**all_reduces(groups), **(fsdp_steps(groups) if has_training else {})}
     if dist.get_rank() == 0:
         result.write_text(json.dumps(times))
     dist.barrier()
@@ -146,13 +146,14 @@ def _workers() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def run(workers: int, nodes: int) -> dict[str, Times]:
+def run(workers: int, nodes: int, *, has_training: bool) -> dict[str, Times]:
     """Times of both backends, in milliseconds, of workers on `nodes` nodes that are all this machine."""
+    options = [] if has_training else ["--no-training"]
     with tempfile.TemporaryDirectory(prefix="coarse-bench-") as folder:
         result = Path(folder, "times.json")
         ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--result", str(result)],
+                [sys.executable, __file__, "--result", str(result), *options],
                 env={
                     **os.environ,
                     "RANK": str(rank),
@@ -191,12 +192,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--report", type=Path, help="a file to which JSON lines are appended")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that this machine plays, over loopback")
+    parser.add_argument("--no-training", dest="training", action="store_false", help="all_reduce alone")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.result:
-        run_rank(arguments.result)
+        run_rank(arguments.result, has_training=arguments.training)
         return
-    found = run(arguments.workers, arguments.nodes)
+    found = run(arguments.workers, arguments.nodes, has_training=arguments.training)
     print(f"{'measured, ms':28} {'gloo p50':>10} {'coarse min':>11} {'p50':>9} {'p99':>9} {'to gloo':>8}")
     for name, times in found.items():
         gloo, coarse = (summary(times[backend]) for backend in BACKENDS)
