@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coarse.client.schema import TensorSpec
+from coarse.client.tensor_bytes import TensorBytes
 from coarse.errors import CoarseError
 from coarse.kernels import _native
 
@@ -38,6 +40,8 @@ class AsyncReducer:
         """What ended everything, once something has."""
         self._native = _native.AsyncReducer(native, client.timeout_s, self._describe)
         self._rows = _native.AsyncRows(native, self._native)
+        self._updates = _native.AsyncUpdates(self._native)
+        self._mapped: list[memoryview[Any]] = []  # to which _updates has addresses
 
     @property
     def interface(self) -> int:
@@ -48,6 +52,11 @@ class AsyncReducer:
     def rows_interface(self) -> int:
         """Address of a CoarseAsyncRows, through which native libraries reduce the rows of tables."""
         return self._rows.interface
+
+    @property
+    def updates_interface(self) -> int:
+        """Address of a CoarseAsyncUpdates, through which native libraries have parameters updated."""
+        return self._updates.interface
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
         """Registers tensors, each to be reduced by the key `name/its own name`; every worker does it alike.
@@ -79,6 +88,39 @@ class AsyncReducer:
             self._groups[group.id] = group
             self._rows.add(name, group.id, 0, 1, group.rows.fd)
 
+    def register_parameters(
+        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], *, writes: bool
+    ) -> TensorGroup:
+        """Registers gradients whose parameters are updated, by the key `name/name of the gradient`; as register().
+
+        Args:
+            name: As for register().
+            specs: As for Session.register_parameters(), which checks what this does not.
+            state_names: As for that.
+            writes: Whether this worker's values of parameters are everybody's; one worker's are.
+
+        Raises:
+            SchemaMismatchError, SyncTimeoutError: As by register().
+            OutOfDeviceMemoryError: If the memory devices cannot hold them.
+        """
+        with self._registering:
+            group = self._client.register(name, specs, state_names=state_names)
+            self._groups[group.id] = group
+            settings = _mapped(group.settings())
+            parameters = [_mapped(group.parameter(index)) for index in range(len(specs))]
+            self._mapped += [settings, *parameters]
+            for index, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
+                self._updates.add(
+                    f"{name}/{spec.name}",
+                    group.id,
+                    index,
+                    spec.nbytes,
+                    _address(parameter),
+                    _address(settings) + index * _native.UPDATE_SETTINGS_BYTES,
+                    writes,
+                )
+        return group
+
     def reduce_all(self, requests: Sequence[Request]) -> None:
         """Reduces tensors, and waits for all of them.
 
@@ -100,3 +142,13 @@ class AsyncReducer:
             self.failure = error
             return f"{type(error).__name__}: {error}"
         return f"a wait ended with {status.name}"
+
+
+def _mapped(memory: TensorBytes) -> memoryview[Any]:
+    if not isinstance(memory, memoryview):
+        raise ValueError("parameters lie on a GPU, where only its own processes see them")
+    return memory
+
+
+def _address(memory: memoryview[Any]) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -270,6 +270,21 @@ class AsyncReducer:
     @property
     def interface(self) -> int: ...
 
+class AsyncUpdates:
+    def __init__(self, reducer: AsyncReducer) -> None: ...
+    def add(
+        self,
+        key: str,
+        group: int,
+        tensor: int,
+        num_bytes: int,
+        parameter: int,
+        settings: int,
+        writes: bool,
+    ) -> None: ...
+    @property
+    def interface(self) -> int: ...
+
 class AsyncRows:
     def __init__(self, client: Client, reducer: AsyncReducer) -> None: ...
     def add(self, key: str, group: int, counter: int, table: int, rows_fd: int) -> None: ...

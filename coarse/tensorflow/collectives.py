@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from coarse.client.async_reducer import Request
 from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
+from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SchemaMismatchError, SyncTimeoutError
 from coarse.session import Session
 
@@ -76,6 +77,31 @@ class Collectives:
     def rows_interface(self) -> int:
         """As AsyncReducer's."""
         return self._reducer.rows_interface
+
+    @property
+    def updates_interface(self) -> int:
+        """As AsyncReducer's."""
+        return self._reducer.updates_interface
+
+    def register_parameters(
+        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str]
+    ) -> tuple[TensorGroup, list[str]]:
+        """Registers gradients whose parameters memory devices update; worker 0's values are everybody's.
+
+        Args:
+            name: The same on every worker, for the same parameters.
+            specs, state_names: As for Session.register_parameters().
+
+        Returns:
+            The group, and the key of each gradient.
+        """
+        with self._registering:
+            group = self._next_group(name)
+            with _explained(f"building {name}"):
+                registered = self._reducer.register_parameters(
+                    group, specs, state_names, writes=self.rank == 0
+                )
+        return registered, [f"{group}/{spec.name}" for spec in specs]
 
     def key_of_table(self, name: str, op: str, dtype: str, num_rows: int, row_elements: int) -> str:
         """The key of a table whose rows are reduced, which is registered at the first call; "" if none can be here.

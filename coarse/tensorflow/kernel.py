@@ -51,10 +51,10 @@ class ReduceKernel:
         self._ops = tf.load_op_library(str(library))
         self._functions = ctypes.CDLL(str(library))
         self._number = number
-        self._functions.coarse_open_endpoint.argtypes = (ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+        self._functions.coarse_open_endpoint.argtypes = (ctypes.c_int64, *3 * (ctypes.c_void_p,))
         self._functions.coarse_close_endpoint.argtypes = (ctypes.c_int64,)
         if not self._functions.coarse_open_endpoint(
-            number, collectives.interface, collectives.rows_interface
+            number, collectives.interface, collectives.rows_interface, collectives.updates_interface
         ):
             raise KernelBuildError(f"{library} was built for another version of COARSE; remove it")
 
@@ -77,6 +77,31 @@ class ReduceKernel:
             with tf.control_dependencies(results):
                 self._ops.coarse_sequence()
         return results.result, results.result_rows
+
+    def update(self, rule: int, step: Any, updates: Sequence[tuple[str, Any, Any, Any]]) -> list[Any]:
+        """Has parameters updated; returns them, each when it has been.
+
+        Args:
+            rule: Its number.
+            step: A scalar of int64; 1 for the first update.
+            updates: Of each parameter the key, the gradient, the value of now and the coefficients.
+        """
+        results = [
+            self._ops.coarse_update(
+                gradient=gradient,
+                value=value,
+                coefficients=coefficients,
+                step=step,
+                rule=rule,
+                key=key,
+                endpoint=self._number,
+            )
+            for key, gradient, value, coefficients in updates
+        ]
+        if ops.inside_function():
+            with tf.control_dependencies(results):
+                self._ops.coarse_sequence()
+        return results
 
     def close(self) -> None:
         """Has ops that still run fail. Idempotent."""

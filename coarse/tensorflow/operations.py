@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_group import TensorGroup
 from coarse.tensorflow.collectives import DEFAULT_CHANNEL, Array, Collectives, add_up, can_reduce
 from coarse.tensorflow.kernel import ReduceKernel
 from coarse.tensorflow.names import CollectiveNames
@@ -78,6 +80,33 @@ class Operations:
         with tf.device("/CPU:0"):
             values, numbers = self._kernel.reduce_rows(slices.values, tf.cast(slices.indices, tf.int64), key)
         return tf.IndexedSlices(values, tf.cast(numbers, slices.indices.dtype), slices.dense_shape)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is the op, without which memory devices cannot update parameters."""
+        return self._kernel is not None
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self._collectives.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many there are."""
+        return self._collectives.num_workers
+
+    def register_parameters(
+        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str]
+    ) -> tuple[TensorGroup, list[str]]:
+        """As that of Collectives."""
+        return self._collectives.register_parameters(name, specs, state_names)
+
+    def update(self, rule: int, step: Any, updates: Sequence[tuple[str, Any, Any, Any]]) -> list[Any]:
+        """As that of ReduceKernel."""
+        assert self._kernel is not None
+        with tf.device("/CPU:0"):
+            return self._kernel.update(rule, step, updates)
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all workers, in the order of their ranks, one behind the other in their first dimension."""

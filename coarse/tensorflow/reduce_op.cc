@@ -1,5 +1,5 @@
-// The TensorFlow ops CoarseReduce and CoarseReduceRows: a tensor, or rows of a table, reduced over all
-// workers by the AsyncReducer and AsyncRows of an open session.
+// The TensorFlow ops CoarseReduce, CoarseReduceRows and CoarseUpdate: a tensor, or rows of a table, reduced
+// over all workers by the AsyncReducer and AsyncRows of an open session.
 //
 // Built for the TensorFlow that is installed (coarse/tensorflow/kernel.py). Asynchronous and not stateful, so
 // that any number of tensors are under way at once, in whatever order the graph comes to them; `key` says
@@ -27,6 +27,7 @@ using tensorflow::Tensor;
 struct Endpoint {
   CoarseAsyncReducer tensors;
   CoarseAsyncRows rows;
+  CoarseAsyncUpdates updates;
 };
 
 /// The sessions of this process that are open, by number.
@@ -151,6 +152,38 @@ class ReduceRowsOp : public KeyedOp {
   }
 };
 
+/// The parameter after an update that memory devices do by the mean of all workers' gradients.
+class UpdateOp : public KeyedOp {
+ public:
+  explicit UpdateOp(OpKernelConstruction* context) : KeyedOp(context) {
+    OP_REQUIRES_OK(context, context->GetAttr("rule", &rule_));
+  }
+
+  void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    const Tensor& gradient = context->input(0);
+    const Tensor& value = context->input(1);
+    const Tensor& coefficients = context->input(2);
+    OP_REQUIRES_ASYNC(context, gradient.shape() == value.shape(),
+                      absl::InvalidArgumentError("the gradient has not the shape of its variable"), done);
+    OP_REQUIRES_ASYNC(context, coefficients.NumElements() == 9 && context->input(3).NumElements() == 1,
+                      absl::InvalidArgumentError("an update has 9 coefficients and a number"), done);
+    Tensor* updated = nullptr;
+    OP_REQUIRES_OK_ASYNC(context, context->allocate_output(0, value.shape(), &updated), done);
+    Endpoint endpoint;
+    OP_REQUIRES_OK_ASYNC(context, find(endpoint), done);
+    const auto c = coefficients.flat<float>();
+    const auto step = static_cast<std::uint32_t>(context->input(3).flat<std::int64_t>()(0));
+    const CoarseUpdateSettings settings{
+        static_cast<std::uint32_t>(rule_), step, c(0), c(1), c(2), c(3), c(4), c(5), c(6), c(7), c(8)};
+    endpoint.updates.update(endpoint.updates.updates, key(), gradient.tensor_data().data(),
+                            value.tensor_data().data(), const_cast<char*>(updated->tensor_data().data()),
+                            value.TotalBytes(), &settings, &finish, new UnderWay{context, std::move(done)});
+  }
+
+ private:
+  std::int64_t rule_ = 0;
+};
+
 /// Does nothing, statefully: TensorFlow runs what has it, and not twice at once.
 class SequenceOp : public OpKernel {
  public:
@@ -190,6 +223,22 @@ REGISTER_OP("CoarseReduceRows")
     });
 REGISTER_KERNEL_BUILDER(Name("CoarseReduceRows").Device(tensorflow::DEVICE_CPU), ReduceRowsOp);
 
+REGISTER_OP("CoarseUpdate")
+    .Attr("T: {float}")
+    .Attr("rule: int")
+    .Attr("key: string")
+    .Attr("endpoint: int")
+    .Input("gradient: T")
+    .Input("value: T")
+    .Input("coefficients: float")
+    .Input("step: int64")
+    .Output("updated: T")
+    .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
+      context->set_output(0, context->input(1));
+      return absl::OkStatus();
+    });
+REGISTER_KERNEL_BUILDER(Name("CoarseUpdate").Device(tensorflow::DEVICE_CPU), UpdateOp);
+
 REGISTER_OP("CoarseSequence").SetIsStateful().SetShapeFn([](tensorflow::shape_inference::InferenceContext*) {
   return absl::OkStatus();
 });
@@ -200,10 +249,12 @@ extern "C" {
 /// Lets ops of this endpoint reach a session. @returns whether this library and the session fit each other.
 __attribute__((visibility("default"))) int coarse_open_endpoint(std::int64_t number,
                                                                 const CoarseAsyncReducer* tensors,
-                                                                const CoarseAsyncRows* rows) {
-  if (tensors->version != COARSE_ASYNC_REDUCER_VERSION || rows->version != COARSE_ASYNC_ROWS_VERSION)
+                                                                const CoarseAsyncRows* rows,
+                                                                const CoarseAsyncUpdates* updates) {
+  if (tensors->version != COARSE_ASYNC_REDUCER_VERSION || rows->version != COARSE_ASYNC_ROWS_VERSION ||
+      updates->version != COARSE_ASYNC_UPDATES_VERSION)
     return 0;
-  Endpoints::instance().open(number, {*tensors, *rows});
+  Endpoints::instance().open(number, {*tensors, *rows, *updates});
   return 1;
 }
 

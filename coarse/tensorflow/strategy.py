@@ -130,6 +130,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, strategy: Strategy, device: str, session: Session, number: int) -> None:
         self._identity = session.identity
+        self._settings = session.settings
+        self._cannot_share = session.cannot_update()
         self._operations: Operations | None = None
         self._collectives: Collectives | None = None
         self._kernel: ReduceKernel | None = None
@@ -146,6 +148,18 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             self._kernel.close()
         if self._collectives is not None:
             self._collectives.close()
+
+    def _cannot_update(self) -> str:
+        """Why memory devices cannot run optimizers of this strategy; "" if they can."""
+        if self._operations is None:
+            return "a job of one worker has no memory devices"
+        if not self._operations.has_kernel:
+            return "there is no compiler to build the op for it"
+        if self._settings.keep_devices or self._settings.replicas:
+            return (
+                "COARSE_KEEP_DEVICES and COARSE_REPLICAS need a recovery that coarse.tensorflow does not have"
+            )
+        return self._cannot_share
 
     def _set_common_seed(self, seed: int | None) -> None:
         if self._collectives is None:

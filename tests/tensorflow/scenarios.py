@@ -9,6 +9,7 @@ import logging
 import os
 import tempfile
 import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def tokens() -> tuple[Any, Any]:
     return x, x.mean(1, keepdims=True).astype("f4") / 25
 
 
-def perceptron(*layers: Any) -> Any:
+def perceptron(*layers: Any, activation: str = "relu") -> Any:
     entry = keras.Input((8,))
-    hidden = keras.layers.Dense(16, activation="relu")(entry)
+    hidden = keras.layers.Dense(16, activation=activation)(entry)
     for layer in layers:
         hidden = layer(hidden)
     return keras.Model(entry, keras.layers.Dense(1, dtype="float32")(hidden))
@@ -137,6 +138,112 @@ def rows_of_tables(strategy: Any) -> dict[str, Any]:
         for each in tf.nest.flatten(results)
     ]
     return {"found": found, "ops": kinds.count("CoarseReduceRows"), "calls": kinds.count("PyFunc")}
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.05, 200), weight_decay=1e-3),
+    "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True, clipnorm=10.0),
+    "adam": lambda: keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.01, 50, 0.5), amsgrad=True
+    ),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05),
+}
+
+
+def offloaded_optimizers(strategy: Any) -> dict[str, Any]:
+    """200 steps of each rule; in one process Keras's own optimizers do them."""
+    x, y = inputs()
+    x, y = x[: 2 * BATCH], y[: 2 * BATCH]
+    found: dict[str, Any] = {}
+    for name, make in OPTIMIZERS.items():
+        keras.utils.set_random_seed(3 + strategy.rank)
+        with strategy.scope(), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = perceptron(activation="tanh")  # where relu has a kink, a rounding becomes a difference
+            optimizer = coarse.tensorflow.DistributedOptimizer(make())
+            if name == "adamw":
+                optimizer.exclude_from_weight_decay(var_names=["bias"])
+            optimizer.build(model.trainable_variables)
+        steps = own_steps(strategy, model, optimizer, x, y)
+        for count in (100, 100):
+            steps(count)
+            if name == "momentum":  # what is assigned in between is not lost
+                model.set_weights([0.9 * weight for weight in model.get_weights()])
+        found[name] = {
+            "weights": [weight.ravel().tolist() for weight in model.get_weights()],
+            "states": {key: np.ravel(value).tolist() for key, value in saved_state(optimizer).items()},
+            "variables": len(optimizer.variables),
+            "said": [str(each.message) for each in said if "memory devices" in str(each.message)],
+        }
+        found[name]["digest"] = digest(model)
+    return found
+
+
+def own_steps(strategy: Any, model: Any, optimizer: Any, x: Any, y: Any) -> Callable[[int], None]:
+    def step(rows: Any, targets: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((model(rows) - targets) ** 2) / len(x)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    @tf.function
+    def steps(count: Any, rows: Any, targets: Any) -> None:
+        for _ in tf.range(count):
+            strategy.run(step, args=(rows, targets))
+
+    num_workers = strategy.num_replicas_in_sync
+    own = slice(strategy.rank * len(x) // num_workers, (strategy.rank + 1) * len(x) // num_workers)
+    return lambda count: steps(tf.constant(count), tf.constant(x[own]), tf.constant(y[own]))
+
+
+def saved_state(optimizer: Any) -> dict[str, Any]:
+    store: dict[str, Any] = {}
+    optimizer.save_own_variables(store)
+    return store
+
+
+def offloaded_fit(strategy: Any) -> dict[str, Any]:
+    """fit, saving and loading of a model whose optimizer runs in the memory devices, and one that stays."""
+    with tempfile.TemporaryDirectory() as temporary:
+        path = str(Path(temporary) / "model.keras")
+
+        def build() -> Any:
+            entry = keras.Input((4,), dtype="int32")
+            hidden = keras.layers.Flatten()(keras.layers.Embedding(50, 8)(entry))
+            model = keras.Model(entry, keras.layers.Dense(1)(hidden))
+            model.compile(
+                coarse.tensorflow.DistributedOptimizer(keras.optimizers.SGD(1e-2, momentum=0.9)),
+                "mse",
+                steps_per_execution=2,
+            )
+            models.append(model)
+            return model
+
+        models: list[Any] = []
+        found = trained(strategy, build, tokens())
+        models[0].save(path)
+        loaded = keras.models.load_model(path)
+        with strategy.scope():
+            again = keras.models.load_model(path)
+            again.compile(coarse.tensorflow.DistributedOptimizer(again.optimizer), "mse")
+        x, y = tokens()
+        histories = [
+            model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history["loss"]
+            for model in (models[0], again)
+        ]
+    with strategy.scope(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        coarse.tensorflow.DistributedOptimizer(keras.optimizers.RMSprop())
+    states = [saved_state(model.optimizer) for model in (models[0], again)]
+    return {
+        **found,
+        "continued": histories,
+        "digests": [digest(models[0]), digest(again)],
+        "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
+        "loaded state": [float(np.sum(np.abs(v.numpy()))) for v in loaded.optimizer.variables],
+        "said": [str(each.message) for each in said],
+    }
 
 
 def eager(strategy: Any) -> dict[str, Any]:
@@ -330,6 +437,8 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         embedding_and_accumulation,
         embedding,
         rows_of_tables,
+        offloaded_optimizers,
+        offloaded_fit,
         eager,
         shuffled_and_clipped,
         mixed_precision,

@@ -20,6 +20,7 @@ LIKE_ONE_PROCESS = [
     "several_steps_per_execution_and_batch_norm",
     "embedding_and_accumulation",
     "embedding",
+    "offloaded_fit",
     "eager",
     "without_compiler",
     "own_loop",
@@ -119,6 +120,49 @@ def table_of(rows, divisor):
         for place, row in enumerate(own):
             total[row] = total.get(row, 0) + np.array([[row + 1, 10 * rank], [0.5, place]]) / divisor
     return {"rows": sorted(total), "values": [total[row].tolist() for row in sorted(total)]}
+
+
+RULES = {"sgd": 0, "momentum": 1, "nesterov": 1, "adam": 3, "adamw": 2}  # and how many states
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_200_updates_in_memory_devices_are_those_of_keras(results, rule):
+    alone, workers = scenario_of(results, "offloaded_optimizers")
+    expected = alone[rule]
+    assert "a job of one worker has no memory devices" in expected["said"][0]
+    for worker in workers:
+        found = worker[rule]
+        assert found["said"] == []
+        for kind, tolerance in (("weights", 5e-5), ("states", 5e-5)):
+            ours, theirs = (flat(each[kind]) for each in (found, expected))
+            assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+        # The states themselves are not on the workers.
+        assert expected["variables"] - found["variables"] == RULES[rule] * len(found["weights"])
+    assert workers[0][rule]["digest"] == workers[1][rule]["digest"]
+
+
+def flat(arrays):
+    """Of all weights, or of all saved states by their numbers."""
+    arrays = [arrays[key] for key in sorted(arrays, key=int)] if isinstance(arrays, dict) else arrays
+    return [number for array in arrays for number in array]
+
+
+def test_a_saved_model_has_the_state_of_memory_devices_and_goes_on_from_it(results):
+    alone, workers = scenario_of(results, "offloaded_fit")
+    for worker in workers:
+        assert worker["loaded state"] == pytest.approx(alone["loaded state"], rel=1e-5)
+        assert worker["continued"][0] == worker["continued"][1]
+        assert worker["digests"][0] == worker["digests"][1]
+        assert worker["states alike"]
+        assert worker["continued"][0] == pytest.approx(alone["continued"][0], rel=1e-6)
+
+
+def test_an_optimizer_that_memory_devices_do_not_know_stays_and_says_so(results):
+    _, workers = scenario_of(results, "offloaded_fit")
+    for worker in workers:
+        (said,) = worker["said"]
+        assert said.startswith("RMSprop runs on the workers")
+        assert "SGD, Adam and AdamW" in said
 
 
 def test_callbacks_write_on_the_first_worker_alone(results):

@@ -13,6 +13,7 @@ void registerProxy(pybind11::module_& module);
 void registerClient(pybind11::module_& module);
 void registerAsyncReducer(pybind11::module_& module);
 void registerAsyncRows(pybind11::module_& module);
+void registerAsyncUpdates(pybind11::module_& module);
 void registerGpuTransfers(pybind11::module_& module);
 void registerHeartbeat(pybind11::module_& module);
 void registerPacer(pybind11::module_& module);

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_native, module) {
   coarse::registerClient(module);
   coarse::registerAsyncReducer(module);
   coarse::registerAsyncRows(module);
+  coarse::registerAsyncUpdates(module);
   coarse::registerGpuTransfers(module);
   coarse::registerHeartbeat(module);
   coarse::registerPacer(module);

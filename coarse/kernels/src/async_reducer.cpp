@@ -49,8 +49,8 @@ void AsyncReducer::add(const std::string& key, std::uint32_t group, std::uint32_
 }
 
 void AsyncReducer::reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes,
-                          Done done) {
-  Request request{source, destination, std::move(done)};
+                          Done done, std::uint8_t flags) {
+  Request request{source, destination, std::move(done), flags};
   numSubmitting_.fetch_add(1);
   const std::string failure = take(key, numBytes, request);
   // Of callers that come together the last one wakes the memory devices: a wake-up costs a context switch.
@@ -87,7 +87,7 @@ std::string AsyncReducer::take(std::string_view key, std::size_t numBytes, Reque
 
 /// @pre mutex_ is held, and the tensor is not under way.
 void AsyncReducer::start(Tensor& tensor, Request&& request) {
-  const WaitStatus status = client_.push(tensor.group, tensor.index, kPresent, request.source);
+  const WaitStatus status = client_.push(tensor.group, tensor.index, request.flags, request.source);
   tensor.isUnderWay = true;
   if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread tells it
   underWay_.push_back(

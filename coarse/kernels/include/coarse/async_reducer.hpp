@@ -48,8 +48,11 @@ class AsyncReducer {
   /// Names a registered tensor. @throws std::invalid_argument if the name is taken.
   void add(const std::string& key, std::uint32_t group, std::uint32_t tensor, std::size_t numBytes);
   /// Contributes `source`, and has the result written to `destination`, which may be the same.
+  /// @param source, destination null for what lies in shared memory already, or stays there.
   /// @param done is called from any thread, maybe before this returns; both buffers stay until then.
-  void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done);
+  /// @param flags of the descriptors: what becomes of the tensor.
+  void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done,
+              std::uint8_t flags = kPresent);
   /// Ends what is under way with a failure, and the thread. Idempotent; not to be called by a Done.
   void close() noexcept;
   /// What libraries that are built elsewhere call; valid until close().
@@ -60,6 +63,7 @@ class AsyncReducer {
     const void* source = nullptr;
     void* destination = nullptr;
     Done done;
+    std::uint8_t flags = kPresent;
   };
   struct Tensor {
     std::uint32_t group = 0;

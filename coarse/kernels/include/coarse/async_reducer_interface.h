@@ -31,3 +31,22 @@ typedef struct CoarseAsyncRows {
   void (*reduce)(void* rows, const char* key, const int64_t* numbers, const void* values, uint64_t count,
                  uint64_t value_bytes, CoarseRowsDone done, void* context);
 } CoarseAsyncRows;
+
+#define COARSE_ASYNC_UPDATES_VERSION 1u
+
+/* The UpdateSettings of update.hpp that differ between rules; others are those that change nothing. */
+typedef struct CoarseUpdateSettings {
+  uint32_t rule;
+  uint32_t update_number;
+  float gradient_scale, parameter_scale, step_size, first_decay, first_weight, momentum, second_decay,
+      second_weight, epsilon;
+} CoarseUpdateSettings;
+
+typedef struct CoarseAsyncUpdates {
+  uint32_t version; /* COARSE_ASYNC_UPDATES_VERSION */
+  void* updates;
+  /* AsyncUpdates::update(): `done` as above. Never throws. */
+  void (*update)(void* updates, const char* key, const void* gradient, const void* value, void* updated,
+                 uint64_t num_bytes, const CoarseUpdateSettings* settings, CoarseReduceDone done,
+                 void* context);
+} CoarseAsyncUpdates;

@@ -1,0 +1,139 @@
+"""Which of Keras's optimizers memory devices can run, and the coefficients of their rules in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM, _AMSGRAD = 1, 2, 3, 4, 7
+
+COEFFICIENTS = (
+    "gradient_scale",
+    "parameter_scale",
+    "step_size",
+    "first_decay",
+    "first_weight",
+    "momentum",
+    "second_decay",
+    "second_weight",
+    "epsilon",
+)
+"""Fields of CoarseUpdateSettings that the op CoarseUpdate takes, in its order."""
+
+
+class UpdateRule(Protocol):
+    """One of Keras's optimizers as sync cores run it."""
+
+    @property
+    def number(self) -> int:
+        """Of UpdateRule in update.hpp."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of what is kept for each parameter, in the order of the native rule."""
+
+    @property
+    def state_signs(self) -> tuple[float, ...]:
+        """What Keras's value of a state is multiplied with to have the native rule's, and the other way."""
+
+    def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
+        """Those that are not zero, for gradients that are added up over the workers.
+
+        Args:
+            learning_rate: A scalar of float32, in which Keras computes them too.
+            step: The same; 1 for the first update.
+        """
+
+    def forget_states(self, optimizer: Any) -> list[Any]:
+        """Has Keras's optimizer keep no states itself; returns those that it had."""
+
+    def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
+        """Parameter and number of each state, in the order in which Keras saves them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdRule:
+    """keras.optimizers.SGD, whose momentum has the learning rate in it, and is subtracted."""
+
+    momentum: float
+    number: int
+    state_names: tuple[str, ...]
+    state_signs: tuple[float, ...] = (-1.0,)
+
+    def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
+        del step
+        return {
+            "gradient_scale": learning_rate,
+            "step_size": 1.0,
+            "first_decay": self.momentum,
+            "first_weight": 1.0,
+            "momentum": self.momentum,
+        }
+
+    def forget_states(self, optimizer: Any) -> list[Any]:
+        states = list(getattr(optimizer, "momentums", []))
+        optimizer.momentums = []
+        return states
+
+    def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
+        return [(index, 0) for index in range(num_parameters)] if self.state_names else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamRule:
+    """keras.optimizers.Adam and AdamW, with epsilon beside the uncorrected moment."""
+
+    beta_1: float
+    beta_2: float
+    epsilon: float
+    number: int
+    state_names: tuple[str, ...]
+    state_signs: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
+        beta_1_power, beta_2_power = tf.pow(self.beta_1, step), tf.pow(self.beta_2, step)
+        return {
+            "gradient_scale": 1.0,
+            "step_size": learning_rate * tf.sqrt(1.0 - beta_2_power) / (1.0 - beta_1_power),
+            "first_weight": 1.0 - self.beta_1,
+            "second_decay": self.beta_2,
+            "second_weight": 1.0 - self.beta_2,
+            "epsilon": self.epsilon,
+        }
+
+    def forget_states(self, optimizer: Any) -> list[Any]:
+        moments = zip(
+            getattr(optimizer, "_momentums", []), getattr(optimizer, "_velocities", []), strict=True
+        )
+        states = [state for pair in moments for state in pair] + list(
+            getattr(optimizer, "_velocity_hats", [])
+        )
+        optimizer._momentums, optimizer._velocities, optimizer._velocity_hats = [], [], []
+        return states
+
+    def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
+        moments = [(index, number) for index in range(num_parameters) for number in (0, 1)]
+        return moments + [(index, 2) for index in range(num_parameters) if len(self.state_names) == 3]
+
+
+def find_rule(optimizer: Any) -> UpdateRule | None:
+    """The rule that does what `optimizer` does; None if there is none, as for a class derived from Keras's."""
+    kind = type(optimizer)
+    if kind is keras.optimizers.SGD:
+        if not optimizer.momentum:
+            return SgdRule(momentum=0.0, number=_SGD, state_names=())
+        number = _SGD_NESTEROV if optimizer.nesterov else _SGD_MOMENTUM
+        return SgdRule(momentum=float(optimizer.momentum), number=number, state_names=("momentum",))
+    if kind in (keras.optimizers.Adam, keras.optimizers.AdamW):
+        moments = ("momentum", "velocity")
+        return AdamRule(
+            beta_1=float(optimizer.beta_1),
+            beta_2=float(optimizer.beta_2),
+            epsilon=float(optimizer.epsilon),
+            number=_AMSGRAD if optimizer.amsgrad else _ADAM,
+            state_names=(*moments, "velocity_hat") if optimizer.amsgrad else moments,
+        )
+    return None
