@@ -20,6 +20,9 @@ from coarse.torch.store import TorchStore
 
 logger = logging.getLogger(__name__)
 
+# A group's time-out is of its operations; processes may take longer to come together, once.
+_LEAST_MEETING_S = 30.0
+
 
 def create_backend(options: Any) -> Any:
     """The backend of one process group, as torch asks for it; collective over the ranks of the group.
@@ -44,7 +47,9 @@ def create_backend(options: Any) -> Any:
         TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group)),
         rank=rank,
         size=size,
-        settings=replace(settings, timeout_s=min(timeout.total_seconds(), settings.timeout_s)),
+        settings=replace(
+            settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
+        ),
     )
     try:
         extension = load_extension(settings.torch_backend)
