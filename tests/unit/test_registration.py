@@ -126,7 +126,7 @@ def message(**changes):
         {"specs": {"a": 1}},
         {"specs": ["abcd", 1]},
         {"specs": [["a", "float32", 1]]},
-        {"specs": [["a", "float32", 1, "sum", 1]]},
+        {"specs": [["a", "float32", 1, "max", 1]]},
         {"specs": [["", "float32", 1, "sum"]]},
         {"specs": [["a", "float8", 1, "sum"]]},
         {"specs": [["a", "float32", 0, "sum"]]},
