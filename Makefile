@@ -28,7 +28,7 @@ experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tabl
 	$(BIN)/python -m experiments
 
 test:  ## Run all linters and tests, the native ones under sanitizers.
-	@$(MAKE) --jobs=2 lint native-test-asan native-test-tsan  # native tests build while Python's packages are installed
+	@$(MAKE) --jobs=2 lint native-test-sanitized  # native tests build while Python's packages are installed
 	@$(MAKE) python-test
 
 # Two files of tests at a time: most of them wait for processes that start.
@@ -45,6 +45,9 @@ lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes n
 native-test: build/native.tests  ## Run the native tests (skipped where cmake or GoogleTest is missing).
 native-test-asan: build/native-asan.tests  ## The native tests under the address and undefined behaviour sanitizers.
 native-test-tsan: build/native-tsan.tests  ## The native tests under the thread sanitizer.
+.PHONY: native-test-sanitized
+native-test-sanitized:  # one after the other, so that what else is to be done has a core
+	@$(MAKE) --jobs=1 native-test-asan native-test-tsan
 
 build/native.tests: SANITIZE :=
 build/native-asan.tests: SANITIZE := address,undefined
