@@ -6,6 +6,7 @@ zero and so changes bits that the host has.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -80,9 +81,10 @@ class Nvrtc:
         )
         try:
             texts = [option.encode() for option in (f"--gpu-architecture={kind}_{architecture}", *options)]
-            status = self._library.nvrtcCompileProgram(
-                program, len(texts), (ctypes.c_char_p * len(texts))(*texts)
-            )
+            with _locale_kept():
+                status = self._library.nvrtcCompileProgram(
+                    program, len(texts), (ctypes.c_char_p * len(texts))(*texts)
+                )
             if status != 0:
                 log = self._taken(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
                 raise CoarseError(f"{self} cannot compile {name} for sm_{architecture}: {log.strip()}")
@@ -101,6 +103,18 @@ class Nvrtc:
         if status != 0:
             text = self._library.nvrtcGetErrorString(status).decode()
             raise CoarseError(f"NVRTC of {self.path} failed: {text}")
+
+
+@contextlib.contextmanager
+def _locale_kept() -> Iterator[None]:
+    """NVRTC leaves its thread with a locale "C" (uselocale(3)), in which Python takes what others write for ASCII."""
+    uselocale: Any = ctypes.CDLL(None).uselocale
+    uselocale.restype, uselocale.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = uselocale(None)
+    try:
+        yield
+    finally:
+        uselocale(before)
 
 
 def find_nvrtc() -> list[Nvrtc]:

@@ -82,10 +82,7 @@ def test_bare_workers_need_not_agree() -> None:
     ("flags", "systems"),
     [
         (("--against", "", "--single"), ["coarse", "none"]),
-        (
-            ("--against", "ddp", "--offload-optimizer"),
-            ["coarse", "coarse-offload", "coarse-overlap", "ddp"],
-        ),
+        (("--against", "", "--offload-optimizer"), ["coarse", "coarse-offload", "coarse-overlap"]),
     ],
 )
 def test_command_prints_a_table_and_appends_records(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import re
 import shutil
 import subprocess
@@ -61,6 +62,14 @@ def test_arrays_are_read_and_written_by_vectors(entries):
             assert re.search(rf"\b{access}\.(global\.)?(v4\.[fu]32|v2\.[fu]64)", text), name
         is_narrow = name.endswith("_uint8")
         assert is_narrow or not re.search(r"\bld\.(global\.)?u8", text), name
+
+
+def test_the_threads_locale_is_that_of_before():
+    """It says how Python decodes what programs print."""
+    nvrtc = nvrtc_for(90)
+    before = locale.nl_langinfo(locale.CODESET)
+    nvrtc.compile("__global__ void f() {}", name="f.cu", architecture=90)
+    assert locale.nl_langinfo(locale.CODESET) == before
 
 
 def test_machine_code_is_kept(monkeypatch, tmp_path):
