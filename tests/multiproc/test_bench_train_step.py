@@ -82,7 +82,10 @@ def test_bare_workers_need_not_agree() -> None:
     ("flags", "systems"),
     [
         (("--against", "", "--single"), ["coarse", "none"]),
-        (("--against", "", "--offload-optimizer"), ["coarse", "coarse-offload", "coarse-overlap"]),
+        (
+            ("--against", "ddp", "--offload-optimizer"),
+            ["coarse", "coarse-offload", "coarse-overlap", "ddp"],
+        ),
     ],
 )
 def test_command_prints_a_table_and_appends_records(

@@ -395,6 +395,7 @@ def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(
     # Whoever notices it first ends the session and with it the device, which may be what the other one notices.
     said = "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)"
     assert any(said in outcome.message for outcome in outcomes), outcomes
+    assert all(said in outcome.message or "died" in outcome.message for outcome in outcomes), outcomes
     job.await_end(device_pids[victim])  # it cannot go on with what nobody waits for any more
 
 
