@@ -13,7 +13,7 @@ NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*
 FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments test lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,13 +27,16 @@ train-tf: $(INSTALLED)  ## Train the digits with Keras, on workers of COARSE and
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments
 
-test:  ## Run all linters and tests, the native ones under sanitizers.
+test:  ## Run all linters and tests but the slow ones, the native ones under sanitizers.
 	@$(MAKE) --jobs=2 lint native-test-sanitized  # native tests build while Python's packages are installed
 	@$(MAKE) python-test
 
+test-all: test  ## All of `make test`, then the Python tests that it leaves out for their length.
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
+
 # Two files of tests at a time: most of them wait for processes that start.
-python-test: $(INSTALLED)  ## Run the Python tests.
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+python-test: $(INSTALLED)  ## Run the Python tests that are not slow.
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
 lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ from pathlib import Path
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What ends a job when the launcher gets it."""
 
-FRONT_PATIENCE_S = 1.6
+FRONT_PATIENCE_S = 4.0
 """How long the supervisor may take to end a job after a signal before the front does it."""
 
 _PR_SET_PDEATHSIG = 1

@@ -31,8 +31,11 @@ LAUNCHERS = {
     "by hand": (),
 }
 
+# Each example and each launcher once.
+IN_EVERY_RUN = {("digits", "coarse run"), ("bert_squad", "by hand"), ("resnet_imagenet", "torchrun")}
 
-def run(launcher: str, script: str, *arguments: str, timeout_s: float = 150) -> str:
+
+def run(launcher: str, script: str, *arguments: str, timeout_s: float = 300) -> str:
     """Runs the script to its end and returns what it printed; a failure shows all of it."""
     module = ("-m", *LAUNCHERS[launcher]) if LAUNCHERS[launcher] else ()
     job = subprocess.Popen(
@@ -63,11 +66,12 @@ def run_ddp(launcher: str, name: str) -> str:
     """
     script = f"torch_{name}_ddp.py"
     try:
-        return run(launcher, script, *SHORT[name], timeout_s=60)
+        return run(launcher, script, *SHORT[name], timeout_s=150)
     except subprocess.TimeoutExpired:
-        return run(launcher, script, *SHORT[name], timeout_s=60)
+        return run(launcher, script, *SHORT[name], timeout_s=150)
 
 
+@pytest.mark.slow
 def test_an_example_runs_on_two_nodes_of_torchrun(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -94,7 +98,7 @@ def test_an_example_runs_on_two_nodes_of_torchrun(tmp_path: Path) -> None:
         for rank in "01"
     ]
     try:
-        shown = [process.communicate(timeout=150)[0] for process in running]
+        shown = [process.communicate(timeout=300)[0] for process in running]
     finally:
         for process in running:
             process.kill()
@@ -105,8 +109,14 @@ def test_an_example_runs_on_two_nodes_of_torchrun(tmp_path: Path) -> None:
     assert len({entry["param_hash"] for entry in reports}) == 1
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        pytest.param(name, launcher, marks=() if (name, launcher) in IN_EVERY_RUN else pytest.mark.slow)
+        for name in SHORT
+        for launcher in LAUNCHERS
+    ],
+)
 def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
     arguments = (*SHORT[name], "--report", str(tmp_path / "report.json"))
     if (name, launcher) == ("bert_squad", "coarse run"):
@@ -120,7 +130,12 @@ def test_coarse_example_runs(name: str, launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "launcher"), [("digits", "by hand"), ("bert_squad", "torchrun"), ("resnet_imagenet", "torchrun")]
+    ("name", "launcher"),
+    [
+        ("digits", "by hand"),
+        pytest.param("bert_squad", "torchrun", marks=pytest.mark.slow),
+        pytest.param("resnet_imagenet", "torchrun", marks=pytest.mark.slow),
+    ],
 )
 def test_ddp_example_runs(name: str, launcher: str) -> None:
     """Digits under `coarse run` are the peer of `make train`, which test_train_digits.py runs."""
@@ -128,6 +143,7 @@ def test_ddp_example_runs(name: str, launcher: str) -> None:
     assert len(re.findall(ENDS_WITH[name], shown)) == 1
 
 
+@pytest.mark.slow
 def test_resnet_takes_shares_of_unequal_length(tmp_path: Path) -> None:
     """Nine pictures, two workers, batches of two: worker 0 takes three steps, worker 1 two."""
     for part in ("train", "val"):
@@ -156,7 +172,7 @@ def test_bad_data_is_a_line_not_a_traceback(tmp_path: Path) -> None:
             [sys.executable, str(EXAMPLES / script), "--data", str(tmp_path / "bad.json")],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
         assert done.returncode == 1
         assert done.stderr.startswith(f"error: {tmp_path}/bad.json"), done.stderr

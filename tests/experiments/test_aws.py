@@ -90,6 +90,7 @@ def test_blocked_time_is_that_of_the_same_step_without_communication():
     ]
 
 
+@pytest.mark.slow
 def test_small_models_really_train_and_come_to_the_same(tmp_path, capsys):
     pytest.importorskip("torch")
     systems = [word for system in ("none", "ddp", "coarse") for word in ("--system", system)]

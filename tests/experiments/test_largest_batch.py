@@ -41,7 +41,7 @@ def limit():
 
 def take(limit, num_mib):
     command = limit.command([sys.executable, "-S", "-c", f"print(len(bytearray({num_mib} << 20)))"])
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=150)
 
 
 def test_what_stays_within_the_limit_lives(limit):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-ATTEMPTS = 4
+ATTEMPTS = 8
 
 
 def best_of(check: Callable[[int], Result]) -> Result:

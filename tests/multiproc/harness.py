@@ -27,13 +27,13 @@ from coarse.env import Settings, WorkerIdentity
 from coarse.session import Session
 from coarse.store import DirectoryStore
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 """How long anything may take that is not itself under test."""
 
-PROMPT_S = 1.0
-"""How soon survivors learn of a death."""
+PROMPT_S = 5.0
+"""How soon survivors learn of a death while other tests take the processors; else a fraction of a second."""
 
-LIMIT_OF_DEVICES_S = 5.0
+LIMIT_OF_DEVICES_S = 30.0
 """How soon memory devices end after the last worker has gone."""
 
 

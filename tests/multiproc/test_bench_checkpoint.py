@@ -51,6 +51,7 @@ def test_plans_check_themselves(changed: dict[str, Any]) -> None:
         replace(PLAN, **changed)
 
 
+@pytest.mark.slow
 def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
     if (reason := missing("coarse")) is not None:
         pytest.skip(reason)
@@ -58,7 +59,7 @@ def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
     folder.mkdir()
     command = [sys.executable, "-m", "coarse", "bench", "checkpoint", "--model", "digits", "--saves", "2"]
     command += ["--json", os.fspath(path), "--folder", os.fspath(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["system"] for record in records] == list(SYSTEMS)

@@ -180,7 +180,7 @@ def test_after_a_loss_every_use_tells_it_again_at_once(job):
     assert len(outcome.value) == 5, outcome.details
     assert len(set(outcome.value)) == 1
     assert outcome.value[0].startswith("WorkerLostError worker 0: worker 1 (pid ")
-    assert outcome.ended_s - killed_s < 2 * PROMPT_S
+    assert outcome.ended_s - killed_s < PROMPT_S
 
 
 @pytest.mark.parametrize("memory_devices", [1, 2, 3])
@@ -391,7 +391,7 @@ def test_a_memory_device_that_stands_still_is_lost_within_twice_the_heartbeat(
     for outcome in outcomes:
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert f"memory device md{victim} (pid {device_pids[victim]})" in outcome.message
-        assert outcome.ended_s - asked_s < 2 * HEARTBEAT_S
+        assert outcome.ended_s - asked_s < HEARTBEAT_S + PROMPT_S
     # Whoever notices it first ends the session and with it the device, which may be what the other one notices.
     said = "has given no sign of life for more than 2 s (COARSE_HEARTBEAT_S)"
     assert any(said in outcome.message for outcome in outcomes), outcomes
@@ -421,7 +421,7 @@ def test_a_memory_device_that_stands_still_is_told_to_workers_that_wait_for_anot
         outcome = running.finish()
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert f"memory device md2 (pid {device_pids[2]})" in outcome.message
-        assert outcome.ended_s - stopped_s < 2 * HEARTBEAT_S
+        assert outcome.ended_s - stopped_s < HEARTBEAT_S + PROMPT_S
     for _ in range(2):
         workers[0].tell()
     outcome = workers[0].finish()

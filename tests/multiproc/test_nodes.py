@@ -239,7 +239,7 @@ def test_the_death_of_a_memory_device_is_told_on_all_nodes(job, shape):
         assert outcome.error == "MemoryDeviceLostError", outcome
         assert re.search(r"memory device (md1 .*|of )node 1|md1 \(pid", outcome.message)
         assert "Start the job again from your last checkpoint" in outcome.message
-        assert outcome.ended_s - killed_s < 2 * PROMPT_S
+        assert outcome.ended_s - killed_s < PROMPT_S
 
 
 @pytest.mark.parametrize("use", ["register", "all_reduce"])
@@ -393,7 +393,7 @@ def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job,
         outcome = running.finish()
         assert outcome.error in ("WorkerLostError", "MemoryDeviceLostError"), outcome
         assert f"worker 2 (pid {workers[2].pid}) died" in outcome.message
-        assert outcome.ended_s - killed_s < 2 * PROMPT_S
+        assert outcome.ended_s - killed_s < PROMPT_S
 
 
 def test_a_stranger_is_turned_away_and_the_others_are_served(job, monkeypatch):

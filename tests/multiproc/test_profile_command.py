@@ -96,7 +96,7 @@ def test_a_failure_of_the_workers_is_told_in_one_line(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     assert done.returncode == 1
     assert "MeasurementError" in done.stderr

@@ -77,14 +77,14 @@ def test_memory_devices_go_with_a_launcher_that_is_killed(train):
     with spawned(*train, "wait", stdout=PIPE, stderr=PIPE) as launcher:
         pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
         launcher.kill()
-        assert all_end_within(2.0, pidfds) == []
+        assert all_end_within(LIMIT_S, pidfds) == []
 
 
 def test_memory_devices_go_with_a_launcher_that_is_told_to_stop(train):
     with spawned(*train, "wait", stdout=PIPE, stderr=PIPE) as launcher:
         pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
         launcher.send_signal(signal.SIGTERM)
-        assert all_end_within(2.0, pidfds) == []
+        assert all_end_within(LIMIT_S, pidfds) == []
         assert launcher.wait(timeout=LIMIT_S) == 143
 
 

@@ -13,7 +13,8 @@ from subprocess import PIPE
 import pytest
 from run_harness import LIMIT_S, all_end_within, read_pidfds, spawned
 
-GONE_WITHIN_S = 2.0
+GONE_WITHIN_S = 20.0
+GONE_AT_ONCE_S = 1.0  # before INTERRUPT_GRACE_S of coarse/cli/supervisor.py is over
 
 FAMILY = """\
 import os, signal, sys
@@ -89,12 +90,13 @@ def wait_until_full(pipe: int) -> None:
         select.select([], [], [], 0.001)
 
 
+@pytest.mark.flaky(reruns=5)  # a busy machine may take that long
 def test_a_second_signal_kills_at_once(family):
     with spawned(*family, "stubborn", stdout=PIPE, stderr=PIPE) as launcher:
         pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
         launcher.send_signal(signal.SIGINT)
         launcher.send_signal(signal.SIGTERM)
-        assert all_end_within(GONE_WITHIN_S / 2, pidfds) == []
+        assert all_end_within(GONE_AT_ONCE_S, pidfds) == []
 
 
 def test_ctrl_c_reaches_each_worker_once(tmp_path):

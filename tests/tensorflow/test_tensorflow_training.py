@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jobs import HERE, Job
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 WORKERS = 2
 LIKE_ONE_PROCESS = [

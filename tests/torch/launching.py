@@ -13,7 +13,7 @@ import coarse
 WORKERS = 2
 COARSE_RUN = ("coarse", "run", "-n", str(WORKERS))
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS))
-LIMIT_S = 150
+LIMIT_S = 300
 
 
 def launch(

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 2
-START_TIMEOUT_S = 120.0
-SCENARIO_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 200.0
+SCENARIO_TIMEOUT_S = 200.0
 _HERE = Path(__file__).parent
 
 
@@ -78,7 +78,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
-        environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="30")
+        environment = dict(os.environ, OMP_NUM_THREADS="1", COARSE_TIMEOUT_S="100")
         if self._strategy == "coarse, own path":
             environment["COARSE_DUAL_SYNC"] = "0"
         if self._stand_ins is not None:

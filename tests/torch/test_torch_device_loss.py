@@ -34,7 +34,12 @@ KEPT = ("--keep-devices", "60")
 
 @pytest.mark.parametrize(
     ("device", "options", "how"),
-    [(0, (), ()), (1, KEPT, ()), (1, (), ("overlap",)), (0, KEPT, ("overlap",))],
+    [
+        (0, (), ()),
+        pytest.param(1, KEPT, (), marks=pytest.mark.slow),
+        pytest.param(1, (), ("overlap",), marks=pytest.mark.slow),
+        pytest.param(0, KEPT, ("overlap",), marks=pytest.mark.slow),
+    ],
     ids=["0", "1 kept", "1 overlap", "0 kept overlap"],
 )
 def test_what_it_held_comes_back_from_the_newest_checkpoint(
@@ -78,6 +83,7 @@ def start_nodes(folder: Path, device: int) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_job_on_two_nodes_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folders = {tmp_path / "undisturbed": -1, tmp_path / "disturbed": 0}
     running = [process for folder, device in folders.items() for process in start_nodes(folder, device)]

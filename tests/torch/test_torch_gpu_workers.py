@@ -13,7 +13,7 @@ from coarse.torch.gpu_gradients import find_gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
-LIMIT_S = 90
+LIMIT_S = 200
 
 
 def run_script(device: str, **variables: str) -> str:

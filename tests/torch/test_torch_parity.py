@@ -12,6 +12,7 @@ import pytest
 from comparison import assert_equal_results
 from parity_pool import WorkerPool
 from parity_scenarios import SCENARIOS
+from tiers import slow_but_for
 
 PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
 ACROSS_NODES = [
@@ -36,6 +37,22 @@ WHERE_WORKERS_REDUCE = [
     for name in PARITY
     if name.startswith(("trains_", "averages_", "gradients_", "join_", "no_sync_", "unused_", "branches_"))
 ]
+# Where gradients of every kind, and each way to end a backward, meet another way of a reduction.
+IN_EVERY_RUN = [
+    "averages_gradients",
+    "trains_convolutions_and_batch_norm",
+    "trains_mixed_dtypes",
+    "no_sync_accumulates_locally",
+    "branches_may_differ_between_workers",
+    "join_divides_by_remaining_workers",
+]
+ON_A_GPU_IN_EVERY_RUN = [
+    *IN_EVERY_RUN,
+    "static_graph",
+    "grad_scaler",
+    "two_models_trained_in_turn",
+    "compiled_module",
+]
 COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
 
 
@@ -44,26 +61,26 @@ def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) 
     assert_equal_results(name, ddp_pool, coarse_pool, SCENARIOS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", ACROSS_NODES)
+@pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, ACROSS_NODES))
 def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
     assert_equal_results(name, ddp_pool, two_node_pool, SCENARIOS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", WHERE_WORKERS_REDUCE)
+@pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, WHERE_WORKERS_REDUCE))
 def test_equals_torch_where_workers_reduce_themselves(
     name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool
 ) -> None:
     assert_equal_results(name, ddp_pool, own_path_pool, SCENARIOS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_on_a_gpu_that_is_stood_in_for(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_pool: WorkerPool
 ) -> None:
     assert_equal_results(name, ddp_pool, stand_in_gpu_pool, SCENARIOS[name].tolerance)
 
 
-@pytest.mark.parametrize("name", PARITY)
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_where_memory_devices_are_on_that_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:

@@ -68,12 +68,12 @@ CRASHES_IN_BACKWARD = (
 Crashes = tuple[tuple[str, set[int]], ...]
 
 
-def failpoints(crashes: Crashes = CRASHES) -> str:
+def failpoints(crashes: Crashes) -> str:
     """One of the crashes in each attempt."""
     return ";".join(f"{crash},attempt={attempt}" for attempt, (crash, _) in enumerate(crashes))
 
 
-def check_went_on(folder: Path, undisturbed: Path, printed: str, crashes: Crashes = CRASHES) -> None:
+def check_went_on(folder: Path, undisturbed: Path, printed: str, crashes: Crashes) -> None:
     digests, attempts, _ = ends(folder)
     assert attempts == {str(len(crashes))}, printed
     for rank in range(WORKERS):
@@ -87,14 +87,20 @@ def check_went_on(folder: Path, undisturbed: Path, printed: str, crashes: Crashe
     assert digests == ends(undisturbed)[0]
 
 
-def test_coarse_run_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> None:
-    restarts = str(len(CRASHES))
-    options = ("--max-restarts", restarts, "--keep-devices", "60", "--failpoints", failpoints())
+@pytest.mark.parametrize(
+    "crashes",
+    [CRASHES[:2], pytest.param(CRASHES, marks=pytest.mark.slow)],
+    ids=["in a backward and in a step", "anywhere"],
+)
+def test_coarse_run_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path, crashes: Crashes) -> None:
+    restarts = str(len(crashes))
+    options = ("--max-restarts", restarts, "--keep-devices", "60", "--failpoints", failpoints(crashes))
     printed = launch(COARSE_RUN, tmp_path, *options)
     assert f"was killed by SIGKILL; restart {restarts} of {restarts}" in printed
-    check_went_on(tmp_path, undisturbed, printed)
+    check_went_on(tmp_path, undisturbed, printed, crashes)
 
 
+@pytest.mark.slow
 def test_torchrun_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> None:
     printed = launch(
         TORCHRUN,
@@ -107,6 +113,7 @@ def test_torchrun_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> 
     check_went_on(tmp_path, undisturbed, printed, CRASHES_UNDER_TORCHRUN)
 
 
+@pytest.mark.slow
 def test_updates_in_backward_are_whole_steps_too(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for folder in (undisturbed, disturbed):

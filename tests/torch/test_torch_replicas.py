@@ -25,8 +25,12 @@ def said_by(launcher: tuple[str, ...], settings: dict[str, str]) -> tuple[list[s
 
 @pytest.mark.parametrize(
     ("launcher", "arguments", "num_devices", "lost"),
-    [(COARSE_RUN, (), 2, LOSSES), (TORCHRUN, ("bfloat16",), 3, LOSSES[:1])],
-    ids=["coarse run, AdamW", "torchrun, momentum, bfloat16"],
+    [
+        (COARSE_RUN, (), 2, LOSSES[:1]),
+        pytest.param(COARSE_RUN, (), 2, LOSSES, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, ("bfloat16",), 3, LOSSES[:1], marks=pytest.mark.slow),
+    ],
+    ids=["coarse run, AdamW", "coarse run, AdamW, three times", "torchrun, momentum, bfloat16"],
 )
 def test_a_job_goes_on_from_the_neighbours_copy(
     tmp_path: Path,

@@ -25,7 +25,7 @@ def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.collect()
 
 
-@pytest.mark.parametrize("model", ["kept", "dropped"])
+@pytest.mark.parametrize("model", ["kept", pytest.param("dropped", marks=pytest.mark.slow)])
 def test_a_worker_that_ends_waits_for_its_last_update(tmp_path: Path, model: str) -> None:
     launch(COARSE_RUN, Path(__file__).parent / "staleness_script.py", (str(tmp_path), model))
     assert all((tmp_path / f"end-{rank}").exists() for rank in range(WORKERS))

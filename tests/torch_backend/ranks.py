@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 300.0  # the backend may have to be compiled
-SCENARIO_TIMEOUT_S = 90.0
+SCENARIO_TIMEOUT_S = 200.0
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
 

@@ -17,7 +17,7 @@ from training_scenarios import TRAINING
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytestmark = pytest.mark.timeout(400)  # the first test starts the ranks, and may have to compile the backend
+pytestmark = pytest.mark.timeout(600)  # the first test starts the ranks, and may have to compile the backend
 
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, *TRAINING])
@@ -36,7 +36,7 @@ def test_an_example_that_imports_nothing_of_coarse_runs_to_its_end(coarse: RankP
         env=environment(site),
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1].rstrip("%")) > 90

@@ -9,7 +9,7 @@ import pytest
 from collective_scenarios import COLLECTIVES
 from ranks import RankPool
 
-pytestmark = pytest.mark.timeout(400)  # the first test starts the ranks, and may have to compile the backend
+pytestmark = pytest.mark.timeout(600)  # the first test starts the ranks, and may have to compile the backend
 
 
 @pytest.mark.parametrize("name", [*COLLECTIVES, "ddp", "fsdp2"])

@@ -34,7 +34,7 @@ NAMES = (
     "test_static_graph_api_cpu",
 )
 
-pytestmark = pytest.mark.timeout(400)  # the first test starts the ranks, and may have to compile the backend
+pytestmark = pytest.mark.timeout(600)  # the first test starts the ranks, and may have to compile the backend
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-LIMIT_S = 170
+LIMIT_S = 400
 DIGITS = ("--epochs", "16")  # enough for 97 %
 
 
@@ -56,16 +56,19 @@ def test_accelerate_launch():
     check_accuracy(run(*module, *flags, *unused, "accelerate_digits.py", *DIGITS))
 
 
+@pytest.mark.slow
 def test_lightning_starts_its_own_workers():
     needs("lightning")
     check_accuracy(run(sys.executable, "lightning_digits.py", *DIGITS))
 
 
+@pytest.mark.slow
 def test_ray_train(tmp_path):
     needs("ray")
     check_accuracy(run(sys.executable, "ray_digits.py", *DIGITS, "--results", str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_mpirun():
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if mpirun is None:
@@ -73,7 +76,9 @@ def test_mpirun():
     check_accuracy(run(mpirun, "-n", "2", sys.executable, "torch_digits.py", *DIGITS))
 
 
-@pytest.mark.parametrize("launcher", ["coarse", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    "launcher", ["coarse", pytest.param("torch.distributed.run", marks=pytest.mark.slow)]
+)
 def test_what_they_train_is_wrapped_by_coarse(launcher):
     needs("accelerate", "lightning")
     script = str(Path(__file__).with_name("wrapping_script.py"))
