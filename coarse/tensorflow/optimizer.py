@@ -6,22 +6,20 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.utils.tracking import DotNotTrackScope
+from tensorflow.python.trackable.base import SaveType
 
 from coarse.client.schema import TensorSpec
+from coarse.tensorflow.device_state import DeviceState, FloatArray, StatePlace
 from coarse.tensorflow.operations import Operations
 from coarse.tensorflow.strategy import Strategy
 from coarse.tensorflow.update_rules import COEFFICIENTS, UpdateRule, find_rule
 
-_METHODS = (
-    "build",
-    "_backend_update_step",
-    "_apply_weight_decay",
-    "save_own_variables",
-    "load_own_variables",
-)
+_METHODS = ("build", "_backend_update_step", "_apply_weight_decay", "_trackable_children")
 
 
 def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place of a class, as torch's does)
@@ -30,11 +28,12 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
     Gradients go to the memory devices, which update the parameters by their sum over the workers; each worker gets
     the updated parameters. What is assigned to a variable in between counts: worker 0's value is what is updated
     next. Clipping, gradient accumulation, moving averages, loss scaling and learning-rate schedules are Keras's own.
-    A saved model has the state, and loads with or without COARSE.
+    Saved models and checkpoints have the state, as Keras writes it, and load with or without COARSE.
 
     Args:
-        optimizer: keras.optimizers.SGD, Adam or AdamW, built within strategy.scope(). Others, and where memory
-            devices cannot run optimizers, stay on the workers, with a warning that says why.
+        optimizer: keras.optimizers.SGD, Adam or AdamW, built within strategy.scope(), or a LossScaleOptimizer around
+            one. Others, and where memory devices cannot run optimizers, stay on the workers, with a warning that
+            says why.
 
     Returns:
         `optimizer` itself, to be given to model.compile() or used in a loop of one's own.
@@ -52,6 +51,9 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
             f"{type(optimizer).__name__} was built outside of the scope of a coarse.tensorflow.Strategy; build it "
             "within `with strategy.scope():`"
         )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        DistributedOptimizer(optimizer.inner_optimizer)
+        return optimizer
     rule = find_rule(optimizer)
     if rule is None:
         known = "SGD, Adam and AdamW of keras.optimizers"
@@ -93,8 +95,8 @@ class OffloadedUpdates:
             self._optimizer.build(variables)
             return
         BaseOptimizer.build(self._optimizer, variables)
-        self._rule.forget_states(self._optimizer)
         self._register(variables)
+        self._track_states(variables)
 
     def backend_update_step(self, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
         """Has the memory devices update variables; returns, in a graph, when they are to be assigned."""
@@ -124,33 +126,13 @@ class OffloadedUpdates:
     def apply_weight_decay(self, variables: Sequence[Any]) -> None:
         """Nothing: it is a part of the update."""
 
-    def save_own_variables(self, store: Any) -> None:
-        """As the optimizer's, with the states that memory devices have; loads into one that has its own."""
-        own = self._optimizer.variables
-        for i, variable in enumerate(own):
-            store[str(i)] = variable.numpy()
-        for i, (index, number) in enumerate(self._order(), len(own)):
-            store[str(i)] = self._state(index, number) * self._rule.state_signs[number]
-
-    def load_own_variables(self, store: Any) -> None:
-        """As the optimizer's; every worker loads the same."""
-        own, order = self._optimizer.variables, self._order()
-        if len(store.keys()) != len(own) + len(order):
-            warnings.warn(
-                f"skipping the state of optimizer {self._optimizer.name!r}: it has {len(own) + len(order)} "
-                f"variables, and {len(store.keys())} were saved",
-                stacklevel=2,
-            )
-            return
-        for i, variable in enumerate(own):
-            variable.assign(store[str(i)])
-        if self._operations.rank != 0:
-            return
-        for i, (index, number) in enumerate(order, len(own)):
-            self._state(index, number)[...] = np.asarray(store[str(i)]) * self._rule.state_signs[number]
-
-    def _order(self) -> list[tuple[int, int]]:
-        return self._rule.saved_order(len(self._keys))
+    def trackable_children(self, save_type: str = SaveType.CHECKPOINT, **kwargs: Any) -> dict[str, Any]:
+        """As the optimizer's; a SavedModel, whose functions must run elsewhere, has no states."""
+        kind = type(self._optimizer)
+        children: dict[str, Any] = kind._trackable_children(self._optimizer, save_type, **kwargs)
+        if save_type == SaveType.SAVEDMODEL:
+            return {name: child for name, child in children.items() if not _has_states(child)}
+        return children
 
     def _register(self, variables: Sequence[Any]) -> None:
         specs = [
@@ -162,15 +144,36 @@ class OffloadedUpdates:
             )
             for i, variable in enumerate(variables)
         ]
-        self._shapes = [tuple(variable.shape) for variable in variables]
         self._group, self._keys = self._operations.register_parameters(
             f"optimizer {self._optimizer.name}", specs, self._rule.state_names
         )
 
-    def _state(self, index: int, number: int) -> Any:
-        """A state of a parameter where it lies, with its shape."""
-        state = np.frombuffer(self._group.state(index, number), np.float32)
-        return state.reshape(self._shapes[index])
+    def _track_states(self, variables: Sequence[Any]) -> None:
+        """Puts states where Keras's optimizer has its own, which restores what a checkpoint has for them."""
+        states = {
+            (index, number): self._state(index, number, variable)
+            for index, variable in enumerate(variables)
+            for number in range(len(self._rule.state_names))
+        }
+        for place in self._rule.saved_order(len(variables)):
+            self._optimizer._tracker.add_to_store("variables", states[place])
+        numbers = range(len(self._rule.state_names))
+        for number, attribute in zip(numbers, self._rule.state_attributes, strict=False):
+            setattr(self._optimizer, attribute, [states[index, number] for index in range(len(variables))])
+
+    def _state(self, index: int, number: int, variable: Any) -> DeviceState:
+        def map_memory() -> FloatArray:
+            memory: FloatArray = np.ndarray(
+                tuple(variable.shape), np.float32, self._group.state(index, number)
+            )
+            return memory
+
+        place = StatePlace(
+            map_memory=map_memory,
+            sign=self._rule.state_signs[number],
+            writes=self._operations.rank == 0,
+        )
+        return DeviceState(self._rule.state_names[number], variable, self._optimizer.name, place)
 
     def _take_over(self) -> None:
         """Moves the state that the optimizer has to the memory devices."""
@@ -179,15 +182,32 @@ class OffloadedUpdates:
             self._give_back()
             _stays(self._optimizer, reason)
             return
-        values = {str(i): variable.numpy() for i, variable in enumerate(self._optimizer.variables)}
-        for state in self._rule.forget_states(self._optimizer):
-            self._optimizer._untrack_variable(state)
+        values = [variable.numpy() for variable in self._optimizer.variables]
+        self._forget_states()
         self._register(variables)
-        self.load_own_variables(values)
+        self._track_states(variables)
+        for variable, value in zip(self._optimizer.variables, values, strict=True):
+            variable.assign(value)
+
+    def _forget_states(self) -> None:
+        """Has Keras's optimizer keep no states itself."""
+        optimizer = self._optimizer
+        for attribute in self._rule.state_attributes:
+            for state in getattr(optimizer, attribute, []):
+                optimizer._untrack_variable(state)
+        # TensorFlow writes no checkpoint of a list from which something was removed: it gets a new one.
+        is_variable, kept = optimizer._tracker.config["variables"]
+        with DotNotTrackScope():
+            optimizer._variables = list(kept)
+        optimizer._tracker.config["variables"] = is_variable, optimizer._variables
 
     def _give_back(self) -> None:
         for name in _METHODS:
             object.__delattr__(self._optimizer, name)
+
+
+def _has_states(child: Any) -> bool:
+    return isinstance(child, list) and any(isinstance(each, DeviceState) for each in child)
 
 
 def _packed(coefficients: dict[str, Any]) -> Any:

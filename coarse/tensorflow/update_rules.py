@@ -36,6 +36,10 @@ class UpdateRule(Protocol):
         """Of what is kept for each parameter, in the order of the native rule."""
 
     @property
+    def state_attributes(self) -> tuple[str, ...]:
+        """Of Keras's optimizer, those that list each state of all parameters."""
+
+    @property
     def state_signs(self) -> tuple[float, ...]:
         """What Keras's value of a state is multiplied with to have the native rule's, and the other way."""
 
@@ -46,9 +50,6 @@ class UpdateRule(Protocol):
             learning_rate: A scalar of float32, in which Keras computes them too.
             step: The same; 1 for the first update.
         """
-
-    def forget_states(self, optimizer: Any) -> list[Any]:
-        """Has Keras's optimizer keep no states itself; returns those that it had."""
 
     def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
         """Parameter and number of each state, in the order in which Keras saves them."""
@@ -61,6 +62,7 @@ class SgdRule:
     momentum: float
     number: int
     state_names: tuple[str, ...]
+    state_attributes: tuple[str, ...] = ("momentums",)
     state_signs: tuple[float, ...] = (-1.0,)
 
     def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
@@ -72,11 +74,6 @@ class SgdRule:
             "first_weight": 1.0,
             "momentum": self.momentum,
         }
-
-    def forget_states(self, optimizer: Any) -> list[Any]:
-        states = list(getattr(optimizer, "momentums", []))
-        optimizer.momentums = []
-        return states
 
     def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
         return [(index, 0) for index in range(num_parameters)] if self.state_names else []
@@ -91,6 +88,7 @@ class AdamRule:
     epsilon: float
     number: int
     state_names: tuple[str, ...]
+    state_attributes: tuple[str, ...] = ("_momentums", "_velocities", "_velocity_hats")
     state_signs: tuple[float, ...] = (1.0, 1.0, 1.0)
 
     def coefficients(self, learning_rate: Any, step: Any) -> dict[str, Any]:
@@ -103,16 +101,6 @@ class AdamRule:
             "second_weight": 1.0 - self.beta_2,
             "epsilon": self.epsilon,
         }
-
-    def forget_states(self, optimizer: Any) -> list[Any]:
-        moments = zip(
-            getattr(optimizer, "_momentums", []), getattr(optimizer, "_velocities", []), strict=True
-        )
-        states = [state for pair in moments for state in pair] + list(
-            getattr(optimizer, "_velocity_hats", [])
-        )
-        optimizer._momentums, optimizer._velocities, optimizer._velocity_hats = [], [], []
-        return states
 
     def saved_order(self, num_parameters: int) -> list[tuple[int, int]]:
         moments = [(index, number) for index in range(num_parameters) for number in (0, 1)]

@@ -173,7 +173,7 @@ def offloaded_optimizers(strategy: Any) -> dict[str, Any]:
         found[name] = {
             "weights": [weight.ravel().tolist() for weight in model.get_weights()],
             "states": {key: np.ravel(value).tolist() for key, value in saved_state(optimizer).items()},
-            "variables": len(optimizer.variables),
+            "on the worker": sum(isinstance(each, keras.Variable) for each in optimizer.variables),
             "said": [str(each.message) for each in said if "memory devices" in str(each.message)],
         }
         found[name]["digest"] = digest(model)
@@ -243,6 +243,76 @@ def offloaded_fit(strategy: Any) -> dict[str, Any]:
         "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
         "loaded state": [float(np.sum(np.abs(v.numpy()))) for v in loaded.optimizer.variables],
         "said": [str(each.message) for each in said],
+    }
+
+
+def offloaded_checkpoints(strategy: Any) -> dict[str, Any]:
+    """Worker 0 writes, all restore: into the memory devices, before and after a build, and into Keras's own."""
+    x, y = inputs()
+    x, y = x[: 2 * BATCH], y[: 2 * BATCH]
+    # Of the job: all its workers have this directory.
+    folder = Path(tempfile.gettempdir(), "offloaded_checkpoints")
+
+    def make(offloaded: bool) -> tuple[Any, Any, Any]:
+        with strategy.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = perceptron(activation="tanh")
+            optimizer = keras.optimizers.AdamW(0.01, amsgrad=True)
+            if offloaded:
+                coarse.tensorflow.DistributedOptimizer(optimizer)
+        return model, optimizer, tf.train.Checkpoint(model=model, optimizer=optimizer)
+
+    def meet() -> None:
+        strategy.reduce("SUM", tf.constant(1), axis=None)
+
+    def write(checkpoint: Any, name: str) -> str:
+        path = str(folder / name)
+        if strategy.rank == 0:
+            checkpoint.write(path)
+        meet()
+        return path
+
+    def build(model: Any, optimizer: Any) -> None:
+        with strategy.scope():
+            optimizer.build(model.trainable_variables)
+
+    model, optimizer, checkpoint = make(offloaded=True)
+    build(model, optimizer)
+    steps = own_steps(strategy, model, optimizer, x, y)
+    steps(3)
+    written_by_ours = write(checkpoint, "ours")
+    steps(3)
+
+    plain, plain_optimizer, checkpoint = make(offloaded=False)
+    status = checkpoint.read(written_by_ours)
+    build(plain, plain_optimizer)
+    status.assert_consumed()
+    written_by_keras = write(checkpoint, "keras")
+    own_steps(strategy, plain, plain_optimizer, x, y)(3)
+
+    again, optimizer, checkpoint = make(offloaded=True)
+    build(again, optimizer)
+    checkpoint.read(written_by_keras).assert_consumed()
+    own_steps(strategy, again, optimizer, x, y)(3)
+
+    with strategy.scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        coarse.tensorflow.DistributedOptimizer(plain_optimizer)
+    written_by_moved = write(tf.train.Checkpoint(model=plain, optimizer=plain_optimizer), "moved")
+    late, optimizer, checkpoint = make(offloaded=True)
+    status = checkpoint.read(written_by_moved)
+    build(late, optimizer)
+    status.assert_consumed()
+    meet()  # worker 0 writes to the memory devices
+    states = [saved_state(each) for each in (plain_optimizer, optimizer)]
+    return {
+        "digests": [digest(each) for each in (model, again)],
+        "moved digests": [digest(each) for each in (plain, late)],
+        "weights": [[weight.ravel().tolist() for weight in each.get_weights()] for each in (model, plain)],
+        "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
+        "states": {key: np.ravel(value).tolist() for key, value in states[1].items()},
+        "names": [variable.path.partition("/")[2] for variable in optimizer.variables],
+        "kinds": sorted({type(variable).__name__ for variable in optimizer.variables}),
     }
 
 
@@ -439,6 +509,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         rows_of_tables,
         offloaded_optimizers,
         offloaded_fit,
+        offloaded_checkpoints,
         eager,
         shuffled_and_clipped,
         mixed_precision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_200_updates_in_memory_devices_are_those_of_keras(results, rule):
             ours, theirs = (flat(each[kind]) for each in (found, expected))
             assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
         # The states themselves are not on the workers.
-        assert expected["variables"] - found["variables"] == RULES[rule] * len(found["weights"])
+        assert expected["on the worker"] - found["on the worker"] == RULES[rule] * len(found["weights"])
     assert workers[0][rule]["digest"] == workers[1][rule]["digest"]
 
 
@@ -155,6 +156,26 @@ def test_a_saved_model_has_the_state_of_memory_devices_and_goes_on_from_it(resul
         assert worker["digests"][0] == worker["digests"][1]
         assert worker["states alike"]
         assert worker["continued"][0] == pytest.approx(alone["continued"][0], rel=1e-6)
+
+
+def test_checkpoints_of_keras_and_of_memory_devices_are_the_same(results):
+    alone, workers = scenario_of(results, "offloaded_checkpoints")
+    for worker in workers:
+        uninterrupted, restored = worker["digests"]
+        assert uninterrupted == restored
+        assert worker["moved digests"][0] == worker["moved digests"][1]
+        assert worker["states alike"]
+        assert worker["kinds"] == ["DeviceState", "Variable"]
+        # Keras does the last three steps of the second model, from the memory devices' checkpoint.
+        ours, by_keras, expected = (flat(each) for each in (*worker["weights"], alone["weights"][0]))
+        assert ours == pytest.approx(expected, rel=5e-5, abs=5e-5)
+        assert by_keras == pytest.approx(expected, rel=5e-5, abs=5e-5)
+        assert flat(worker["states"]) == pytest.approx(flat(alone["states"]), rel=5e-5, abs=5e-5)
+        assert [re.sub(r"_\d+", "", name) for name in worker["names"]] == [
+            re.sub(r"_\d+", "", name) for name in alone["names"]
+        ]
+    assert workers[0]["digests"] == workers[1]["digests"]
+    assert workers[0]["states"] == workers[1]["states"]
 
 
 def test_an_optimizer_that_memory_devices_do_not_know_stays_and_says_so(results):

@@ -1,0 +1,103 @@
+"""What optimizers in the memory devices keep for a parameter, as Keras and tf.train.Checkpoint see variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+from tensorflow.python.checkpoint.tensor_callable import Callable as TensorCallable
+from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlace:
+    """Where a state lies, and what of it differs from Keras's.
+
+    Args:
+        map_memory: Maps its memory, float32 with the parameter's shape, which all workers of the node share.
+        sign: What Keras's value is multiplied with to have the memory devices', and the other way; 1 or -1.
+        writes: Whether this worker's assignments count: worker 0's do, which are everybody's.
+    """
+
+    map_memory: Callable[[], FloatArray]
+    sign: float
+    writes: bool
+
+
+class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
+    """A momentum or moment of a parameter in the memory devices: a variable that is not on this worker.
+
+    It is in its optimizer's `variables` and in checkpoints where Keras's own would be, under the same name, so that
+    files are the same. Read and assigned while no update is under way, as variables are; what worker 0 assigns is
+    everybody's once workers have met, as in the next update.
+
+    Args:
+        name: "momentum", as Keras calls it.
+        variable: The Keras variable that it belongs to.
+        optimizer_name: Of its optimizer.
+        place: Where it lies.
+    """
+
+    trainable = False
+    dtype = "float32"
+
+    def __init__(self, name: str, variable: Any, optimizer_name: str, place: StatePlace) -> None:
+        reference = str(getattr(variable, "path", variable.name)).replace("/", "_").replace(":", "_")
+        self.name = f"{reference}_{name}"
+        self.path = f"{optimizer_name}/{self.name}"
+        self.shape = tf.TensorShape(variable.shape)
+        self._place = place
+
+    def __repr__(self) -> str:
+        return f"<DeviceState path={self.path}, shape={tuple(self.shape)}, in the memory devices>"
+
+    def numpy(self) -> FloatArray:
+        """A copy, with Keras's sign."""
+        value: FloatArray = self._place.map_memory() * np.float32(self._place.sign)
+        return value
+
+    @property
+    def value(self) -> Any:
+        """A tensor of what it is now; in a graph, of what it is whenever that runs."""
+        if tf.executing_eagerly():
+            return tf.constant(self.numpy())
+        value = tf.numpy_function(self.numpy, [], tf.float32)
+        value.set_shape(self.shape)
+        return value
+
+    def assign(self, value: Any) -> Any:
+        """Makes `value` everybody's if this is worker 0; on other workers nothing happens.
+
+        Args:
+            value: Of the same shape.
+
+        Returns:
+            In a graph, the operation that does it.
+
+        Raises:
+            ValueError: If shapes differ.
+        """
+        if tf.is_tensor(value) and not hasattr(value, "numpy"):
+            return tf.numpy_function(self._write, [value], [])
+        self._write(np.asarray(value))
+        return None
+
+    def _write(self, value: npt.NDArray[Any]) -> None:
+        if value.shape != tuple(self.shape):
+            raise ValueError(f"{self.path} has shape {tuple(self.shape)}, and was assigned {value.shape}")
+        if self._place.writes:
+            np.multiply(
+                value, np.float32(self._place.sign), out=self._place.map_memory(), casting="same_kind"
+            )
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {VARIABLE_VALUE_KEY: TensorCallable(lambda: self.value, tf.float32, "/CPU:0")}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
+        return self.assign(restored_tensors[VARIABLE_VALUE_KEY])
