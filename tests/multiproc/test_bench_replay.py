@@ -38,6 +38,7 @@ def replay(**changes):
     return {result.scheme: result for result in run_replay(ReplayPlan(**{**plan, **changes}))}
 
 
+@pytest.mark.slow
 def test_every_scheme_takes_the_time_of_its_links():
     results = replay(has_compute=False)
     assert set(results) == set(SCHEMES)

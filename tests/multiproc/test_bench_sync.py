@@ -40,7 +40,14 @@ def test_system_is_verified_and_timed(system: str) -> None:
         assert record.algbw_gbytes_per_s == pytest.approx(record.nbytes / record.timing.p50_us / 1e3)
 
 
-@pytest.mark.parametrize(("dtype", "peers"), [("float64", ("gloo", "mpich")), ("int32", ()), ("int64", ())])
+@pytest.mark.parametrize(
+    ("dtype", "peers"),
+    [
+        pytest.param("float64", ("gloo", "mpich"), marks=pytest.mark.slow),
+        pytest.param("int32", (), marks=pytest.mark.slow),
+        ("int64", ()),
+    ],
+)
 def test_other_dtypes_are_verified_too(dtype: str, peers: tuple[str, ...]) -> None:
     systems = installed(*peers, "coarse", "coarse-unregistered")
     plan = SyncPlan(systems=systems, num_workers=3, sizes=(4096,), dtype=dtype, budget_s=0.01, rounds=1)

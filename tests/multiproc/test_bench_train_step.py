@@ -41,6 +41,7 @@ def first_step(*, hashes: tuple[str, ...] = ("a", "a"), sample: tuple[float, ...
     )
 
 
+@pytest.mark.slow
 def test_peers_are_verified_and_timed_in_turns() -> None:
     turns: list[str] = []
     comparison = run_train(PLAN, turns.append)
@@ -54,6 +55,7 @@ def test_peers_are_verified_and_timed_in_turns() -> None:
     assert comparison.blocked_us(ddp) == pytest.approx(ddp.step.p50_us - bare.step.p50_us)
 
 
+@pytest.mark.slow
 def test_systems_are_started_anew_for_every_turn_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,7 +83,8 @@ def test_bare_workers_need_not_agree() -> None:
 @pytest.mark.parametrize(
     ("flags", "systems"),
     [
-        (("--against", "", "--single"), ["coarse", "none"]),
+        (("--against", "ddp"), ["coarse", "ddp"]),
+        pytest.param(("--against", "", "--single"), ["coarse", "none"], marks=pytest.mark.slow),
         pytest.param(
             ("--against", "ddp", "--offload-optimizer"),
             ["coarse", "coarse-offload", "coarse-overlap", "ddp"],

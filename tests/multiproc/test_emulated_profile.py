@@ -63,7 +63,7 @@ def _check_what_was_found(job, name, table, plan):
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        ("aws-g4dn", [(0, 0), (1, 1), (2, 2), (3, 3)]),
+        pytest.param("aws-g4dn", [(0, 0), (1, 1), (2, 2), (3, 3)], marks=pytest.mark.slow),
         ("aws-p3", [(0, 1), (1, 0), (2, 3), (3, 2)]),
         ("sdsc-p100", [(0, 0), (1, 1)]),
     ],

@@ -81,7 +81,13 @@ def reducing(devices, store="store", **settings):
     return worker
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "gather", "direct", "ring", "exchange"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "auto",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gather", "direct", "ring", "exchange")),
+    ],
+)
 @pytest.mark.parametrize("memories", MEMORIES)
 def test_results_have_the_bits_of_the_hosts_memory(job, devices, memories, algorithm):
     num_devices = len(devices(memories))
@@ -136,7 +142,7 @@ def test_stored_values_are_loaded_whole(job, devices, memories):
 
 
 @pytest.mark.parametrize("memories", MEMORIES)
-@pytest.mark.parametrize("victim", ["worker", "workers", "device"])
+@pytest.mark.parametrize("victim", ["worker", pytest.param("workers", marks=pytest.mark.slow), "device"])
 def test_nothing_is_left_of_those_that_are_killed(job, devices, memories, victim):
     """That nothing is: the fixture looks whether all extents are free, the job whether processes are gone."""
 
