@@ -71,9 +71,10 @@ clean:  ## Remove the environment, builds and caches; results in runs/ stay.
 	rm -rf $(VENV) build dist *.egg-info coarse/kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# --no-compile: what is imported is compiled then; all of PyTorch, TensorFlow and Ray takes longer than installing them.
 $(INSTALLED): pyproject.toml setup.py $(NATIVE_SOURCES) | $(BIN)/python
-	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python -m pip install $(TORCH); }
-	$(BIN)/python -m pip install -e '.[torch,examples,trainers,checkpoint,plot,dev]'
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || { echo "installing $(TORCH)"; $(BIN)/python -m pip install --no-compile $(TORCH); }
+	$(BIN)/python -m pip install --no-compile -e '.[torch,examples,trainers,checkpoint,plot,dev]'
 	@touch $@
 
 # A new environment sees the packages of $(PYTHON) only where PyTorch is one of them, for it is large. Where $(PYTHON)
