@@ -10,7 +10,7 @@ import sys
 import pytest
 from jobs import HERE, Job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jobs import HERE, Job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 WORKERS = 2
 LIKE_ONE_PROCESS = [
