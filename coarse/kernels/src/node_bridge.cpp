@@ -1,7 +1,5 @@
 #include "coarse/node_bridge.hpp"
 
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -13,6 +11,8 @@
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "coarse/node_socket.hpp"
 
 namespace coarse {
 namespace {
@@ -28,21 +28,6 @@ constexpr std::chrono::microseconds kSpin{50};
 constexpr milliseconds kGoodbyePatience{3000};
 constexpr milliseconds kLook{100};
 constexpr std::size_t kMostPieces = 64;  // that are handed to the kernel at once
-
-void setOption(int fd, int level, int name, int value) {
-  // Of a socket that is not TCP, as in tests, there is nothing to set.
-  ::setsockopt(fd, level, name, &value, sizeof(value));
-}
-
-/// A peer that vanishes without a word is noticed within ten seconds or so.
-void setOptions(int fd) {
-  setOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  setOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
-  setOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 10'000);
-}
 
 /// What cannot be, or is no more: the connection is of no further use.
 class BridgeError : public std::runtime_error {
@@ -115,7 +100,7 @@ struct NodeBridge::Connection {
 
   Connection(std::size_t number, int socket, const std::atomic<std::int64_t>& giveUp)
       : node(number), fd(socket), giveUpAt(&giveUp) {
-    setOptions(fd);
+    setNodeSocketOptions(fd);
   }
   ~Connection() { ::close(fd); }
   Connection(const Connection&) = delete;

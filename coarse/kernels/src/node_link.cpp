@@ -1,8 +1,6 @@
 #include "coarse/node_link.hpp"
 
 #include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -15,6 +13,8 @@
 #include <cstring>
 #include <system_error>
 #include <utility>
+
+#include "coarse/node_socket.hpp"
 
 namespace coarse {
 namespace {
@@ -32,19 +32,8 @@ constexpr int kEventsPerCall = 64;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-void setOption(int fd, int level, int name, int value) {
-  // Of a socket that is not TCP, as in tests, there is nothing to set.
-  ::setsockopt(fd, level, name, &value, sizeof(value));
-}
-
-/// A peer that vanishes without a word is noticed within ten seconds or so.
 void setOptions(int fd) {
-  setOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  setOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  setOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
-  setOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 10'000);
+  setNodeSocketOptions(fd);
   if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) fail("a socket to another node");
 }
 
