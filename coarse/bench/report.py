@@ -11,6 +11,7 @@ from coarse.bench.replay import SCHEMES, ReplayResult
 from coarse.bench.state_memory import REFERENCES, StateMemory
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
 from coarse.bench.train import Comparison, TrainPlan, TrainResult
+from coarse.bench.training import CPU
 
 _LATENCY_BYTES = 4096
 _DASH = "-"
@@ -150,14 +151,22 @@ def memory_table(results: Sequence[StateMemory]) -> TextTable:
 
 
 def train_table(comparison: Comparison) -> TextTable:
-    """Step time of each system and its parts, blocked communication, speed-up over DDP, memory."""
+    """Step time of each system and its parts, blocked communication, speed-up over DDP, memory; also of the GPU."""
+    on_gpu = any(result.first_step.gpu for result in comparison.results)
     return TextTable(
         title=describe_train(comparison.results[0].plan),
         columns=(
             *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
             *("blocked ms", "of ddp's", "x ddp", "peak PSS MiB"),
+            *(("peak GPU MiB",) if on_gpu else ()),
         ),
-        rows=tuple(_train_row(comparison, result) for result in comparison.results),
+        rows=tuple(
+            (
+                *_train_row(comparison, result),
+                *((_mebibytes(result.first_step.peak_gpu_bytes),) if on_gpu else ()),
+            )
+            for result in comparison.results
+        ),
     )
 
 
@@ -185,7 +194,10 @@ def describe_train(plan: TrainPlan | SavePlan) -> str:
     sequence = f", sequence {plan.sequence}" if plan.model.startswith("bert") else ""
     workers = f"{plan.num_workers} worker" + ("s" if plan.num_workers > 1 else "")
     threads = f"{plan.threads} thread" + ("s" if plan.threads > 1 else "")
-    return f"{plan.model}, batch {plan.batch}{sequence}, {workers} of {threads}, {plan.optimizer} fused"
+    device = f" on {plan.device}" if isinstance(plan, TrainPlan) and plan.device != CPU else ""
+    return (
+        f"{plan.model}, batch {plan.batch}{sequence}, {workers} of {threads}{device}, {plan.optimizer} fused"
+    )
 
 
 def _coarse_figures(speed: Mapping[str, float], system: str) -> tuple[str, str, str]:

@@ -14,7 +14,7 @@ from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.memory import PeakPss, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
-from coarse.bench.training import LEARNING_RATE, OPTIMIZERS, PHASES
+from coarse.bench.training import CPU, LEARNING_RATE, OPTIMIZERS, PHASES, check_device
 
 PEERS = ("ddp", "ddp-default", "none")
 
@@ -40,6 +40,7 @@ class TrainPlan:
         steps: Steps timed in each round; 0 takes as many as fit the budget.
         budget_s: Seconds of timed steps per system, over all rounds.
         rounds: Turns that each system takes.
+        device: Of the models: "cpu", "cuda", where each worker has the GPU of its rank, or "cuda:N", which has all.
 
     Raises:
         ValueError: If a value is out of range.
@@ -55,8 +56,10 @@ class TrainPlan:
     steps: int = 0
     budget_s: float = 20.0
     rounds: int = 4
+    device: str = CPU
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         if self.model not in MODELS:
             raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
         if self.optimizer not in OPTIMIZERS:
@@ -78,6 +81,9 @@ class FirstStep:
     parameter_sample: tuple[float, ...]
     parameter_bytes: int
     peak_pss_bytes: int
+    peak_gpu_bytes: int = 0
+    """Of torch in all workers; 0 without a GPU."""
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,9 @@ class Comparison:
             "blocked_percent_of_ddp": self.blocked_percent_of_ddp(result),
             "speedup_over_ddp": self.speedup_over_ddp(result),
             "peak_pss_bytes": first.peak_pss_bytes,
+            "device": plan.device,
+            "gpu": first.gpu,
+            "peak_gpu_bytes": first.peak_gpu_bytes,
             "parameter_hashes": list(first.parameter_hashes),
             "side_by_side": self.side_by_side,
         }
@@ -174,7 +183,8 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
     first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
     _verify(plan, first_steps)
     needed = _MEMORY_MARGIN * sum(first.peak_pss_bytes for first in first_steps.values())
-    side_by_side = needed <= available_bytes()
+    # Beside each other on a GPU they would share its memory, which nobody has looked at.
+    side_by_side = plan.device == CPU and needed <= available_bytes()
     measure = _measure_side_by_side if side_by_side else _measure_one_by_one
     results = tuple(
         TrainResult(system=system, plan=plan, first_step=first_steps[system], phases=phases)
@@ -206,6 +216,7 @@ def _fleet(plan: TrainPlan, system: str) -> Fleet:
         "sequence": plan.sequence,
         "optimizer": plan.optimizer,
         "threads": plan.threads,
+        "device": plan.device,
     }
     return Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads)
 
@@ -217,12 +228,15 @@ def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
         fleet.start()
         answers = fleet.ask("first_step")
         fleet.ask("run", steps=_MEMORY_STEPS)
+        gpu_bytes = fleet.ask("peak_gpu_bytes")
     return FirstStep(
         losses=tuple(answer["loss"] for answer in answers),
         parameter_hashes=tuple(answer["hash"] for answer in answers),
         parameter_sample=tuple(answers[0]["sample"]),
         parameter_bytes=answers[0]["parameter_bytes"],
         peak_pss_bytes=memory.peak_bytes,
+        peak_gpu_bytes=sum(gpu_bytes),
+        gpu=answers[0]["gpu"],
     )
 
 

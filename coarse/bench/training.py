@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from coarse.bench.collectives import join_gloo
@@ -17,19 +18,22 @@ from coarse.errors import CoarseError
 LEARNING_RATE = 1e-4
 PHASES = ("forward", "backward", "optimizer", "step")
 OPTIMIZERS = ("adamw", "sgd")
+CPU = "cpu"
 _SAMPLES_PER_PARAMETER = 64
 
 
 class TrainAdapter:
     """The commands of `coarse bench train-step` for one system.
 
+    On a GPU a step ends when the GPU has done it; its phases end when the processor has asked for them.
+
     Args:
-        job: Its options are model, batch, sequence, optimizer and threads.
+        job: Its options are model, batch, sequence, optimizer, threads and device.
         wrap: Joins the other workers' process group if the system has one, and returns what wraps the module.
         offload: Moves an optimizer of the wrapped module to where the system runs it.
     """
 
-    commands = frozenset({"first_step", "run"})
+    commands = frozenset({"first_step", "run", "peak_gpu_bytes"})
 
     def __init__(
         self,
@@ -45,14 +49,22 @@ class TrainAdapter:
         self._model: Any = None
         self._optimizer: Any = None
         self._num_steps = 0
+        self._synchronise: Callable[[], object] = lambda: None
 
     def setup(self) -> int:
         options, rank = self._job.options, self._job.rank
         self._torch = importlib.import_module("torch")
         self._torch.set_num_threads(options["threads"])
+        device = self._open_device()
         wrap = self._wrap(self._job)
         self._workload = build_workload(
             options["model"], batch=options["batch"], sequence=options["sequence"], rank=rank
+        )
+        batches = (
+            {name: value.to(device) for name, value in each.items()} for each in self._workload.batches
+        )
+        self._workload = replace(
+            self._workload, module=self._workload.module.to(device), batches=tuple(batches)
         )
         self._model = wrap(self._workload.module)
         optimizer = _make_optimizer(self._torch, options["optimizer"], self._model.parameters())
@@ -69,6 +81,7 @@ class TrainAdapter:
             "hash": self._parameter_hash(),
             "sample": self._parameter_sample(),
             "parameter_bytes": sum(each.nbytes for each in self._parameters()),
+            "gpu": self._gpu_name(),
         }
 
     def run(self, steps: int) -> dict[str, list[float]]:
@@ -88,8 +101,12 @@ class TrainAdapter:
             "forward": [times[1] - times[0] for times in marks],
             "backward": [times[2] - times[1] for times in marks],
             "optimizer": [times[3] - times[2] for times in marks],
-            "step": [times[3] - times[0] for times in marks],
+            "step": [times[4] - times[0] for times in marks],
         }
+
+    def peak_gpu_bytes(self) -> int:
+        """Most memory of the GPU that torch had for this worker; what memory devices have there is not in it."""
+        return int(self._torch.cuda.max_memory_allocated()) if self._gpu_name() else 0
 
     def close(self) -> None:
         # A wrapper may offer close(); a module does not.
@@ -101,10 +118,11 @@ class TrainAdapter:
             self._torch.distributed.destroy_process_group()
 
     def _step(self, times: list[float]) -> float:
-        """One step, as users write it; appends the time before it and after each of its three phases."""
+        """One step, as users write it; appends the time before it, after each of its three phases, and at its end."""
         assert self._workload is not None
         batch = self._workload.batches[self._num_steps % len(self._workload.batches)]
         self._num_steps += 1
+        self._synchronise()
         times.append(time.perf_counter())
         loss = self._workload.loss(self._model, batch)
         times.append(time.perf_counter())
@@ -113,7 +131,34 @@ class TrainAdapter:
         self._optimizer.step()
         self._optimizer.zero_grad()
         times.append(time.perf_counter())
+        self._synchronise()
+        times.append(time.perf_counter())
         return float(loss.detach())
+
+    def _open_device(self) -> Any:
+        """The device of this worker's model.
+
+        Raises:
+            CoarseError: If torch does not see it.
+        """
+        asked = self._job.options.get("device", CPU)
+        if asked == CPU:
+            return self._torch.device(CPU)
+        num_gpus = self._torch.cuda.device_count()
+        number = gpu_of_worker(asked, rank=self._job.rank, num_gpus=num_gpus)
+        if number >= num_gpus:
+            raise CoarseError(
+                f"--device {asked}: torch {self._torch.__version__} sees {num_gpus} CUDA devices in this process; "
+                "look at nvidia-smi, CUDA_VISIBLE_DEVICES and whether this torch is one for CUDA"
+            )
+        self._torch.cuda.set_device(number)
+        self._synchronise = self._torch.cuda.synchronize
+        return self._torch.device("cuda", number)
+
+    def _gpu_name(self) -> str:
+        """Of the GPU that has the model; "" if none has."""
+        device = self._parameters()[0].device
+        return str(self._torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
     def _parameters(self) -> list[Any]:
         assert self._workload is not None
@@ -122,7 +167,7 @@ class TrainAdapter:
     def _parameter_hash(self) -> str:
         digest = hashlib.sha256()
         for parameter in self._parameters():
-            digest.update(parameter.contiguous().numpy().data)
+            digest.update(parameter.cpu().contiguous().numpy().data)
         return digest.hexdigest()[:16]
 
     def _parameter_sample(self) -> list[float]:
@@ -132,6 +177,17 @@ class TrainAdapter:
             flat = parameter.reshape(-1)
             sample += flat[:: max(1, flat.numel() // _SAMPLES_PER_PARAMETER)].tolist()
         return sample
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError unless it is "cpu", "cuda" (each worker has the GPU of its rank) or one such as "cuda:0"."""
+    if device not in (CPU, "cuda") and not device.removeprefix("cuda:").isdecimal():
+        raise ValueError(f"device {device!r} is neither cpu nor cuda nor one such as cuda:0")
+
+
+def gpu_of_worker(device: str, *, rank: int, num_gpus: int) -> int:
+    """Which GPU a worker has: that of "cuda:N", or by "cuda" its share of those that there are."""
+    return int(device.removeprefix("cuda:")) if ":" in device else rank % max(1, num_gpus)
 
 
 def _make_optimizer(torch: Any, name: str, parameters: Any) -> Any:
@@ -144,14 +200,21 @@ def _make_optimizer(torch: Any, name: str, parameters: Any) -> Any:
 
 def wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
     join_gloo(job)
-    wrap: Callable[[Any], Any] = importlib.import_module("coarse.torch").DistributedDataParallel
-    return wrap
+    wrap = importlib.import_module("coarse.torch").DistributedDataParallel
+    return lambda module: wrap(module, broadcast_buffers=_broadcasts_buffers(job))
 
 
 def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
     """DDP at its best here: gradients are views of its buckets, which saves a copy and their memory."""
     wrap = join_gloo(job).nn.parallel.DistributedDataParallel
-    return lambda module: wrap(module, gradient_as_bucket_view=True)
+    return lambda module: wrap(
+        module, gradient_as_bucket_view=True, broadcast_buffers=_broadcasts_buffers(job)
+    )
+
+
+def _broadcasts_buffers(job: WorkerJob) -> bool:
+    """As by default; not on a GPU, where each broadcast would have the processor wait, and nothing learns by it."""
+    return bool(job.options.get("device", CPU) == CPU)
 
 
 def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:

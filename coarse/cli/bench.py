@@ -80,6 +80,12 @@ def _add_train_step_parser(benches: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="DEVICE",
+        help="of the models: cpu; cuda, where each worker has the GPU of its rank; cuda:N, which has all of them",
+    )
+    parser.add_argument(
         "--steps", type=int, default=0, metavar="N", help="steps per round; default: what the budget allows"
     )
     parser.add_argument(
@@ -254,14 +260,16 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
             steps=arguments.steps,
             budget_s=arguments.budget,
             rounds=arguments.rounds,
+            device=arguments.device,
         )
     except ValueError as error:
         return _usage_error(str(error))
     comparison = _with_progress(lambda progress: run_train(plan, progress), num_progress_steps(plan))
-    turns = "all systems up, in turns" if comparison.side_by_side else "started anew for each turn (memory)"
+    turns = "all systems up, in turns" if comparison.side_by_side else "started anew for each turn"
     table = report.single_table(comparison) if arguments.single else report.train_table(comparison)
+    gpu = comparison.results[0].first_step.gpu
     _publish(
-        f"{plan.rounds} rounds, {turns}, parameters verified",
+        f"{plan.rounds} rounds, {turns}, parameters verified" + (f", on {gpu}" if gpu else ""),
         [table],
         (comparison.as_json(result) for result in comparison.results),
         arguments.json,

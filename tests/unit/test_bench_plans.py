@@ -16,6 +16,7 @@ from coarse.bench.fleet import BenchError
 from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
 from coarse.bench.sync import SyncPlan, run_sync
 from coarse.bench.train import TrainPlan, run_train
+from coarse.bench.training import gpu_of_worker
 from coarse.cli import bench
 
 SYNC: dict[str, Any] = {"systems": ("gloo",), "num_workers": 2, "sizes": (4096,)}
@@ -56,11 +57,27 @@ def test_sync_plan_refuses(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"model": "gpt"}, {"optimizer": "lion"}, {"batch": 0}, {"steps": -1}, {"systems": ()}]
+    "wrong",
+    [
+        {"model": "gpt"},
+        {"optimizer": "lion"},
+        {"batch": 0},
+        {"steps": -1},
+        {"systems": ()},
+        {"device": "tpu"},
+        {"device": "cuda:"},
+    ],
 )
 def test_train_plan_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         TrainPlan(**{**TRAIN, **wrong})
+
+
+def test_workers_share_gpus_by_rank_or_have_the_one_that_is_named():
+    assert [gpu_of_worker("cuda", rank=rank, num_gpus=2) for rank in range(3)] == [0, 1, 0]
+    assert gpu_of_worker("cuda", rank=1, num_gpus=0) == 0  # which is then said to be missing
+    assert gpu_of_worker("cuda:3", rank=1, num_gpus=2) == 3
+    assert parse("train-step", "--device", "cuda:0").device == "cuda:0"
 
 
 def test_memory_that_cannot_be_had_is_refused_with_numbers() -> None:

@@ -25,7 +25,7 @@ def sync_record(system: str, gbytes_per_s: float, nbytes: int = 1 << 20) -> Sync
     )
 
 
-def comparison(**step_ms: float) -> Comparison:
+def comparison(*, gpu: str = "", **step_ms: float) -> Comparison:
     plan = TrainPlan(
         systems=tuple(step_ms),
         model="digits",
@@ -34,6 +34,7 @@ def comparison(**step_ms: float) -> Comparison:
         num_workers=2,
         threads=1,
         optimizer="adamw",
+        device="cuda:0" if gpu else "cpu",
     )
     first = FirstStep(
         losses=(1.0, 1.0),
@@ -41,6 +42,8 @@ def comparison(**step_ms: float) -> Comparison:
         parameter_sample=(0.0,),
         parameter_bytes=4,
         peak_pss_bytes=3 << 20,
+        peak_gpu_bytes=(5 << 20) if gpu else 0,
+        gpu=gpu,
     )
 
     def phases(ms: float) -> dict[str, Timing]:
@@ -122,6 +125,12 @@ def test_without_peers_there_is_nothing_to_compare_with() -> None:
     assert train_table(comparison(coarse=110)).rows == (
         ("coarse", "110.00", "220.00", "1.00", "2.00", "3.00", "-", "-", "-", "3"),
     )
+
+
+def test_steps_on_a_gpu_name_it_and_have_its_memory() -> None:
+    table = train_table(comparison(gpu="a GPU", coarse=110))
+    assert table.title == "digits, batch 1, 2 workers of 1 thread on cuda:0, adamw fused"
+    assert (table.columns[-1], table.rows[0][-1]) == ("peak GPU MiB", "5")
 
 
 def test_ddp_that_is_no_slower_than_bare_gives_no_share() -> None:
