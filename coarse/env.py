@@ -132,6 +132,7 @@ ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "profile", "spread", "local")
 OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
+GPU_TRANSFERS_CHOICES = ("auto", "off")
 TORCH_BACKEND_CHOICES = ("auto", "native", "python")
 
 
@@ -170,6 +171,9 @@ class Settings:
             the memory devices. Workers of one node can, unless the algorithm is "ring".
         own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
             fastest for each size. In the host's memory "all-to-all" is the only one.
+        gpu_transfers: "auto" has gradients on a GPU travel on streams of their own while it computes, and stay there
+            where memory devices are on it; "off" has the processor copy each one and wait, and leaves optimizers of
+            such models to the workers.
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
             from their memory (docs/design/recovery.md); 0 for not at all.
@@ -206,6 +210,7 @@ class Settings:
     transfer_log: int = 0
     dual_sync: str = "auto"
     own_path: str = "auto"
+    gpu_transfers: str = "auto"
     replan_steps: int = -1
     keep_devices: float = 0.0
     replicas: int = 0
@@ -228,6 +233,7 @@ class Settings:
         _check_choice("COARSE_SCHEDULING", self.scheduling, SCHEDULING_CHOICES)
         _check_choice("COARSE_ROUTING", self.routing, ROUTING_CHOICES)
         _check_choice("COARSE_OWN_PATH", self.own_path, OWN_PATH_CHOICES)
+        _check_choice("COARSE_GPU_TRANSFERS", self.gpu_transfers, GPU_TRANSFERS_CHOICES)
         _check_choice("COARSE_TORCH_BACKEND", self.torch_backend, TORCH_BACKEND_CHOICES)
         if not self.profile:
             raise ValueError(
@@ -298,6 +304,7 @@ class Settings:
             "transfer_log": _read_int,
             "dual_sync": _read_text,
             "own_path": _read_text,
+            "gpu_transfers": _read_text,
             "replan_steps": _read_int,
             "keep_devices": _read_float,
             "replicas": _read_int,

@@ -96,6 +96,7 @@ def examine(host: Host) -> list[Finding]:
         pool_finding(host.memory),
         *numa_findings(host.numa_nodes),
         *device_findings(host.dax_devices, host.gpus, host.gpus_note),
+        *transfer_findings(),
         *limit_findings(host.limits),
         *_runtime(),
     ]
@@ -316,6 +317,22 @@ def device_findings(
         *(dax or [Finding(topic=topic, name="DAX", value="none")]),
         *(cards or [Finding(topic=topic, name="GPU", value="none")]),
         *([Finding(topic=topic, name="GPUs missing", value=gpus_note)] if gpus_note else []),
+    ]
+
+
+def transfer_findings() -> list[Finding]:
+    """Whether gradients on a GPU are copied by the processor; nothing where nobody has said so."""
+    variable = "COARSE_GPU_TRANSFERS"
+    if Settings.from_environment().gpu_transfers != "off":
+        return []
+    return [
+        Finding(
+            topic="devices",
+            name="gradients on GPUs",
+            value=f"copied by the processor, by {variable}=off",
+            status=NOTE,
+            advice=f"slower: unset {variable} where nothing is wrong without it",
+        )
     ]
 
 

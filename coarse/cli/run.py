@@ -64,6 +64,11 @@ _SESSION_FLAGS = (
     ("--torch-backend", "COARSE_TORCH_BACKEND", 'of init_process_group("coarse"): auto, native or python'),
     ("--own-path", "COARSE_OWN_PATH", "how workers reduce themselves: auto, ring, all-gather or all-to-all"),
     (
+        "--gpu-transfers",
+        "COARSE_GPU_TRANSFERS",
+        "gradients on a GPU: auto, or off to have the processor copy them",
+    ),
+    (
         "--replan-steps",
         "COARSE_REPLAN_STEPS",
         "steps between looks at the links, 0 for none, -1 for a hundredth of the time",

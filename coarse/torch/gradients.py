@@ -85,7 +85,8 @@ class GradientSynchroniser:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         specs = [_spec(*named, is_table=named[1] in tables) for named in parameters]
-        gpu = common_gpu(self._parameters)
+        self._may_use_streams = session.settings.gpu_transfers != "off"
+        gpu = common_gpu(self._parameters) if self._may_use_streams else ""
         self.group = (
             session.register(name, specs, gpu=gpu)
             if state_names is None
@@ -140,7 +141,7 @@ class GradientSynchroniser:
                 gradient_as_view=gradient_as_view,
                 keeps_gradients=not self._shares_slots,
             )
-        if isinstance(self.group, TensorGroup) and not updates:
+        if isinstance(self.group, TensorGroup) and self._may_use_streams and not updates:
             on_gpu = try_gpu(self.group, self._names, self._parameters)
         return on_gpu or HostGradients(
             self.group,

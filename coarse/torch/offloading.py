@@ -47,7 +47,10 @@ class Offloading(Refusals):
         """Why this model's optimizer cannot run in the memory devices; "" if it can."""
         if self._gradients is None:
             return "a job of one worker has no memory devices"
-        return self._session.cannot_update(common_gpu([parameter for _, parameter in self._trainable]))
+        gpu = common_gpu([parameter for _, parameter in self._trainable])
+        if gpu and self._session.settings.gpu_transfers == "off":
+            return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
+        return self._session.cannot_update(gpu)
 
     def offload(
         self,

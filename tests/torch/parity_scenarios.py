@@ -138,6 +138,24 @@ def mlp(*, width: int = 16) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
 
 
+@scenario
+def averages_where_the_processor_copies_gradients(context: Context) -> Any:
+    if not context.is_coarse:
+        return train(context, context.wrap(mlp()))
+    from coarse.torch.host_gradients import HostGradients
+    from coarse.torch.session import session_of_group
+
+    session = session_of_group(dist.group.WORLD).session
+    chosen = session.settings
+    session.settings = dataclasses.replace(chosen, gpu_transfers="off")
+    try:
+        model = context.wrap(mlp())
+    finally:
+        session.settings = chosen
+    assert isinstance(model._gradients._path, HostGradients)
+    return train(context, model)
+
+
 class Branches(nn.Module):
     """A shared trunk and two heads, of which forward uses the one asked for."""
 

@@ -52,6 +52,7 @@ ON_A_GPU_IN_EVERY_RUN = [
     "grad_scaler",
     "two_models_trained_in_turn",
     "compiled_module",
+    "averages_where_the_processor_copies_gradients",
 ]
 COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
 

@@ -71,6 +71,17 @@ def test_a_pool_of_more_than_there_is_is_noted(monkeypatch):
     assert (finding.status, "lower COARSE_SNAPSHOT_POOL_BYTES" in finding.advice) == (doctor.NOTE, True)
 
 
+def test_gradients_that_the_processor_copies_are_noted_where_somebody_said_so(monkeypatch):
+    monkeypatch.setenv("COARSE_GPU_TRANSFERS", "off")
+    (finding,) = doctor.transfer_findings()
+    assert (finding.status, finding.value) == (
+        doctor.NOTE,
+        "copied by the processor, by COARSE_GPU_TRANSFERS=off",
+    )
+    monkeypatch.delenv("COARSE_GPU_TRANSFERS")
+    assert doctor.transfer_findings() == []
+
+
 def test_memory_without_cores_is_named_as_possible_cxl():
     node = NumaNode(node=1, cores=(), memory_bytes=128 << 30)
     assert values(doctor.numa_findings([node])) == {
