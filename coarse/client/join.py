@@ -107,7 +107,7 @@ def provide_devices(
     if identity.rank != leader:
         return _find_devices(identity, store, settings, nodes, watch)
     try:
-        table = _choose_table(settings, len(nodes.ranks[node]), are_kept=keeping is not None)
+        table = _choose_table(settings, len(nodes.ranks[node]))
         emulation = choose_emulation(
             settings.machine,
             table,
@@ -143,13 +143,11 @@ def _announcement_key(node: int) -> str:
     return f"devices/{node}"
 
 
-def _choose_table(settings: Settings, num_workers: int, *, are_kept: bool) -> PartitionTable:
+def _choose_table(settings: Settings, num_workers: int) -> PartitionTable:
     """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
     table = choose_partition_table(
         settings.partition_table, num_workers=num_workers, devices=settings.memory_devices
     )
-    if table.is_on_gpus and are_kept:
-        raise ValueError("COARSE_KEEP_DEVICES does not go with memory devices on GPUs")
     if table.is_on_gpus and settings.machine:
         raise ValueError(
             "COARSE_MACHINE does not go with memory devices on GPUs: links are those that are there"
@@ -199,6 +197,10 @@ def _start_missing(
 
 def check_replicas(table: PartitionTable) -> None:
     """Raises ValueError unless what any one memory device has can be with another one too."""
+    if table.is_on_gpus:
+        raise ValueError(
+            "COARSE_REPLICAS does not go with memory devices on GPUs: replicas are copied by processors; unset it"
+        )
     if table.num_devices < 2:
         raise ValueError(
             "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "

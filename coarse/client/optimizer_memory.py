@@ -24,11 +24,8 @@ class OptimizerMemory:
         self._parameters = map_tensors(shared[PARAMETERS])
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
-        self.snapshots: _native.SnapshotTrigger | None = None
-        """None where parameters lie on GPUs, of which there are no snapshots yet."""
-        if SNAPSHOT_CONTROL in shared:
-            request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
-            self.snapshots = _native.SnapshotTrigger(request_fd, control_fd)
+        request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
+        self.snapshots = _native.SnapshotTrigger(request_fd, control_fd)
         self._states = shared[STATES].duplicate() if STATES in shared else None
 
     def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:

@@ -179,14 +179,8 @@ class TensorGroup:
 
         Raises:
             SnapshotsBusyError: If as many as there can be are held.
-            ValueError: If parameters lie on GPUs.
         """
-        snapshots = self._memory_kept().snapshots
-        if snapshots is None:
-            raise ValueError(
-                f"{self.name}: there are no snapshots of what lies on GPUs yet; save its state dicts"
-            )
-        number = snapshots.begin()
+        number = self._memory_kept().snapshots.begin()
         if number == 0:
             raise SnapshotsBusyError(
                 f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"
@@ -195,8 +189,7 @@ class TensorGroup:
 
     def keep_snapshots(self) -> None:
         """To be called before a worker itself writes to parameters or states: copies what snapshots refer to."""
-        if self._memory_kept().snapshots is None:
-            return
+        self._memory_kept()
         message = {"type": "keep_snapshots", "group": self.id}
         self._client.ask_home(message, "snapshots_kept", f"snapshots of {self.name}")
 

@@ -240,6 +240,7 @@ class Proxy:
         memory: TensorMemory | None = None,
         replica: Replica = ...,
         undo: UndoLog = ...,
+        versions: SnapshotPool | None = None,
     ) -> None: ...
     def finish_updates(self, lost_clients: Sequence[int] = []) -> list[tuple[int, int, list[int], str]]: ...
     def finish_replicas(
@@ -383,6 +384,12 @@ class SnapshotStatistics:
     @property
     def num_lost(self) -> int: ...
 
+class SnapshotPool:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+class CudaSnapshotPool(SnapshotPool):
+    def __init__(self, context: CudaContext, plan: GroupPlan) -> None: ...
+
 class SnapshotReader:
     def __init__(
         self,
@@ -393,6 +400,9 @@ class SnapshotReader:
         control_fd: int,
         pool_fd: int,
         patience_s: float = 5.0,
+        *,
+        versions: SnapshotPool | None = None,
+        memory: TensorMemory | None = None,
     ) -> None: ...
     def set_limit(self, num_bytes: int) -> None: ...
     @property

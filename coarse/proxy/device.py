@@ -30,7 +30,8 @@ from coarse.proxy.loss import (
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemory, HostMemory, Segment, open_memory
+from coarse.proxy.memory import DeviceMemory, Segment, open_memory
+from coarse.proxy.memory.values import value_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
 from coarse.proxy.protocol import Message, Received, int_field
@@ -75,9 +76,7 @@ class MemoryDevice:
             contents.groups,
             contents.replicas,
         )
-        self._storage = StorageService(
-            memory if memory.is_mappable else HostMemory(), self._workers.send, contents.storage
-        )
+        self._storage = StorageService(value_memory(memory), self._workers.send, contents.storage)
         self._replication = Replication(job, memory, contents, self._peers.tell_one)
         self._has_shared = False
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)

@@ -23,13 +23,16 @@ from coarse.proxy.registration import (
 
 def allocate_snapshots(memory: DeviceMemory, name: str, plan: _native.GroupPlan) -> dict[str, Segment]:
     """The segments through which snapshots of a group are begun and kept; the pool takes no memory yet."""
-    return {
+    segments = {
         SNAPSHOT_REQUEST: memory.allocate_host(f"snapshot request of {name}", _native.SNAPSHOT_REQUEST_BYTES),
         SNAPSHOT_CONTROL: memory.allocate_host(
             f"snapshot control of {name}", _native.snapshot_control_bytes(plan)
         ),
-        SNAPSHOT_POOL: memory.allocate_sparse(f"snapshot pool of {name}", _native.snapshot_pool_bytes(plan)),
     }
+    if memory.is_mappable:
+        pool_bytes = _native.snapshot_pool_bytes(plan)
+        segments[SNAPSHOT_POOL] = memory.allocate_sparse(f"snapshot pool of {name}", pool_bytes)
+    return segments
 
 
 def choose_pool_limit(pool_bytes: int, whole_bytes: int, available_bytes: int) -> int:
@@ -52,9 +55,18 @@ class GroupSnapshots:
     Args:
         schema, plan: Of the group.
         shared: Its segments by name; stay the caller's.
+        memory: What reaches its tensors; None for the host's memory.
+        versions: Where old versions lie; None where that is the group's SNAPSHOT_POOL.
     """
 
-    def __init__(self, schema: GroupSchema, plan: _native.GroupPlan, shared: Mapping[str, Segment]) -> None:
+    def __init__(
+        self,
+        schema: GroupSchema,
+        plan: _native.GroupPlan,
+        shared: Mapping[str, Segment],
+        memory: _native.TensorMemory | None = None,
+        versions: _native.SnapshotPool | None = None,
+    ) -> None:
         self.name = schema.name
         self._num_tensors = len(schema.specs)
         self._tensor_of_shard = [shard.tensor for shard in schema.partition().shards]
@@ -65,6 +77,8 @@ class GroupSnapshots:
             fd_of(shared, SNAPSHOT_REQUEST),
             fd_of(shared, SNAPSHOT_CONTROL),
             fd_of(shared, SNAPSHOT_POOL),
+            memory=memory,
+            versions=versions,
         )
         self.num_arrays = self._native.num_arrays
 

@@ -262,7 +262,7 @@ class Registrar:
             allocated[UNDO_CONTROL] = self._memory.allocate_host(
                 f"{UNDO_CONTROL} of {schema.name}", _native.undo_control_bytes(plan.num_shards)
             )
-        if schema.state_names is not None and self._memory.is_mappable:
+        if schema.state_names is not None:
             allocated.update(allocate_snapshots(self._memory, schema.name, plan))
         return allocated
 
@@ -315,7 +315,7 @@ class Registrar:
         shared, schema = registration.shared, registration.schema
         clients = range(self._job.num_clients)
         plan = schema.native_plan(registration.group, self._job.num_clients)
-        self._add_snapshots(registration, plan)
+        versions = self._add_snapshots(registration, plan)
         updates = registration.recovered
         proxy.add_group(
             plan,
@@ -346,6 +346,7 @@ class Registrar:
                 parameters=region_of(shared, UNDO_PARAMETERS),
                 states=region_of(shared, UNDO_STATES),
             ),
+            versions=versions,
         )
         registration.is_active = True
         if self._job.is_home and self._job.keep_s and schema.state_names is not None:
@@ -389,16 +390,22 @@ class Registrar:
             return {}
         return {slots_of(client): registration.slots[client].to_read() for client in self._job.local_clients}
 
-    def _add_snapshots(self, registration: Registration, plan: _native.GroupPlan) -> None:
+    def _add_snapshots(
+        self, registration: Registration, plan: _native.GroupPlan
+    ) -> _native.SnapshotPool | None:
+        """Has snapshots of a group served here; returns where old versions lie, if this device alone has them."""
         schema = registration.schema
         if not self._job.is_home or SNAPSHOT_CONTROL not in registration.shared:
-            return
-        snapshots = GroupSnapshots(schema, plan, registration.shared)
+            return None
+        memory = self._memory_of(schema)
+        versions = memory.snapshot_pool(plan)
+        snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
         # In pages, which small tensors do not fill.
         whole_bytes = _native.snapshot_pool_bytes(plan) // _native.MOST_SNAPSHOTS
         available_bytes = self._memory.available_bytes()
         snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
         self._snapshots.add(registration.group, snapshots)
+        return versions
 
     def _refuse(self, registration: Registration, error: Exception) -> None:
         registration.refusal = {

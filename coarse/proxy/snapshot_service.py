@@ -148,7 +148,7 @@ class SnapshotService:
         copy: Segment | None = None
         try:
             message, copy = work()
-        except (CoarseError, OSError) as error:
+        except (CoarseError, OSError, _native.CudaError) as error:
             message = {"type": "refused", "error": type(error).__name__, "text": str(error)}
 
         def send() -> None:

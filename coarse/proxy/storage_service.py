@@ -11,7 +11,8 @@ from coarse.errors import (
     SnapshotLostError,
     SnapshotsBusyError,
 )
-from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.memory import Segment
+from coarse.proxy.memory.values import ValueMemory
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.protocol import Message, int_field, text_field
 from coarse.proxy.storage import Storage
@@ -29,7 +30,7 @@ class StorageService:
         storage: Keeps the values; stays the caller's.
     """
 
-    def __init__(self, memory: DeviceMemory, send: SendToWorker, storage: Storage) -> None:
+    def __init__(self, memory: ValueMemory, send: SendToWorker, storage: Storage) -> None:
         self._memory = memory
         self._send = send
         self._storage = storage
@@ -42,7 +43,7 @@ class StorageService:
         num_bytes = int_field(message, "num_bytes", low=1)
         key = text_field(message, "key")
         try:
-            segment = self._memory.allocate(f"stored tensor {key[:100]!r}", num_bytes)
+            segment = self._memory.reserve(_label(key), num_bytes)
         except OutOfDeviceMemoryError as error:
             self._refuse(client, error)
             return
@@ -56,6 +57,7 @@ class StorageService:
             raise ProtocolError("commit came without a reservation")
         key, segment = self._reserved.pop(client)
         try:
+            segment = self._memory.settle(_label(key), segment)
             version = self._storage.put(key, segment)
         except OutOfDeviceMemoryError as error:
             segment.close()
@@ -67,15 +69,15 @@ class StorageService:
         """Tells the newest version, or that of a snapshot, and shares its bytes, read-only."""
         try:
             found = self._storage.get(text_field(message, "key"), int_field(message, "snapshot"))
-        except SnapshotLostError as error:
+            segment = None if found.segment is None else self._memory.open(found.segment)
+        except (SnapshotLostError, OutOfDeviceMemoryError) as error:
             self._refuse(client, error)
             return
         reply: Message = {"type": "found", "version": found.version}
-        if found.segment is None:
+        if segment is None:
             self._send(client, reply, ())
             return
-        reply |= {"num_bytes": found.segment.num_bytes, "extent": found.segment.extent}
-        segment = found.segment.to_read()
+        reply |= {"num_bytes": segment.num_bytes, "extent": segment.extent}
         self._send(client, reply, (segment.fd,))
         segment.close()
 
@@ -118,3 +120,7 @@ class StorageService:
         """Takes back everything that was reserved and not committed."""
         for client in [*self._reserved, *self._snapshots]:
             self.leave(client)
+
+
+def _label(key: str) -> str:
+    return f"stored tensor {key[:100]!r}"

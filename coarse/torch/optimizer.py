@@ -13,7 +13,7 @@ from coarse.client.parameter_cache import CacheStatistics
 from coarse.client.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
-from coarse.torch.layout import DTYPE_NAMES
+from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
@@ -302,9 +302,10 @@ def _obstacle(
     """Why the optimizer has to run on the workers; "" if it does not."""
     if rule is None:
         return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
+    is_on_one_gpu = bool(common_gpu([parameter for _, parameter in model.trained_parameters]))
     for name, parameter in model.trained_parameters:
-        if not parameter.is_cpu:
-            return f"parameter {name!r} is on {parameter.device}, not in host memory"
+        if not parameter.is_cpu and not is_on_one_gpu:
+            return f"parameter {name!r} is on {parameter.device}, neither in host memory nor all on one GPU"
         if parameter not in model.tables and isinstance(optimizer, torch.optim.SparseAdam):
             return f"parameter {name!r} is no table, and SparseAdam updates only tables"
         if parameter in model.tables and (reason := cannot_update_rows(optimizer)):

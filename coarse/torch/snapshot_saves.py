@@ -83,7 +83,7 @@ class SnapshotSaves:
         """
         snapshot = self._offloaded.snapshot()
         try:
-            beside = {name: tensor.clone() for name, tensor in self._beside.take().items()}
+            beside = {name: tensor.to("cpu", copy=True) for name, tensor in self._beside.take().items()}
             request = self._request(beside)
             numbers = dict(self._offloaded.counts())
         except BaseException:

@@ -43,6 +43,23 @@ def bytes_of(memory: TensorBytes) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def stored_values(session: Session) -> list[memoryview]:
+    """What workers store of each other, some of it more than a page of a GPU, and what a snapshot has of it."""
+    rank, lengths = session.identity.rank, (7, 1 << 20)
+    for length in lengths:
+        session.store(f"{rank}/{length}", np.arange(length, dtype=np.float32) + rank)
+    session.barrier()
+    keys = [f"{other}/{length}" for other in range(2) for length in lengths]
+    with session.snapshot_stored() as snapshot:
+        session.barrier()
+        session.store(f"{rank}/{lengths[1]}", np.full(lengths[1], rank, dtype=np.float32))
+        session.barrier()
+        found = [session.load(key) for key in keys] + [snapshot.load(key) for key in keys]
+    assert [value.version for value in found] == [1, 2, 1, 2, 1, 1, 1, 1]
+    assert (np.frombuffer(found[-1].value, np.float32) == np.arange(lengths[1]) + 1).all()
+    return [value.value for value in found]
+
+
 def main() -> None:
     folder, place = sys.argv[1:]
     identity = WorkerIdentity.from_environment()
@@ -62,6 +79,8 @@ def main() -> None:
             contributors += group.pull_all()
             for slot in slots:
                 results.update(slot.cpu().numpy())
+        for value in stored_values(session):
+            results.update(value)
     print(
         json.dumps({"rank": identity.rank, "hash": results.hexdigest(), "contributors": contributors}),
         flush=True,

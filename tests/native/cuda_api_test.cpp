@@ -97,7 +97,8 @@ static_assert(
     numberOf(DeviceAttribute::kVirtualMemoryManagementSupported) ==
         CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED &&
     numberOf(DeviceAttribute::kPosixFdSupported) ==
-        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED &&
+    numberOf(DeviceAttribute::kMemoryPoolsSupported) == CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
 
 static_assert(offsetof(MemAllocationProp, type) == offsetof(CUmemAllocationProp, type) &&
               offsetof(MemAllocationProp, requestedHandleTypes) ==

@@ -4,13 +4,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -67,6 +70,9 @@ namespace {
 constexpr std::size_t kPageBytes = 2 << 20;
 constexpr Result kNotFound = 500;
 CUctx_st theContext;
+std::mutex pooledMutex;
+std::map<void*, std::size_t> pooled;  // memory of the device's own pool, and its lengths
+std::atomic<std::size_t> pooledLimitBytes{std::size_t{1} << 30};
 std::mutex pinnedMutex;
 std::set<const void*> pinned;
 
@@ -77,6 +83,14 @@ std::atomic<std::uint32_t>& wordAt(DeviceAddress address) {
 Result copy(void* destination, const void* source, std::size_t numBytes, StreamHandle stream) {
   stream->give([=] { std::memcpy(destination, source, numBytes); });
   return kSuccess;
+}
+
+std::size_t standInFreeBytes() {
+  const std::lock_guard lock(pooledMutex);
+  std::size_t taken = 0;
+  for (const auto& [memory, numBytes] : pooled) taken += numBytes;
+  const std::size_t limit = pooledLimitBytes;
+  return limit - std::min(limit, taken);
 }
 
 Result number(int* result, int value) {
@@ -155,6 +169,22 @@ Result cuMemcpyDtoHAsync_v2(void* destination, DeviceAddress source, std::size_t
 Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
   return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
+}
+/// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
+Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle) {
+  if (numBytes > standInFreeBytes()) return kOutOfMemory;
+  void* const memory = std::malloc(numBytes);
+  const std::lock_guard lock(pooledMutex);
+  pooled.emplace(memory, numBytes);
+  *address = reinterpret_cast<DeviceAddress>(memory);
+  return kSuccess;
+}
+Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
+  void* const memory = reinterpret_cast<void*>(address);
+  const std::lock_guard lock(pooledMutex);
+  if (pooled.erase(memory) == 0) return kNotPermitted;
+  stream->give([memory] { std::free(memory); });
+  return kSuccess;
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
@@ -295,6 +325,9 @@ Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAcce
                                                                                              : kNotPermitted;
 }
 
+/// Not of CUDA: what the device's memory pool can give, and what is taken of it.
+void standInLimitPool(std::size_t numBytes) { pooledLimitBytes = numBytes; }
+std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes(); }
 /// Not of CUDA: has a stream say that it is captured.
 void standInCapture(StreamHandle stream, bool isCapturing) { stream->isCapturing = isCapturing; }
 

@@ -139,6 +139,7 @@ class DeferredMemory : public TensorMemory {
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override {
     return hostMemory()->map(region, numBytes, what);
   }
+  std::unique_ptr<TensorCopies> makeCopies() const override { return hostMemory()->makeCopies(); }
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
     return std::make_unique<BatchedCompute>(std::make_unique<ThreadRunner>(gate_), std::move(finish));
   }

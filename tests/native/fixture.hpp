@@ -339,7 +339,7 @@ class Cluster {
           snapshotRequest(sizeof(SnapshotRequest)),
           snapshotControl(SnapshotControl::numBytes(GroupSnapshots::blockBytes(plan).size())),
           snapshotPool(createSparseSealedMemory(
-              "test", std::max<std::size_t>(SnapshotStore::poolBytes(GroupSnapshots::blockBytes(plan)), 1))) {
+              "test", std::max<std::size_t>(SparsePool::numBytes(GroupSnapshots::blockBytes(plan)), 1))) {
       for (std::size_t i = 0; i < plan.numClients; ++i) {
         slots.emplace_back(plan.clientBytes());
         settings.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));

@@ -31,7 +31,7 @@ class Blocks {
                   std::vector<std::size_t> blockBytes = kBlockBytes)
       : request_(sizeof(SnapshotRequest)),
         control_(SnapshotControl::numBytes(blockBytes.size())),
-        poolFd_(createSparseSealedMemory("test", SnapshotStore::poolBytes(blockBytes))),
+        poolFd_(createSparseSealedMemory("test", SparsePool::numBytes(blockBytes))),
         trigger_(request_.fd, control_.fd) {
     for (const std::size_t numBytes : blockBytes) words_.emplace_back(numBytes / sizeof(std::uint32_t));
     for (int device = 0; device < 2; ++device)

@@ -37,6 +37,17 @@ ON_A_GPU_IN_EVERY_RUN = [
     "mixed_with_float16",
     "unscales_and_clips_within_the_update",
 ]
+CHECKPOINTS_ON_A_GPU = [
+    "adamw_resumed_in_memory_devices",
+    "adamw_resumed_overlapped",
+    "master_weights_come_back",
+    "snapshots_hold_what_a_copy_would_hold",
+    "what_is_loaded_does_not_get_into_a_snapshot",
+]
+CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN = [
+    "adamw_resumed_in_memory_devices",
+    "snapshots_hold_what_a_copy_would_hold",
+]
 BERT_IN_EVERY_RUN = [name for name in BERT_SCENARIOS if name.startswith("bert_adamw_")]
 SAME_GRADIENTS_IN_EVERY_RUN = [name for name in SAME_GRADIENTS_SCENARIOS if name.startswith("bert_adamw_")]
 ACROSS_NODES = ["jobs_of_several_nodes_run_on_the_workers"]
@@ -57,6 +68,14 @@ def test_equals_torch_where_memory_devices_are_on_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
     assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
+def test_checkpoints_hold_where_memory_devices_are_on_a_gpu(
+    name: str, stand_in_gpu_with_slots_pool: WorkerPool
+) -> None:
+    stand_in_gpu_with_slots_pool.submit(name)
+    stand_in_gpu_with_slots_pool.collect()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

@@ -125,6 +125,24 @@ def test_updates_in_backward_are_whole_steps_too(tmp_path: Path) -> None:
     check_went_on(disturbed, undisturbed, printed, CRASHES_IN_BACKWARD)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [(), ("overlap",)], ids=["in step", "in backward"])
+def test_goes_on_from_the_memory_of_a_gpu_that_is_stood_in_for(
+    way: tuple[str, ...], tmp_path: Path, cuda_stand_ins: Path
+) -> None:
+    crashes = CRASHES_IN_BACKWARD if way else CRASHES[:3]
+    on_gpu = {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"}
+    on_gpu |= {name: str(cuda_stand_ins) for name in ("LD_LIBRARY_PATH", "XDG_CACHE_HOME")}
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    launch(COARSE_RUN, undisturbed, arguments=way)
+    options = ("--max-restarts", str(len(crashes)), "--keep-devices", "60")
+    options += ("--failpoints", failpoints(crashes))
+    printed = launch(COARSE_RUN, disturbed, *options, arguments=("stand-in-gpu", *way), **on_gpu)
+    check_went_on(disturbed, undisturbed, printed, crashes)
+
+
 def test_without_keeping_a_restart_begins_from_scratch(undisturbed: Path, tmp_path: Path) -> None:
     crash = "step.prepare:kill@rank=0,step=8,attempt=0"
     launch(COARSE_RUN, tmp_path, "--max-restarts", "3", "--failpoints", crash)

@@ -83,7 +83,7 @@ void registerProxy(py::module_& module) {
              int snapshotControlFd, int snapshotPoolFd, std::uint32_t step,
              std::vector<std::uint32_t> updateNumbers, const std::vector<int>& rowsFds,
              std::vector<int> settingsFds, const std::shared_ptr<TensorMemory>& memory,
-             const ReplicaFds& replica, const UndoFds& undo) {
+             const ReplicaFds& replica, const UndoFds& undo, std::shared_ptr<SnapshotPool> versions) {
             GroupUpdates updates;
             updates.step = step;
             updates.updateNumbers = std::move(updateNumbers);
@@ -91,7 +91,7 @@ void registerProxy(py::module_& module) {
                            {std::move(settingsFds),
                             parameters,
                             states,
-                            {snapshotRequestFd, snapshotControlFd, snapshotPoolFd},
+                            {snapshotRequestFd, snapshotControlFd, snapshotPoolFd, std::move(versions)},
                             replica,
                             undo},
                            updates, rowsFds, memory == nullptr ? hostMemory() : memory);
@@ -103,7 +103,7 @@ void registerProxy(py::module_& module) {
           py::arg("step") = 0, py::arg("update_numbers") = std::vector<std::uint32_t>(),
           py::arg("rows_fds") = std::vector<int>(), py::arg("settings_fds") = std::vector<int>(),
           py::arg("memory") = nullptr, py::arg_v("replica", ReplicaFds(), "Replica()"),
-          py::arg_v("undo", UndoFds(), "UndoLog()"), ReleaseGil())
+          py::arg_v("undo", UndoFds(), "UndoLog()"), py::arg("versions") = nullptr, ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
       .def(
           "finish_updates",

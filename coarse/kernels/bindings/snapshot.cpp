@@ -4,10 +4,12 @@
 
 #include <chrono>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <tuple>
 
 #include "bindings.hpp"
+#include "coarse/cuda_snapshot_pool.hpp"
 #include "coarse/group_snapshots.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -19,13 +21,11 @@ namespace {
 /// The snapshots of a group as somebody sees them who is not its proxy: with mappings of its own.
 class GroupReader {
  public:
-  GroupReader(const GroupPlan& plan, const Region& parameters, const Region& states, SnapshotFds fds,
-              std::chrono::milliseconds patience)
-      : parameters_(mapShared(parameters, plan.parameterBytes(), Mapping::Access::kReadOnly, "parameters")),
-        states_(plan.keptBytes() == 0
-                    ? Mapping()
-                    : mapShared(states, plan.keptBytes(), Mapping::Access::kReadOnly, "states")),
-        snapshots_(plan, parameters_.data(), states_.data(), fds, patience) {}
+  GroupReader(const GroupPlan& plan, const TensorMemory& memory, const Region& parameters,
+              const Region& states, const SnapshotFds& fds, std::chrono::milliseconds patience)
+      : parameters_(memory.map(parameters, plan.parameterBytes(), "parameters")),
+        states_(plan.keptBytes() == 0 ? nullptr : memory.map(states, plan.keptBytes(), "states")),
+        snapshots_(plan, parameters_.get(), states_.get(), fds, patience) {}
 
   bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, const py::buffer& destination) {
     check(shard, array);
@@ -50,7 +50,9 @@ class GroupReader {
     snapshots_.keep(shard);
   }
   void keepAll() {
-    for (std::uint32_t shard = 0; shard < snapshots_.numShards(); ++shard) snapshots_.keep(shard);
+    std::vector<std::uint32_t> all(snapshots_.numShards());
+    std::iota(all.begin(), all.end(), 0U);
+    snapshots_.keep(all);
   }
   SnapshotStore& store() { return snapshots_.store(); }
 
@@ -61,7 +63,7 @@ class GroupReader {
                                   std::to_string(shard));
   }
 
-  Mapping parameters_, states_;
+  TensorBytes parameters_, states_;
   GroupSnapshots snapshots_;
 };
 
@@ -69,6 +71,12 @@ class GroupReader {
 
 void registerSnapshot(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<SnapshotPool, std::shared_ptr<SnapshotPool>>(module, "SnapshotPool");
+  py::class_<CudaSnapshotPool, SnapshotPool, std::shared_ptr<CudaSnapshotPool>>(module, "CudaSnapshotPool")
+      .def(py::init([](std::shared_ptr<cuda::Context> context, const GroupPlan& plan) {
+             return std::make_shared<CudaSnapshotPool>(std::move(context), GroupSnapshots::blockBytes(plan));
+           }),
+           py::arg("context"), py::arg("plan"));
   py::class_<SnapshotTrigger>(module, "SnapshotTrigger")
       .def(py::init<int, int>(), py::arg("request_fd"), py::arg("control_fd"))
       .def("begin", &SnapshotTrigger::begin);
@@ -82,14 +90,17 @@ void registerSnapshot(py::module_& module) {
       .def_readonly("num_lost", &SnapshotStatistics::numLost);
   py::class_<GroupReader>(module, "SnapshotReader")
       .def(py::init([](const GroupPlan& plan, const Region& parameters, const Region& states, int requestFd,
-                       int controlFd, int poolFd, double patienceSeconds) {
+                       int controlFd, int poolFd, double patienceSeconds,
+                       std::shared_ptr<SnapshotPool> versions, const std::shared_ptr<TensorMemory>& memory) {
              return std::make_unique<GroupReader>(
-                 plan, parameters, states, SnapshotFds{requestFd, controlFd, poolFd},
+                 plan, memory == nullptr ? *hostMemory() : *memory, parameters, states,
+                 SnapshotFds{requestFd, controlFd, poolFd, std::move(versions)},
                  std::chrono::milliseconds(static_cast<int>(patienceSeconds * 1000)));
            }),
            py::arg("plan"), py::arg("parameters"), py::arg("states"), py::arg("request_fd"),
            py::arg("control_fd"), py::arg("pool_fd"),
-           py::arg("patience_s") = std::chrono::duration<double>(SnapshotStore::kPatience).count())
+           py::arg("patience_s") = std::chrono::duration<double>(SnapshotStore::kPatience).count(),
+           py::kw_only(), py::arg("versions") = nullptr, py::arg("memory") = nullptr)
       .def(
           "set_limit", [](GroupReader& reader, std::size_t limit) { reader.store().setLimit(limit); },
           py::arg("num_bytes"))
@@ -121,7 +132,7 @@ void registerSnapshot(py::module_& module) {
       py::arg("plan"));
   module.def(
       "snapshot_pool_bytes",
-      [](const GroupPlan& plan) { return SnapshotStore::poolBytes(GroupSnapshots::blockBytes(plan)); },
+      [](const GroupPlan& plan) { return SparsePool::numBytes(GroupSnapshots::blockBytes(plan)); },
       py::arg("plan"));
   module.attr("SNAPSHOT_REQUEST_BYTES") = sizeof(SnapshotRequest);
   module.attr("MOST_SNAPSHOTS") = kMostSnapshots;

@@ -284,6 +284,16 @@ void Stream::fill(DeviceAddress destination, unsigned char value, std::size_t nu
   check(api().cuMemsetD8Async(destination, value, numBytes, handle_), "cuMemsetD8Async");
 }
 
+DeviceAddress Stream::allocate(std::size_t numBytes) {
+  DeviceAddress address = 0;
+  const Result result = api().cuMemAllocAsync(&address, numBytes, handle_);
+  if (result == kOutOfMemory) return 0;
+  check(result, "cuMemAllocAsync");
+  return address;
+}
+
+void Stream::free(DeviceAddress address) { check(api().cuMemFreeAsync(address, handle_), "cuMemFreeAsync"); }
+
 void Stream::callOnHost(HostFunction function, void* data) {
   check(api().cuLaunchHostFunc(handle_, function, data), "cuLaunchHostFunc");
 }

@@ -1,16 +1,13 @@
 #include "coarse/cuda_tensor_memory.hpp"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <stdexcept>
-#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "batches.cuh"
 #include "coarse/batched_compute.hpp"
+#include "coarse/cuda_pinned_pages.hpp"
 #include "coarse/shard_reducer.hpp"
 #include "coarse/shard_runs.hpp"
 
@@ -25,29 +22,8 @@ constexpr auto kMultiprocessorCount = static_cast<cuda::DeviceAttribute>(16);
 // Of the largest shard that there can be, 4 GiB.
 constexpr std::size_t kMostMeasuredTiles = (std::size_t{1} << 32) / cuda::kTileBytes;
 
-void* pointerTo(cuda::DeviceAddress address) noexcept {
-  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
-}
-
-/// Pages of the host that the GPU writes to.
-class PinnedPages {
- public:
-  PinnedPages(const cuda::SharedContext& context, std::size_t numBytes)
-      : pages_(allocate(numBytes), [numBytes](void* pages) { ::munmap(pages, numBytes); }),
-        registration_(context, pages_.get(), numBytes) {}
-  void* data() const noexcept { return pages_.get(); }
-  void* onDevice() const noexcept { return pointerTo(registration_.deviceAddress()); }
-
- private:
-  static void* allocate(std::size_t numBytes) {
-    void* pages = ::mmap(nullptr, numBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (pages == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "memory for measures");
-    return pages;
-  }
-
-  std::shared_ptr<void> pages_;
-  cuda::HostRegistration registration_;
-};
+using cuda::PinnedPages;
+using cuda::pointerTo;
 
 /// Work space in which kernels measure gradients. Launches of one stream take turns.
 class MeasureSpace {
@@ -88,7 +64,7 @@ class Measures {
   }
   /// Tells it to the groups. @pre the launches are done.
   void note() {
-    const auto* result = static_cast<const cuda::ShardMeasure*>(pages_.data());
+    const auto* result = reinterpret_cast<const cuda::ShardMeasure*>(pages_.data());
     for (const ShardRun& run : measured_) {
       const Contributions all(*run.group, run.firstShard);
       const std::int32_t position = result->nonFiniteOf;
@@ -132,6 +108,7 @@ class CudaRunner : public BatchRunner {
 
   Started& newest() noexcept { return *started_[numStarted_ % started_.size()]; }
   Started& oldest() noexcept { return *started_[numConcluded_ % started_.size()]; }
+  static void keepBefore(const std::vector<ShardRun>& runs);
   void add(const ShardRun& run);
   void addReduction(const ShardRun& run);
   void addUpdate(const ShardRun& run);
@@ -192,10 +169,25 @@ CudaRunner::~CudaRunner() {
 
 void CudaRunner::start(const ShardBatch& batch) {
   const cuda::ContextScope scope(*context_);
-  for (const ShardRun& run : runsOf(batch)) add(run);
+  const std::vector<ShardRun> runs = runsOf(batch);
+  keepBefore(runs);
+  for (const ShardRun& run : runs) add(run);
   flush();
   newest().done.record(stream_.handle());
   ++numStarted_;
+}
+
+/// Has snapshots copy what is going to be updated.
+void CudaRunner::keepBefore(const std::vector<ShardRun>& runs) {
+  for (auto run = runs.begin(); run != runs.end();) {
+    const TensorGroup& group = *run->group;
+    std::vector<std::uint32_t> updated;
+    for (; run != runs.end() && run->group == &group; ++run) {
+      if (run->work != ShardWork::kUpdate) continue;
+      for (std::uint32_t i = 0; i < run->numShards; ++i) updated.push_back(run->firstShard + i);
+    }
+    if (!updated.empty()) group.keepBefore(updated);
+  }
 }
 
 bool CudaRunner::conclude() {
@@ -302,6 +294,25 @@ void CudaRunner::launch(Launch<Batch>& next, std::uint32_t numTiles) {
   next.batch = Batch{};
 }
 
+/// Copies on a stream of their own.
+class CudaCopies : public TensorCopies {
+ public:
+  explicit CudaCopies(const cuda::SharedContext& context) : context_(context), stream_(context) {}
+
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes) override {
+    const cuda::ContextScope scope(*context_);
+    stream_.copyOnDevice(cuda::addressOf(to), cuda::addressOf(from), numBytes);
+  }
+  void settle() override {
+    const cuda::ContextScope scope(*context_);
+    stream_.synchronize();
+  }
+
+ private:
+  cuda::SharedContext context_;
+  cuda::Stream stream_;
+};
+
 }  // namespace
 
 void CudaKernels::validate() const {
@@ -336,6 +347,10 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
   } catch (const cuda::Error& error) {
     throw cuda::Error(what + ": " + error.what());
   }
+}
+
+std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {
+  return std::make_unique<CudaCopies>(context_);
 }
 
 std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {

@@ -64,8 +64,17 @@ void GroupSnapshots::keep(std::uint32_t shard) noexcept {
     store_.keep(block(shard, array), blocks_[block(shard, array)]);
 }
 
+void GroupSnapshots::keep(const std::vector<std::uint32_t>& shards) noexcept {
+  std::vector<BlockInPlace> blocks;
+  for (const std::uint32_t shard : shards) {
+    for (std::size_t array = 0; array < numArrays_; ++array)
+      blocks.push_back({block(shard, array), blocks_[block(shard, array)]});
+  }
+  store_.keep(blocks.data(), blocks.size());
+}
+
 bool GroupSnapshots::read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array,
-                          std::byte* destination) noexcept {
+                          std::byte* destination) {
   return store_.read(snapshot, block(shard, array), blocks_[block(shard, array)], destination);
 }
 

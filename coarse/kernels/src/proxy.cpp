@@ -14,6 +14,7 @@
 namespace coarse {
 namespace {
 
+constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
 constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
 
 IntakeConfig intakeConfig(const ProxyConfig& config) {
@@ -408,6 +409,10 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
+  } else if (runsAtHome(group, entry.shard) && config_.device != kHomeDevice) {
+    // If the queue is full, a device has died in it, and the session ends.
+    [[maybe_unused]] const bool isQueued = pushReady(control, {entry.shard, entry.step});
+    doorbells_[kHomeDevice].ring();
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
     // What computes elsewhere takes many shards at once: other sync cores could only divide them.
     runShard(group, entry);
@@ -423,8 +428,15 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
 
 // ---- reduction ----
 
+/// Whether a shard is for the home device alone: parameters on a GPU lie with it, and so do old versions.
+bool Proxy::runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept {
+  return !group.memory().isHost() && group.isUpdate(shard);
+}
+
 bool Proxy::runReadyShard(std::size_t core) {
+  const bool takesHomeShards = config_.device == kHomeDevice && core == 0;
   for (TensorGroup* group : groups_.all()) {
+    if (!group->memory().isHost() && !takesHomeShards) continue;
     if (group->replica() != nullptr && runReplicatedShard(*group, core)) return true;
     ReadyShard ready;
     if (!popReady(group->control(), ready)) continue;

@@ -1,13 +1,7 @@
 #include "coarse/snapshot.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <climits>
-#include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include "coarse/tensor_group.hpp"
@@ -16,7 +10,6 @@
 namespace coarse {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;  // the smallest of any system; blocks are given back in whole pages
 constexpr std::chrono::milliseconds kLongestSleep{20};
 
 constexpr std::uint64_t pack(std::uint32_t snapshot, BlockState state) noexcept {
@@ -29,52 +22,6 @@ constexpr BlockState stateIn(std::uint64_t record, std::uint32_t snapshot) noexc
 }
 
 constexpr std::size_t placeOf(std::uint32_t snapshot) noexcept { return snapshot % kMostSnapshots; }
-
-/// Copies a block that may be overwritten meanwhile; the caller then finds out whether it was, and throws the
-/// copy away. The thread sanitizer, which could not know that, does not look.
-__attribute__((no_sanitize("thread"))) void copyUnguarded(std::byte* destination, const std::byte* source,
-                                                          std::size_t numBytes) noexcept {
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
-  auto* to = reinterpret_cast<unsigned char*>(destination);
-  auto* from = reinterpret_cast<const unsigned char*>(source);
-  const auto* const end = from + numBytes;
-  while (from < end && reinterpret_cast<std::uintptr_t>(from) % kWord != 0)
-    *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
-  for (; from + kWord <= end; from += kWord, to += kWord) {
-    const auto word = __atomic_load_n(reinterpret_cast<const std::uint64_t*>(from), __ATOMIC_RELAXED);
-    __builtin_memcpy(to, &word, kWord);
-  }
-  while (from < end) *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
-}
-
-/// The pool is written and read by system calls, not through a mapping: three times as fast, since no page
-/// has to be cleared before it is overwritten, or mapped; and where the machine has no memory for it, a call
-/// fails where a store would be ended by SIGBUS.
-bool writeAll(int fd, const std::byte* source, std::size_t numBytes, std::size_t offset) noexcept {
-  while (numBytes > 0) {
-    const ssize_t written = ::pwrite(fd, source, numBytes, static_cast<off_t>(offset));
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return false;
-    const auto count = static_cast<std::size_t>(written);
-    source += count;
-    offset += count;
-    numBytes -= count;
-  }
-  return true;
-}
-
-bool readAll(int fd, std::byte* destination, std::size_t numBytes, std::size_t offset) noexcept {
-  while (numBytes > 0) {
-    const ssize_t read = ::pread(fd, destination, numBytes, static_cast<off_t>(offset));
-    if (read < 0 && errno == EINTR) continue;
-    if (read <= 0) return false;
-    const auto count = static_cast<std::size_t>(read);
-    destination += count;
-    offset += count;
-    numBytes -= count;
-  }
-  return true;
-}
 
 }  // namespace
 
@@ -119,35 +66,19 @@ std::uint32_t SnapshotTrigger::begin() noexcept {
 
 SnapshotStore::SnapshotStore(const std::vector<std::size_t>& blockBytes, const SnapshotFds& fds,
                              std::chrono::milliseconds patience)
-    : blockBytes_(blockBytes), patience_(patience) {
-  blockOffsets_.reserve(blockBytes.size());
-  for (const std::size_t numBytes : blockBytes) {
-    blockOffsets_.push_back(placeBytes_);
-    placeBytes_ += roundUp(numBytes, kPageBytes);
-  }
+    : blockBytes_(blockBytes), patience_(patience), pool_(fds.versions) {
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   requestMapping_ = mapSealed(fds.request, sizeof(SnapshotRequest), kWritable, "snapshot request");
   request_ = reinterpret_cast<SnapshotRequest*>(requestMapping_.data());
   controlMapping_ =
       mapSealed(fds.control, SnapshotControl::numBytes(numBlocks()), kWritable, "snapshot control");
   control_ = SnapshotControl(controlMapping_.data(), numBlocks());
-  if (sealedBytes(fds.pool) < poolBytes(blockBytes))
-    throw std::invalid_argument("snapshot pool: the descriptor has too few bytes");
-  poolFd_ = ::fcntl(fds.pool, F_DUPFD_CLOEXEC, 0);
-  if (poolFd_ < 0) throw std::system_error(errno, std::generic_category(), "keeping the snapshot pool");
-}
-
-SnapshotStore::~SnapshotStore() { ::close(poolFd_); }
-
-std::size_t SnapshotStore::poolBytes(const std::vector<std::size_t>& blockBytes) noexcept {
-  std::size_t placeBytes = 0;
-  for (const std::size_t numBytes : blockBytes) placeBytes += roundUp(numBytes, kPageBytes);
-  return kMostSnapshots * placeBytes;
+  if (pool_ == nullptr) pool_ = std::make_shared<SparsePool>(blockBytes, fds.pool);
 }
 
 void SnapshotStore::setLimit(std::size_t numBytes) noexcept {
   const auto largest = std::max_element(blockBytes_.begin(), blockBytes_.end());
-  const std::size_t least = largest == blockBytes_.end() ? 0 : roundUp(*largest, kPageBytes);
+  const std::size_t least = largest == blockBytes_.end() ? 0 : versionBytes(*largest);
   control_.meters().limitBytes.store(std::max(numBytes, least), std::memory_order_release);
 }
 
@@ -178,52 +109,72 @@ bool SnapshotStore::isPending(std::uint32_t snapshot, std::size_t block) const n
 }
 
 void SnapshotStore::keep(std::size_t block, const std::byte* current) noexcept {
-  if (blockBytes_[block] == 0) return;
-  for (std::size_t place = 0; place < kMostSnapshots; ++place) {
-    const std::uint32_t snapshot = newestAt(place);
-    if (snapshot == 0 || !isPending(snapshot, block)) continue;
-    bool hasWaited = false;
-    while (!keepFor(snapshot, block, current, hasWaited)) {
-    }
-  }
+  const BlockInPlace only{block, current};
+  keep(&only, 1);
 }
 
-/// @returns whether the snapshot needs the block in place no more.
-bool SnapshotStore::keepFor(std::uint32_t snapshot, std::size_t block, const std::byte* current,
-                            bool& hasWaited) noexcept {
+void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) noexcept {
+  std::vector<Copy> begun;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (blockBytes_[blocks[i].block] == 0) continue;
+    for (std::size_t place = 0; place < kMostSnapshots; ++place) {
+      const std::uint32_t snapshot = newestAt(place);
+      if (snapshot == 0 || !isPending(snapshot, blocks[i].block)) continue;
+      bool hasWaited = false;
+      while (!beginToKeep(snapshot, blocks[i], begun, hasWaited)) {
+      }
+    }
+  }
+  conclude(begun);
+}
+
+/// @returns whether the snapshot needs the block in place no more, once `begun` is concluded.
+bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
+                                bool& hasWaited) noexcept {
   SnapshotMeters& meters = control_.meters();
-  auto& record = control_.record(block, placeOf(snapshot));
-  std::uint64_t seen = record.load(std::memory_order_acquire);
+  const std::uint64_t seen = control_.record(block.block, placeOf(snapshot)).load(std::memory_order_acquire);
   if (!isLive(snapshot) || stateIn(seen, snapshot) != BlockState::kPending) return true;
   // Before looking for room: what is freed from now on ends the wait.
   const std::uint32_t seenFrees = meters.frees.load(std::memory_order_acquire);
-  if (!copyToPool(snapshot, block, current)) {
-    if (!std::exchange(hasWaited, true)) meters.numWaits.fetch_add(1, std::memory_order_relaxed);
-    waitForRoom(snapshot, block, seenFrees);
-    return false;
+  if (copyToPool(snapshot, block)) {
+    begun.push_back({snapshot, block.block, seen});
+    return true;
   }
-  // release: the copy before the word that leads to it. acquire: if a reader has let go, it has read before.
-  if (record.compare_exchange_strong(seen, pack(snapshot, BlockState::kKept), std::memory_order_acq_rel)) {
-    meters.keptBytes.fetch_add(blockBytes_[block], std::memory_order_relaxed);
-  } else {
-    free(block, placeOf(snapshot));
-    returnRoom(roundUp(blockBytes_[block], kPageBytes));
+  conclude(begun);  // what is kept can be read, and so be freed
+  if (!std::exchange(hasWaited, true)) meters.numWaits.fetch_add(1, std::memory_order_relaxed);
+  waitForRoom(snapshot, block.block, seenFrees);
+  return false;
+}
+
+/// Records copies that were begun, once they are there.
+void SnapshotStore::conclude(std::vector<Copy>& begun) noexcept {
+  if (begun.empty()) return;
+  pool_->settle();
+  for (Copy& copy : begun) {
+    auto& record = control_.record(copy.block, placeOf(copy.snapshot));
+    // release: the copy before the word that leads to it. acquire: if a reader has let go, it has read
+    // before.
+    if (record.compare_exchange_strong(copy.seen, pack(copy.snapshot, BlockState::kKept),
+                                       std::memory_order_acq_rel)) {
+      control_.meters().keptBytes.fetch_add(blockBytes_[copy.block], std::memory_order_relaxed);
+    } else {
+      pool_->free(copy.block, placeOf(copy.snapshot));
+      returnRoom(versionBytes(blockBytes_[copy.block]));
+    }
   }
-  return true;
+  begun.clear();
 }
 
 /// @returns false if the pool or the machine has no room; then nothing was taken.
-bool SnapshotStore::copyToPool(std::uint32_t snapshot, std::size_t block, const std::byte* current) noexcept {
+bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block) noexcept {
   SnapshotMeters& meters = control_.meters();
-  const std::size_t needed = roundUp(blockBytes_[block], kPageBytes);
+  const std::size_t needed = versionBytes(blockBytes_[block.block]);
   const std::uint64_t limit = meters.limitBytes.load(std::memory_order_relaxed);
   std::uint64_t taken = meters.takenBytes.load(std::memory_order_relaxed);
   do {
     if (taken + needed > limit) return false;
   } while (!meters.takenBytes.compare_exchange_weak(taken, taken + needed, std::memory_order_relaxed));
-  const std::size_t place = placeOf(snapshot);
-  if (!writeAll(poolFd_, current, blockBytes_[block], poolOffset(block, place))) {
-    free(block, place);
+  if (!pool_->store(block.block, placeOf(snapshot), block.current)) {
     meters.takenBytes.fetch_sub(needed, std::memory_order_relaxed);
     return false;
   }
@@ -269,7 +220,7 @@ void SnapshotStore::giveUpOldest() noexcept {
 }
 
 bool SnapshotStore::read(std::uint32_t snapshot, std::size_t block, const std::byte* current,
-                         std::byte* destination) noexcept {
+                         std::byte* destination) {
   const std::size_t place = placeOf(snapshot);
   auto& record = control_.record(block, place);
   std::uint64_t seen = record.load(std::memory_order_acquire);
@@ -277,8 +228,8 @@ bool SnapshotStore::read(std::uint32_t snapshot, std::size_t block, const std::b
     const BlockState state = stateIn(seen, snapshot);
     if (state == BlockState::kDone) return false;
     if (state == BlockState::kPending) {
-      copyUnguarded(destination, current, blockBytes_[block]);
-    } else if (!readAll(poolFd_, destination, blockBytes_[block], poolOffset(block, place))) {
+      pool_->loadCurrent(block, current, destination);
+    } else if (!pool_->load(block, place, destination)) {
       return false;
     }
     // Changes nothing, but comes before or after keep()'s change: if before, the copy was complete before the
@@ -297,9 +248,8 @@ void SnapshotStore::letGo(std::uint32_t snapshot, std::size_t block) noexcept {
     // release: the block was read before it is overwritten, in place or in the pool.
   } while (!record.compare_exchange_weak(seen, pack(snapshot, BlockState::kDone), std::memory_order_acq_rel));
   const bool wasKept = stateIn(seen, snapshot) == BlockState::kKept;
-  if (wasKept) free(block, placeOf(snapshot));
-  returnRoom(wasKept ? roundUp(blockBytes_[block], kPageBytes)
-                     : 0);  // an update may wait for this very block
+  if (wasKept) pool_->free(block, placeOf(snapshot));
+  returnRoom(wasKept ? versionBytes(blockBytes_[block]) : 0);  // an update may wait for this very block
 }
 
 void SnapshotStore::release(std::uint32_t snapshot) noexcept {
@@ -310,16 +260,6 @@ void SnapshotStore::release(std::uint32_t snapshot) noexcept {
   for (std::size_t block = 0; block < numBlocks(); ++block) letGo(snapshot, block);
   // release: pairs with SnapshotTrigger::begin().
   released.store(snapshot, std::memory_order_release);
-}
-
-/// Gives the memory of one version back to the system.
-void SnapshotStore::free(std::size_t block, std::size_t place) noexcept {
-  const std::size_t numBytes = roundUp(blockBytes_[block], kPageBytes);
-  const auto offset = static_cast<off_t>(poolOffset(block, place));
-  while (::fallocate(poolFd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
-                     static_cast<off_t>(numBytes)) != 0 &&
-         errno == EINTR) {
-  }
 }
 
 /// Lets those look again who wait for room.

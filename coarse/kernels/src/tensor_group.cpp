@@ -147,7 +147,7 @@ void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
   kept_ = plan_.keptArrays();
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
     states_ = memory_->map(fds.states, keptBytes, "states");
-  if (fds.snapshots.control >= 0)
+  if (fds.snapshots.control >= 0 && fds.snapshots.hasPool())
     snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
   if (fds.replica.control >= 0) {
     if (!tables_.empty())

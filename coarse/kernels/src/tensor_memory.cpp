@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "coarse/copy.hpp"
 #include "coarse/shard_reducer.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -21,6 +22,14 @@ class HostCompute : public ShardCompute {
   Finish finish_;
 };
 
+class HostCopies : public TensorCopies {
+ public:
+  /// Nobody reads it soon.
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes) override {
+    copyBytesStreaming(to, from, numBytes);
+  }
+};
+
 class HostMemory : public TensorMemory {
  public:
   bool isHost() const noexcept override { return true; }
@@ -29,6 +38,7 @@ class HostMemory : public TensorMemory {
         std::make_shared<Mapping>(mapShared(region, numBytes, Mapping::Access::kReadWrite, what));
     return {mapping, mapping->data()};
   }
+  std::unique_ptr<TensorCopies> makeCopies() const override { return std::make_unique<HostCopies>(); }
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
     return std::make_unique<HostCompute>(std::move(finish));
   }

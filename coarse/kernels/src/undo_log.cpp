@@ -1,6 +1,5 @@
 #include "coarse/undo_log.hpp"
 
-#include "coarse/copy.hpp"
 #include "coarse/tensor_group.hpp"
 
 namespace coarse {
@@ -11,14 +10,16 @@ struct Place {
   std::byte* states;
 };
 
-void copyShard(const TensorGroup& group, std::uint32_t shard, const Place& to, const Place& from) noexcept {
+void copyShard(TensorCopies& copies, const TensorGroup& group, std::uint32_t shard, const Place& to,
+               const Place& from) {
   const Shard& plan = group.plan().shards[shard];
-  copyBytesStreaming(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
-                     plan.numElements * itemBytes(plan.dtype));
+  copies.copy(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
+              plan.numElements * itemBytes(plan.dtype));
   const std::size_t numArrays = group.plan().numStates + (group.plan().hasMaster(plan) ? 1 : 0);
   for (std::size_t i = 0; i < numArrays; ++i) {
-    copyBytesStreaming(group.stateIn(to.states, plan, i), group.stateIn(from.states, plan, i),
-                       plan.numElements * sizeof(float));
+    copies.copy(reinterpret_cast<std::byte*>(group.stateIn(to.states, plan, i)),
+                reinterpret_cast<const std::byte*>(group.stateIn(from.states, plan, i)),
+                plan.numElements * sizeof(float));
   }
 }
 
@@ -34,6 +35,7 @@ UndoLog::UndoLog(const GroupPlan& plan, const TensorMemory& memory, const UndoFd
     : controlMapping_(mapSealed(fds.control, controlBytes(plan.shards.size()), Mapping::Access::kReadWrite,
                                 "undo control")),
       records_(ArrayCursor(controlMapping_.data()).take<UpdateRecord>(plan.shards.size())),
+      copies_(memory.makeCopies()),
       parameters_(memory.map(fds.parameters, plan.parameterBytes(), "parameters before")) {
   if (const std::size_t keptBytes = plan.keptBytes(); keptBytes > 0)
     states_ = memory.map(fds.states, keptBytes, "states before");
@@ -45,9 +47,14 @@ std::size_t UndoLog::controlBytes(std::size_t numShards) noexcept {
   return cursor.offset();
 }
 
-void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) noexcept {
-  copyShard(group, shard, {parameters_.get(), states_.get()}, {group.parameters(), group.states()});
-  copyRecord(records_[shard], group.control().update(shard));
+void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) noexcept { keep(group, &shard, 1); }
+
+void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) noexcept {
+  const Place log{parameters_.get(), states_.get()};
+  for (std::size_t i = 0; i < count; ++i)
+    copyShard(*copies_, group, shards[i], log, {group.parameters(), group.states()});
+  copies_->settle();
+  for (std::size_t i = 0; i < count; ++i) copyRecord(records_[shards[i]], group.control().update(shards[i]));
 }
 
 bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) noexcept {
@@ -59,7 +66,8 @@ bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t ste
     seen.step.store(step, std::memory_order_release);
     return true;
   }
-  copyShard(group, shard, {group.parameters(), group.states()}, {parameters_.get(), states_.get()});
+  copyShard(*copies_, group, shard, {group.parameters(), group.states()}, {parameters_.get(), states_.get()});
+  copies_->settle();
   copyRecord(seen, records_[shard]);
   return true;
 }

@@ -41,7 +41,7 @@ class CudaMemory:
         try:
             memory = _native.CudaMemory.allocate(self._context, num_bytes)
         except _native.CudaOutOfMemoryError as error:
-            raise OutOfDeviceMemoryError(self._shortage(label, num_bytes)) from error
+            raise OutOfDeviceMemoryError(self.shortage(label, num_bytes)) from error
         self._stream.fill(memory.address, 0, memory.num_bytes)
         self._stream.synchronize()
         return Segment(memory.export_fd(), num_bytes, Extent(0, memory.num_bytes, self._uuid))
@@ -51,6 +51,22 @@ class CudaMemory:
 
     def allocate_sparse(self, label: str, num_bytes: int) -> Segment:
         return self._host.allocate_sparse(label, num_bytes)
+
+    def upload(self, source: Segment, destination: Segment) -> None:
+        """Copies host memory to a segment of this memory; returns when it is there."""
+        mapping, imported = _native.Mapping(source.region, source.num_bytes), self._import(destination)
+        self._stream.copy_to_device(imported.address, mapping.address, source.num_bytes)
+        self._stream.synchronize()
+
+    def download(self, source: Segment, destination: Segment) -> None:
+        """Copies a segment of this memory to host memory; returns when it is there."""
+        mapping, imported = _native.Mapping(destination.region, source.num_bytes), self._import(source)
+        self._stream.copy_to_host(mapping.address, imported.address, source.num_bytes)
+        self._stream.synchronize()
+
+    def _import(self, segment: Segment) -> _native.CudaMemory:
+        assert segment.extent is not None
+        return _native.CudaMemory.import_fd(self._context, segment.fd, segment.extent.num_bytes)
 
     def available_bytes(self) -> int:
         free_bytes, _ = self._context.memory_info()
@@ -75,10 +91,14 @@ class CudaMemory:
             )
         return self._tensor_memory
 
+    def snapshot_pool(self, plan: _native.GroupPlan) -> _native.SnapshotPool:
+        return _native.CudaSnapshotPool(self._context, plan)
+
     def close(self) -> None:
         """Has nothing to give up: memory goes with its segments."""
 
-    def _shortage(self, label: str, num_bytes: int) -> str:
+    def shortage(self, label: str, num_bytes: int) -> str:
+        """Says that there is not so much, how much there is, and what to do."""
         free_bytes, total_bytes = self._context.memory_info()
         name = f"cuda:{self.device} ({_native.cuda_device_name(self.device)})"
         return (

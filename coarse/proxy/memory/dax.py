@@ -107,6 +107,9 @@ class DaxMemory:
     def tensor_memory(self) -> None:
         return None
 
+    def snapshot_pool(self, plan: _native.GroupPlan) -> None:
+        return None
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:

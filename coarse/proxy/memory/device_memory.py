@@ -50,6 +50,13 @@ class DeviceMemory(Protocol):
             CoarseError: If it cannot be had.
         """
 
+    def snapshot_pool(self, plan: _native.GroupPlan) -> _native.SnapshotPool | None:
+        """Where old versions of a group's parameters and states go; None where that is sparse memory.
+
+        Raises:
+            _native.CudaError: If it cannot be had.
+        """
+
     def close(self) -> None:
         """Gives the memory up, but for segments that are still open or mapped somewhere. Idempotent."""
 

@@ -47,6 +47,9 @@ class HostMemory:
     def tensor_memory(self) -> None:
         return None
 
+    def snapshot_pool(self, plan: _native.GroupPlan) -> None:
+        return None
+
     def close(self) -> None:
         """Has nothing to give up: memory goes with its segments."""
 

@@ -76,6 +76,9 @@ class NumaMemory:
     def tensor_memory(self) -> None:
         return None
 
+    def snapshot_pool(self, plan: _native.GroupPlan) -> None:
+        return None
+
     def close(self) -> None:
         """Has nothing to give up: memory goes with its segments."""
 

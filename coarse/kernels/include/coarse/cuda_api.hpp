@@ -68,6 +68,7 @@ enum class DeviceAttribute : int {
   kHostRegisterSupported = 99,
   kVirtualMemoryManagementSupported = 102,
   kPosixFdSupported = 103,
+  kMemoryPoolsSupported = 115,
 };
 
 struct Uuid {
@@ -124,6 +125,8 @@ struct MemAccessDesc {
   F(cuMemcpyHtoDAsync_v2, DeviceAddress, const void*, std::size_t, StreamHandle)                          \
   F(cuMemcpyDtoHAsync_v2, void*, DeviceAddress, std::size_t, StreamHandle)                                \
   F(cuMemcpyDtoDAsync_v2, DeviceAddress, DeviceAddress, std::size_t, StreamHandle)                        \
+  F(cuMemAllocAsync, DeviceAddress*, std::size_t, StreamHandle)                                           \
+  F(cuMemFreeAsync, DeviceAddress, StreamHandle)                                                          \
   F(cuMemsetD8Async, DeviceAddress, unsigned char, std::size_t, StreamHandle)                             \
   F(cuStreamCreateWithPriority, StreamHandle*, unsigned int, int)                                         \
   F(cuStreamDestroy_v2, StreamHandle)                                                                     \

@@ -158,6 +158,12 @@ class Stream {
   /// Between memories of this device, or one that it can access.
   void copyOnDevice(DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
   void fill(DeviceAddress destination, unsigned char value, std::size_t numBytes);
+  /// Memory of the device for this process alone, to be used by what the stream is given from now on, and by
+  /// others once that is done.
+  /// @returns 0 if there is not so much; @throws Error if the device has no memory pools.
+  DeviceAddress allocate(std::size_t numBytes);
+  /// Gives such memory back when the stream has done what it was given. @pre nothing else uses it any more.
+  void free(DeviceAddress address);
   /// Has `function(data)` called in a thread of the driver when all before it is done; it must neither call
   /// CUDA nor throw. Work behind it waits for it.
   void callOnHost(HostFunction function, void* data);

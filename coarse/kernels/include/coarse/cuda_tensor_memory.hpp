@@ -32,6 +32,7 @@ class CudaTensorMemory : public TensorMemory {
 
   /// @param region all that a cuda::DeviceMemory exported, in this or another process.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
+  std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;
 
  private:

@@ -31,8 +31,10 @@ class GroupSnapshots {
 
   /// To be called before a shard is updated.
   void keep(std::uint32_t shard) noexcept;
+  /// The same for several, whose copies run together.
+  void keep(const std::vector<std::uint32_t>& shards) noexcept;
   /// SnapshotStore::read() of one array's part of a shard.
-  bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, std::byte* destination) noexcept;
+  bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, std::byte* destination);
   void letGo(std::uint32_t snapshot, std::uint32_t shard, std::size_t array) noexcept;
   std::size_t numBytes(std::uint32_t shard, std::size_t array) const noexcept {
     return store_.blockBytes(block(shard, array));

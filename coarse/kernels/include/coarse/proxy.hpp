@@ -141,6 +141,7 @@ class Proxy {
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
   void complete(TensorGroup& group, const RingEntry& entry);
+  static bool runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept;
   bool runReadyShard(std::size_t core);
   bool runReplicatedShard(TensorGroup& group, std::size_t core);
   bool advanceComputes();

@@ -5,10 +5,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "coarse/layout.hpp"
 #include "coarse/shared_memory.hpp"
+#include "coarse/snapshot_pool.hpp"
 
 /// Copy-on-write snapshots of memory that is updated in place (docs/design/storage.md; paper, section III-D).
 namespace coarse {
@@ -97,17 +99,26 @@ class SnapshotTrigger {
 };
 
 struct SnapshotFds {
-  int request = -1;  // SnapshotRequest
-  int control = -1;  // SnapshotControl::numBytes()
-  int pool = -1;     // SnapshotStore::poolBytes(), sparse
+  int request = -1;                          // SnapshotRequest
+  int control = -1;                          // SnapshotControl::numBytes()
+  int pool = -1;                             // SparsePool::numBytes(), sparse
+  std::shared_ptr<SnapshotPool> versions{};  // where they lie instead, if they do
+
+  /// Whether this process can keep and read versions.
+  bool hasPool() const noexcept { return pool >= 0 || versions != nullptr; }
+};
+
+/// A block that is updated in place.
+struct BlockInPlace {
+  std::size_t block = 0;
+  const std::byte* current = nullptr;  // where it lies
 };
 
 /// The memory devices' end: keeps the versions that snapshots refer to, of blocks which stay at their place.
 ///
 /// Whoever is about to overwrite a block calls keep() first, which copies the block to the pool if a snapshot
 /// still refers to it. One atomic word per block and snapshot decides between this and a reader that takes
-/// the block where it lies: a reader never holds up an update. Versions in the pool have a place of their own
-/// in sparse memory, which is taken from the system when a version is kept and given back when it is freed.
+/// the block where it lies: a reader never holds up an update.
 ///
 /// Thread safety: keep() by one thread at a time for each block, in any process; everything else by one
 /// thread at a time for each snapshot, beside any keep().
@@ -120,19 +131,18 @@ class SnapshotStore {
   /// @throws std::invalid_argument if a descriptor is not sealed or too small.
   SnapshotStore(const std::vector<std::size_t>& blockBytes, const SnapshotFds& fds,
                 std::chrono::milliseconds patience = kPatience);
-  ~SnapshotStore();
   SnapshotStore(const SnapshotStore&) = delete;
   SnapshotStore& operator=(const SnapshotStore&) = delete;
 
-  /// Length of the sparse memory behind a pool of any limit.
-  static std::size_t poolBytes(const std::vector<std::size_t>& blockBytes) noexcept;
-  /// Sets how much of it may be taken at a time, at least what the largest block needs. Called once, by who
-  /// made the memory, before anything else.
+  /// Sets how much of the pool may be taken at a time, at least what the largest block needs. Called once, by
+  /// who made the memory, before anything else.
   void setLimit(std::size_t numBytes) noexcept;
 
   /// Copies the block at `current` to the pool for every snapshot that refers to it. Waits for room while
   /// blocks are freed; if none is for as long as patience lasts, gives up the oldest snapshot.
   void keep(std::size_t block, const std::byte* current) noexcept;
+  /// The same for several blocks, whose copies run together.
+  void keep(const BlockInPlace* blocks, std::size_t count) noexcept;
   /// Has keep() add to `beats` while it waits: the device is at work. Before the first keep().
   void beatWhileWaiting(std::atomic<std::uint32_t>& beats) noexcept { beats_ = &beats; }
   /// Ends and forbids waits for room: snapshots are given up instead. Idempotent.
@@ -140,8 +150,7 @@ class SnapshotStore {
 
   /// Copies a block as it was when `snapshot` began to `destination`. @param current where the block lies.
   /// @returns false if the snapshot was given up or released, or has let go of the block.
-  bool read(std::uint32_t snapshot, std::size_t block, const std::byte* current,
-            std::byte* destination) noexcept;
+  bool read(std::uint32_t snapshot, std::size_t block, const std::byte* current, std::byte* destination);
   /// The snapshot needs this block no more: its version is freed. Idempotent.
   void letGo(std::uint32_t snapshot, std::size_t block) noexcept;
   /// The same for all blocks; makes room for another snapshot. Idempotent.
@@ -156,26 +165,29 @@ class SnapshotStore {
   SnapshotStatistics statistics() const noexcept;
 
  private:
+  /// Of a block to the pool, that is not recorded yet.
+  struct Copy {
+    std::uint32_t snapshot;
+    std::size_t block;
+    std::uint64_t seen;  // the record before
+  };
+
   std::uint32_t newestAt(std::size_t place) const noexcept;
-  bool keepFor(std::uint32_t snapshot, std::size_t block, const std::byte* current, bool& hasWaited) noexcept;
-  bool copyToPool(std::uint32_t snapshot, std::size_t block, const std::byte* current) noexcept;
+  bool beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
+                   bool& hasWaited) noexcept;
+  void conclude(std::vector<Copy>& begun) noexcept;
+  bool copyToPool(std::uint32_t snapshot, const BlockInPlace& block) noexcept;
   void waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept;
   bool isPending(std::uint32_t snapshot, std::size_t block) const noexcept;
-  void free(std::size_t block, std::size_t place) noexcept;
   void returnRoom(std::size_t numBytes) noexcept;
   void giveUpOldest() noexcept;
-  std::size_t poolOffset(std::size_t block, std::size_t place) const noexcept {
-    return place * placeBytes_ + blockOffsets_[block];
-  }
 
   std::vector<std::size_t> blockBytes_;
-  std::vector<std::size_t> blockOffsets_;  // within a place of the pool
-  std::size_t placeBytes_ = 0;
   std::chrono::milliseconds patience_;
   Mapping requestMapping_, controlMapping_;
   SnapshotRequest* request_ = nullptr;
   SnapshotControl control_;
-  int poolFd_ = -1;
+  std::shared_ptr<SnapshotPool> pool_;
   std::atomic<std::uint32_t>* beats_ = nullptr;
   std::atomic<bool> isWaitingForbidden_{false};
 };

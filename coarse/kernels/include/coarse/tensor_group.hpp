@@ -201,6 +201,11 @@ class TensorGroup {
     if (snapshots_ != nullptr) snapshots_->keep(shard);
     if (undoLog_ != nullptr) undoLog_->keep(*this, shard);
   }
+  /// The same for several, whose copies run together.
+  void keepBefore(const std::vector<std::uint32_t>& shards) const noexcept {
+    if (snapshots_ != nullptr) snapshots_->keep(shards);
+    if (undoLog_ != nullptr) undoLog_->keep(*this, shards.data(), shards.size());
+  }
 
  private:
   void mapRows(const std::vector<int>& fds);

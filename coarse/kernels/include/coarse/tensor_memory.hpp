@@ -13,6 +13,19 @@ namespace coarse {
 /// host's, or of a GPU's, and then nothing that the host can read.
 using TensorBytes = std::shared_ptr<std::byte>;
 
+/// Copies tensors within one kind of memory.
+///
+/// Thread safety: that of the host's memory any; others one caller at a time.
+class TensorCopies {
+ public:
+  virtual ~TensorCopies() = default;
+
+  /// Begins to copy. @throws std::runtime_error if it cannot, as settle().
+  virtual void copy(std::byte* to, const std::byte* from, std::size_t numBytes) = 0;
+  /// Returns when all that was begun is there.
+  virtual void settle() {}
+};
+
 /// A kind of memory in which the tensors of a group lie: how one process maps it, and what reduces and
 /// updates there (docs/design/gpu.md). Control structures always lie in host memory.
 ///
@@ -29,6 +42,8 @@ class TensorMemory {
   /// @throws std::invalid_argument if there are fewer; std::system_error or another std::runtime_error if it
   /// cannot be mapped.
   virtual TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const = 0;
+
+  virtual std::unique_ptr<TensorCopies> makeCopies() const = 0;
 
   /// What a memory device reduces and updates with. It must not outlive this.
   virtual std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const = 0;

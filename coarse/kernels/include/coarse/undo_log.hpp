@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "coarse/layout.hpp"
 #include "coarse/tensor_memory.hpp"
@@ -23,7 +24,7 @@ struct UndoFds {
 /// The version before of each shard that has seen a step, so that a step which not all shards can see is
 /// undone.
 ///
-/// Thread safety: any number of threads on distinct shards.
+/// Thread safety: any number of threads on distinct shards; one where it does not lie in the host's memory.
 class UndoLog {
  public:
   /// @throws std::invalid_argument as TensorMemory::map().
@@ -32,12 +33,15 @@ class UndoLog {
 
   /// To be called before the parameter and the states of a shard change.
   void keep(const TensorGroup& group, std::uint32_t shard) noexcept;
+  /// The same for several, whose copies run together.
+  void keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) noexcept;
   /// Makes a shard what it was after `step`. @returns whether the log has that version.
   bool restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) noexcept;
 
  private:
   Mapping controlMapping_;
   UpdateRecord* records_;  // what the log has of each shard
+  std::unique_ptr<TensorCopies> copies_;
   TensorBytes parameters_;
   TensorBytes states_;
 };
