@@ -49,6 +49,7 @@ def test_every_scheme_takes_the_time_of_its_links():
         assert result.sync_gbytes_per_s == pytest.approx(4 * MIB / result.step.p50_us / 1e3)
 
 
+@pytest.mark.slow
 def test_computation_passes_and_hides_synchronisation():
     computing = replay(schemes=("offload",))["offload"]
     alone = replay(schemes=("offload",), has_compute=False)["offload"]

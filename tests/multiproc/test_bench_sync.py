@@ -54,6 +54,7 @@ def test_other_dtypes_are_verified_too(dtype: str, peers: tuple[str, ...]) -> No
     assert [record.system for record in run_sync(plan)] == list(systems)
 
 
+@pytest.mark.slow
 def test_systems_take_turns_and_progress_counts_them() -> None:
     systems = installed("gloo", "mpich")
     plan = SyncPlan(systems=systems, num_workers=2, sizes=(4096,), budget_s=0.01, rounds=2)

@@ -64,7 +64,7 @@ def _check_what_was_found(job, name, table, plan):
     ("machine", "expected"),
     [
         pytest.param("aws-g4dn", [(0, 0), (1, 1), (2, 2), (3, 3)], marks=pytest.mark.slow),
-        ("aws-p3", [(0, 1), (1, 0), (2, 3), (3, 2)]),
+        pytest.param("aws-p3", [(0, 1), (1, 0), (2, 3), (3, 2)], marks=pytest.mark.slow),
         ("sdsc-p100", [(0, 0), (1, 1)]),
     ],
 )

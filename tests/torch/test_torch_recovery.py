@@ -143,6 +143,7 @@ def test_goes_on_from_the_memory_of_a_gpu_that_is_stood_in_for(
     check_went_on(disturbed, undisturbed, printed, crashes)
 
 
+@pytest.mark.slow
 def test_without_keeping_a_restart_begins_from_scratch(undisturbed: Path, tmp_path: Path) -> None:
     crash = "step.prepare:kill@rank=0,step=8,attempt=0"
     launch(COARSE_RUN, tmp_path, "--max-restarts", "3", "--failpoints", crash)
