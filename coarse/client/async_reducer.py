@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.schema import TensorSpec
+from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.tensor_bytes import TensorBytes
 from coarse.errors import CoarseError
 from coarse.kernels import _native
@@ -103,12 +103,16 @@ class AsyncReducer:
             SchemaMismatchError, SyncTimeoutError: As by register().
             OutOfDeviceMemoryError: If the memory devices cannot hold them.
         """
+        ranks = self._client.ranks
+        # Is never pushed: its memory, which all workers see, has of each parameter how often each worker copied it.
+        copies = TensorSpec(name="copies", dtype="float32", num_elements=len(specs) * len(ranks), op="mean")
         with self._registering:
-            group = self._client.register(name, specs, state_names=state_names)
+            group = self._client.register(name, [*specs, copies], state_names=state_names)
             self._groups[group.id] = group
             settings = _mapped(group.settings())
             parameters = [_mapped(group.parameter(index)) for index in range(len(specs))]
-            self._mapped += [settings, *parameters]
+            copied = _mapped(group.parameter(len(specs)))
+            self._mapped += [settings, *parameters, copied]
             for index, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
                 self._updates.add(
                     f"{name}/{spec.name}",
@@ -118,6 +122,9 @@ class AsyncReducer:
                     _address(parameter),
                     _address(settings) + index * _native.UPDATE_SETTINGS_BYTES,
                     writes,
+                    _address(copied) + index * len(ranks) * ITEM_BYTES["float32"],
+                    len(ranks),
+                    ranks.index(self._client.rank),
                 )
         return group
 

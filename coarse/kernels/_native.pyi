@@ -282,6 +282,9 @@ class AsyncUpdates:
         parameter: int,
         settings: int,
         writes: bool,
+        copied: int,
+        num_clients: int,
+        client: int,
     ) -> None: ...
     @property
     def interface(self) -> int: ...

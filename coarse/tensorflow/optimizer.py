@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from coarse.tensorflow.device_state import DeviceState, FloatArray, StatePlace
 from coarse.tensorflow.operations import Operations
 from coarse.tensorflow.strategy import Strategy
 from coarse.tensorflow.update_rules import COEFFICIENTS, UpdateRule, find_rule
+
+logger = logging.getLogger(__name__)
 
 _METHODS = ("build", "_backend_update_step", "_apply_weight_decay", "_trackable_children")
 
@@ -80,6 +83,7 @@ class OffloadedUpdates:
         self._operations = operations
         self._group: Any = None
         self._keys: list[str] = []
+        self._has_told_of_rows = False
         for name in _METHODS:  # not by the optimizer's own __setattr__, which would track what it is given
             object.__setattr__(optimizer, name, getattr(self, name.removeprefix("_")))
         if optimizer.built:
@@ -100,6 +104,7 @@ class OffloadedUpdates:
 
     def backend_update_step(self, grads: Sequence[Any], trainable_variables: Any, learning_rate: Any) -> None:
         """Has the memory devices update variables; returns, in a graph, when they are to be assigned."""
+        self._tell_of_rows(grads)
         variables = [getattr(variable, "value", variable) for variable in trainable_variables]
         rate = tf.cast(tf.convert_to_tensor(learning_rate), tf.float32)
         step = tf.cast(self._optimizer.iterations, tf.int64) + 1
@@ -122,6 +127,25 @@ class OffloadedUpdates:
             variables, self._operations.update(self._rule.number, step, updates), strict=True
         ):
             variable.assign(value)
+
+    def _tell_of_rows(self, grads: Sequence[Any]) -> None:
+        """Says once, on the first worker, which gradients come as rows and go as whole tensors."""
+        tables = [each for each in grads if isinstance(each, tf.IndexedSlices)]
+        if not tables or self._has_told_of_rows or self._operations.rank != 0:
+            return
+        self._has_told_of_rows = True
+        shapes = [tf.get_static_value(table.dense_shape) for table in tables]
+        whole_mib = (
+            sum(4 * int(np.prod(shape, dtype=np.int64)) for shape in shapes if shape is not None) / 2**20
+        )
+        logger.warning(
+            "coarse.tensorflow: %d gradients of rows (IndexedSlices) are whole tensors on their way to the memory "
+            "devices, %.1f MiB per update and worker, for %s in the memory devices updates whole parameters. Without "
+            "DistributedOptimizer rows alone travel.",
+            len(tables),
+            whole_mib,
+            type(self._optimizer).__name__,
+        )
 
     def apply_weight_decay(self, variables: Sequence[Any]) -> None:
         """Nothing: it is a part of the update."""

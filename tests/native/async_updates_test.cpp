@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -48,7 +49,7 @@ class Ends {
 /// Two workers with parameters that momentum moves.
 class SharedParameters : public testing::Test {
  protected:
-  SharedParameters() : cluster_(ClusterShape{}), plan_(makeOptimizerPlan()) {
+  SharedParameters() : copied_(2 * kNumParameters), cluster_(ClusterShape{}), plan_(makeOptimizerPlan()) {
     cluster_.start().addGroup(plan_);
     for (std::size_t rank = 0; rank < 2; ++rank) {
       reducers_.push_back(std::make_unique<AsyncReducer>(
@@ -69,7 +70,8 @@ class SharedParameters : public testing::Test {
   }
   AsyncUpdates::Place placeOf(std::size_t rank, std::uint32_t parameter) {
     std::byte* const memory = cluster_.parameters(plan_) + plan_.keptArrays()[parameter].parameterOffset;
-    return {kGroup, parameter, kNumBytes, memory, cluster_.settings(plan_, rank) + parameter, rank == 0};
+    UpdateSettings* const settings = cluster_.settings(plan_, rank) + parameter;
+    return {kGroup, parameter, kNumBytes, memory, settings, rank == 0, &copied_[2 * parameter], 2, rank};
   }
   static UpdateSettings settingsOf(std::uint32_t step) {
     UpdateSettings settings;
@@ -80,6 +82,7 @@ class SharedParameters : public testing::Test {
     return settings;
   }
 
+  std::vector<std::atomic<std::uint32_t>> copied_;
   Cluster cluster_;
   GroupPlan plan_;
   std::vector<std::unique_ptr<AsyncReducer>> reducers_;
@@ -115,6 +118,37 @@ TEST_F(SharedParameters, MoveByTheMeanAndFromWhereTheFirstWorkerHasThem) {
     for (const auto& own : values)
       for (const Values& value : own) ASSERT_EQ(value, Values(kNumElements, expected)) << "step " << step;
   }
+}
+
+TEST_F(SharedParameters, AreNotWrittenBeforeAllHaveCopiedTheLastResult) {
+  Values gradient(kNumElements), value(kNumElements, 8.F);
+  std::vector<Values> updated(2, Values(kNumElements));
+  std::vector<Ends> ends(2);
+  const auto update = [&](std::size_t rank, std::uint32_t step) {
+    updates_[rank]->update("parameter0", gradient.data(), value.data(), updated[rank].data(), kNumBytes,
+                           settingsOf(step), ends[rank].expect());
+  };
+  together(2, [&](std::size_t rank) { update(rank, 1); });
+  for (Ends& each : ends) ASSERT_EQ(each.wait(1), "");
+  EXPECT_EQ(copied_[0], 1U);
+  EXPECT_EQ(copied_[1], 1U);
+
+  value.assign(kNumElements, 9.F);
+  copied_[1] = 0;  // as if the second worker were at it
+  together(2, [&](std::size_t rank) {
+    if (rank == 1) copied_[1] = 1;
+    update(rank, 2);
+  });
+  for (Ends& each : ends) ASSERT_EQ(each.wait(2), "");
+  for (const Values& each : updated) EXPECT_EQ(each, value);
+
+  const Values written = value;
+  value.assign(kNumElements, 10.F);
+  copied_[1] = 1;
+  together(2, [&](std::size_t rank) { rank == 0 ? update(0, 3) : reducers_[0]->close(); });
+  EXPECT_EQ(ends[0].wait(3), "the session is closed");
+  const auto* const shared = reinterpret_cast<const float*>(placeOf(0, 0).parameter);
+  EXPECT_EQ(Values(shared, shared + kNumElements), written);
 }
 
 TEST_F(SharedParameters, RefuseWhatTheyAreNot) {

@@ -51,19 +51,29 @@ def digest(model: Any) -> str:
     ).hexdigest()
 
 
-def trained(
+def fitted(
     strategy: Any, build: Callable[[], Any], data: tuple[Any, Any], *, shuffle: bool = False
-) -> dict[str, Any]:
+) -> tuple[Any, dict[str, Any]]:
     x, y = data
     with strategy.scope():
         model = build()
     history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=shuffle, verbose=0).history
-    evaluated = model.evaluate(x[:21], y[:21], batch_size=8, verbose=0, return_dict=True)
-    predicted = model.predict(x[:21], batch_size=8, verbose=0)
-    return {
+    return model, {
         "digest": digest(model),
         "weights": [float(np.sum(np.abs(weight))) for weight in model.get_weights()],
         "loss": [float(loss) for loss in history["loss"]],
+    }
+
+
+def trained(
+    strategy: Any, build: Callable[[], Any], data: tuple[Any, Any], *, shuffle: bool = False
+) -> dict[str, Any]:
+    x, y = data
+    model, found = fitted(strategy, build, data, shuffle=shuffle)
+    evaluated = model.evaluate(x[:21], y[:21], batch_size=8, verbose=0, return_dict=True)
+    predicted = model.predict(x[:21], batch_size=8, verbose=0)
+    return {
+        **found,
         "evaluated": {name: float(value) for name, value in evaluated.items()},
         "predicted": predicted.ravel().tolist(),
         "rows in order": bool(np.allclose(predicted, np.asarray(model(x[:21])), atol=1e-4)),
@@ -180,10 +190,12 @@ def offloaded_optimizers(strategy: Any) -> dict[str, Any]:
     return found
 
 
-def own_steps(strategy: Any, model: Any, optimizer: Any, x: Any, y: Any) -> Callable[[int], None]:
+def own_steps(strategy: Any, model: Any, optimizer: Any, x: Any, y: Any) -> Callable[..., None]:
+    """What does a number of steps, with other inputs if they are given."""
+
     def step(rows: Any, targets: Any) -> None:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(rows) - targets) ** 2) / len(x)
+            loss = optimizer.scale_loss(tf.reduce_sum((model(rows) - targets) ** 2) / len(x))
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
 
@@ -194,7 +206,7 @@ def own_steps(strategy: Any, model: Any, optimizer: Any, x: Any, y: Any) -> Call
 
     num_workers = strategy.num_replicas_in_sync
     own = slice(strategy.rank * len(x) // num_workers, (strategy.rank + 1) * len(x) // num_workers)
-    return lambda count: steps(tf.constant(count), tf.constant(x[own]), tf.constant(y[own]))
+    return lambda count, rows=x: steps(tf.constant(count), tf.constant(rows[own]), tf.constant(y[own]))
 
 
 def saved_state(optimizer: Any) -> dict[str, Any]:
@@ -217,12 +229,10 @@ def offloaded_fit(strategy: Any) -> dict[str, Any]:
                 "mse",
                 steps_per_execution=2,
             )
-            models.append(model)
             return model
 
-        models: list[Any] = []
-        found = trained(strategy, build, tokens())
-        models[0].save(path)
+        trained_model, found = fitted(strategy, build, tokens())
+        trained_model.save(path)
         loaded = keras.models.load_model(path)
         with strategy.scope():
             again = keras.models.load_model(path)
@@ -230,19 +240,98 @@ def offloaded_fit(strategy: Any) -> dict[str, Any]:
         x, y = tokens()
         histories = [
             model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history["loss"]
-            for model in (models[0], again)
+            for model in (trained_model, again)
         ]
     with strategy.scope(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         coarse.tensorflow.DistributedOptimizer(keras.optimizers.RMSprop())
-    states = [saved_state(model.optimizer) for model in (models[0], again)]
+    states = [saved_state(model.optimizer) for model in (trained_model, again)]
     return {
         **found,
         "continued": histories,
-        "digests": [digest(models[0]), digest(again)],
+        "digests": [digest(trained_model), digest(again)],
         "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
         "loaded state": [float(np.sum(np.abs(v.numpy()))) for v in loaded.optimizer.variables],
         "said": [str(each.message) for each in said],
+    }
+
+
+WRAPPED: dict[str, Callable[[], Any]] = {
+    "accumulation and moving average": lambda: keras.optimizers.AdamW(
+        0.01, gradient_accumulation_steps=2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
+    ),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1),
+        initial_scale=2.0**10,
+        dynamic_growth_steps=4,
+    ),
+}
+
+
+def offloaded(optimizer: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # in one process it stays there
+        return coarse.tensorflow.DistributedOptimizer(optimizer)
+
+
+def offloaded_and_wrapped(strategy: Any) -> dict[str, Any]:
+    """Optimizers in the memory devices with all that Keras puts around an update; in one process Keras's own."""
+    x, y = inputs()
+    x, y = x[: 2 * BATCH], y[: 2 * BATCH]
+    found: dict[str, Any] = {}
+    for name, make in WRAPPED.items():
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((8,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+            )
+            optimizer = offloaded(make())
+            optimizer.build(model.trainable_variables)
+        steps = own_steps(strategy, model, optimizer, x, y)
+        steps(8)
+        infinite = np.array(x)
+        infinite[-1, 0] = np.inf  # on the last worker alone
+        if name == "loss scale":
+            steps(1, infinite)
+        steps(8)
+        found[name] = {
+            "weights": [weight.ravel().tolist() for weight in model.get_weights()],
+            "states": {key: np.ravel(value).tolist() for key, value in saved_state(optimizer).items()},
+            "iterations": int(optimizer.iterations),
+            "kinds": sorted({type(variable).__name__ for variable in optimizer.variables}),
+            "digest": digest(model),
+        }
+    return found
+
+
+def offloaded_eagerly_in_mixed_precision(strategy: Any) -> dict[str, Any]:
+    """Keras scales the loss of what it is given; one worker meets an infinity, and all skip that step."""
+    x, y = tokens()
+    y[BATCH + BATCH // 2 + 1] = np.inf  # in the second worker's half of the second batch
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with strategy.scope(), saying() as said:
+            entry = keras.Input((4,), dtype="int32")
+            hidden = keras.layers.Flatten()(keras.layers.Embedding(50, 8)(entry))
+            model = keras.Model(entry, keras.layers.Dense(1, dtype="float32")(hidden))
+            model.compile(offloaded(keras.optimizers.SGD(0.1, momentum=0.9)), "mse", run_eagerly=True)
+            model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
+        # Of the job, as by offloaded_checkpoints().
+        path = Path(tempfile.gettempdir(), "offloaded.keras")
+        if strategy.rank == 0:
+            model.save(path)
+        strategy.reduce("SUM", tf.constant(1), axis=None)
+        loaded = keras.models.load_model(path)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    states = [saved_state(each.optimizer) for each in (model, loaded)]
+    return {
+        "digest": digest(model),
+        "weights": [weight.ravel().tolist() for weight in model.get_weights()],
+        "steps": int(model.optimizer.inner_optimizer.iterations.numpy()),
+        "kinds": [type(model.optimizer).__name__, type(model.optimizer.variables[-1]).__name__],
+        "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
+        "number of states": len(states[0]),
+        "said": said.getvalue(),
     }
 
 
@@ -510,6 +599,8 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         offloaded_optimizers,
         offloaded_fit,
         offloaded_checkpoints,
+        offloaded_and_wrapped,
+        offloaded_eagerly_in_mixed_precision,
         eager,
         shuffled_and_clipped,
         mixed_precision,

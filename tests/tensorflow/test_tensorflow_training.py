@@ -21,12 +21,12 @@ LIKE_ONE_PROCESS = [
     "several_steps_per_execution_and_batch_norm",
     "embedding_and_accumulation",
     "embedding",
-    "offloaded_fit",
     "eager",
     "without_compiler",
+    "offloaded_fit",
     "own_loop",
 ]
-TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-1]
+TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-2]
 SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision", "saving"]
 
 
@@ -176,6 +176,43 @@ def test_checkpoints_of_keras_and_of_memory_devices_are_the_same(results):
         ]
     assert workers[0]["digests"] == workers[1]["digests"]
     assert workers[0]["states"] == workers[1]["states"]
+
+
+@pytest.mark.parametrize(
+    ("name", "iterations"),
+    # Two batches are one step where gradients are accumulated, and the one with an infinity is none.
+    [("accumulation and moving average", 8), ("loss scale", 16)],
+)
+def test_what_keras_puts_around_updates_in_memory_devices(results, name, iterations):
+    alone, workers = scenario_of(results, "offloaded_and_wrapped")
+    assert alone[name]["kinds"] == ["Variable"]
+    for worker in workers:
+        found = worker[name]
+        assert found["kinds"] == ["DeviceState", "Variable"]
+        assert found["iterations"] == alone[name]["iterations"] == iterations
+        for kind in ("weights", "states"):
+            ours, theirs = (flat(each[kind]) for each in (found, alone[name]))
+            assert ours == pytest.approx(theirs, rel=5e-5, abs=5e-5)
+    assert workers[0][name]["digest"] == workers[1][name]["digest"]
+
+
+def test_optimizers_in_memory_devices_in_mixed_precision_and_eagerly(results):
+    alone, workers = scenario_of(results, "offloaded_eagerly_in_mixed_precision")
+    for worker in workers:
+        assert worker["kinds"] == ["LossScaleOptimizer", "DeviceState"]
+        assert worker["steps"] == alone["steps"] == 2  # of three
+        # Float16 rounds the sums of half a batch and of a whole one differently.
+        assert flat(worker["weights"]) == pytest.approx(flat(alone["weights"]), rel=5e-4, abs=5e-4)
+        assert worker["states alike"]
+        assert worker["number of states"] == alone["number of states"] == 9
+    assert workers[0]["digest"] == workers[1]["digest"]
+
+
+def test_rows_that_become_whole_gradients_are_told_on_the_first_worker_once(results):
+    _, (first, second) = scenario_of(results, "offloaded_eagerly_in_mixed_precision")
+    assert first["said"].count("IndexedSlices") == 1
+    assert "0.0 MiB per update and worker" in first["said"]
+    assert second["said"] == ""
 
 
 def test_an_optimizer_that_memory_devices_do_not_know_stays_and_says_so(results):

@@ -9,6 +9,7 @@ namespace coarse {
 namespace {
 
 constexpr const char* kClosed = "the session is closed";
+constexpr std::chrono::microseconds kLookAfter{100};
 
 void reduceThrough(void* reducer, const char* key, const void* source, void* destination,
                    std::uint64_t numBytes, CoarseReduceDone done, void* context) {
@@ -60,6 +61,28 @@ void AsyncReducer::reduce(std::string_view key, const void* source, void* destin
   } else {
     request.done(failure.c_str());
   }
+}
+
+std::string AsyncReducer::awaitOthers(std::uint32_t group, std::uint32_t tensor,
+                                      const std::function<bool()>& isDone) {
+  const std::chrono::duration<double> timeout(timeoutSeconds_);
+  const auto began = Clock::now();
+  YieldingSpin spin(kLookAfter);
+  while (!isDone()) {
+    if (spin.yield()) continue;
+    WaitStatus status = client_.checkPeers();
+    if (status == WaitStatus::kDone && Clock::now() - began > timeout) status = WaitStatus::kTimedOut;
+    if (status != WaitStatus::kDone) failAll(describe(status, group, tensor));
+    if (std::string reason = failure(); !reason.empty()) return reason;
+    std::this_thread::sleep_for(kLookAfter);
+    spin.reset();
+  }
+  return {};
+}
+
+std::string AsyncReducer::failure() {
+  const std::lock_guard lock(mutex_);
+  return isStopping_ && failure_.empty() ? kClosed : failure_;
 }
 
 /// @returns why the request was not taken; empty if it was.
@@ -173,6 +196,10 @@ std::string AsyncReducer::describeOldest(WaitStatus status) {
       tensor = underWay_.front().tensor->index;
     }
   }
+  return describe(status, group, tensor);
+}
+
+std::string AsyncReducer::describe(WaitStatus status, std::uint32_t group, std::uint32_t tensor) {
   try {
     return describe_(status, group, tensor);
   } catch (const std::exception& error) {

@@ -53,10 +53,11 @@ void AsyncUpdates::update(std::string_view key, const void* gradient, const void
   if (const std::string refusal = begin(key, numBytes, parameter); !refusal.empty())
     return done(refusal.c_str());
   const Place& place = parameter->place;
-  // No memory device uses it before this worker's push. Most often nothing was assigned since the last
-  // update, and reading both is less than writing one; where something was, it was on all workers.
-  if (place.writes && std::memcmp(place.parameter, value, numBytes) != 0)
-    std::memcpy(place.parameter, value, numBytes);
+  // Most often nothing was assigned since the last update, and reading both is less than writing one.
+  if (place.writes && std::memcmp(place.parameter, value, numBytes) != 0) {
+    if (const std::string failure = write(*parameter, value); !failure.empty())
+      return finish(*parameter, updated, failure.c_str(), done);
+  }
   *place.settings = settings;
   reducer_.reduce(
       key, gradient, nullptr, numBytes,
@@ -80,8 +81,32 @@ std::string AsyncUpdates::begin(std::string_view key, std::size_t numBytes, Para
   return {};
 }
 
+/// Makes `value` the parameter's. No memory device uses that before this client's push, but another client
+/// may still copy the last result.
+/// @returns why it cannot; empty if it has.
+std::string AsyncUpdates::write(const Parameter& parameter, const void* value) {
+  const Place& place = parameter.place;
+  const auto haveCopied = [&] {
+    for (std::size_t client = 0; client < place.numClients; ++client) {
+      // acquire: what follows may not be done before that client's reads.
+      if (place.copied[client].load(std::memory_order_acquire) < parameter.numUpdates) return false;
+    }
+    return true;
+  };
+  const std::string failure = reducer_.awaitOthers(place.group, place.tensor, haveCopied);
+  if (failure.empty()) std::memcpy(place.parameter, value, place.numBytes);
+  return failure;
+}
+
 void AsyncUpdates::finish(Parameter& parameter, void* updated, const char* failure, const Done& done) {
-  if (failure == nullptr) std::memcpy(updated, parameter.place.parameter, parameter.place.numBytes);
+  const Place& place = parameter.place;
+  if (failure == nullptr) {
+    std::memcpy(updated, place.parameter, place.numBytes);
+    ++parameter.numUpdates;
+    // release: behind the reads of the copy.
+    if (place.copied != nullptr)
+      place.copied[place.client].store(parameter.numUpdates, std::memory_order_release);
+  }
   {
     const std::lock_guard lock(mutex_);
     parameter.isUnderWay = false;

@@ -53,6 +53,11 @@ class AsyncReducer {
   /// @param flags of the descriptors: what becomes of the tensor.
   void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done,
               std::uint8_t flags = kPresent);
+  /// Waits, in the caller's thread, for what other clients do to memory that all share, which wakes nobody
+  /// and takes them no longer than a copy.
+  /// @param group, tensor that it is about, for the failure's description.
+  /// @returns what failed meanwhile; empty once `isDone` says so.
+  std::string awaitOthers(std::uint32_t group, std::uint32_t tensor, const std::function<bool()>& isDone);
   /// Ends what is under way with a failure, and the thread. Idempotent; not to be called by a Done.
   void close() noexcept;
   /// What libraries that are built elsewhere call; valid until close().
@@ -88,6 +93,8 @@ class AsyncReducer {
   void fail(WaitStatus status);
   void failAll(std::string reason);
   std::string describeOldest(WaitStatus status);
+  std::string describe(WaitStatus status, std::uint32_t group, std::uint32_t tensor);
+  std::string failure();
 
   Client& client_;
   const double timeoutSeconds_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,6 +30,11 @@ class AsyncUpdates {
     std::byte* parameter = nullptr;      // shared by the workers of the node
     UpdateSettings* settings = nullptr;  // this client's
     bool writes = false;  // whether this client's values are everybody's where they differ: one client's are
+    // In memory that all clients share: of each of them how many results it has copied. A value that differs
+    // is written when all have the last one. Null where no client writes.
+    std::atomic<std::uint32_t>* copied = nullptr;
+    std::size_t numClients = 0;
+    std::size_t client = 0;
   };
   using Done = AsyncReducer::Done;
 
@@ -56,10 +62,12 @@ class AsyncUpdates {
  private:
   struct Parameter {
     Place place;
+    std::uint32_t numUpdates = 0;  // that have ended; changed by the one that is under way
     bool isUnderWay = false;
   };
 
   std::string begin(std::string_view key, std::size_t numBytes, Parameter*& parameter);
+  std::string write(const Parameter& parameter, const void* value);
   void finish(Parameter& parameter, void* updated, const char* failure, const Done& done);
 
   AsyncReducer& reducer_;
