@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.checkpoint.tensor_callable import Callable as TensorCallable
+from tensorflow.python.distribute.device_util import canonicalize
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY, Trackable
 
 FloatArray = npt.NDArray[np.float32]
@@ -97,7 +98,8 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
             )
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
-        return {VARIABLE_VALUE_KEY: TensorCallable(lambda: self.value, tf.float32, "/CPU:0")}
+        # The whole name, as of variables: checkpoints of several devices are written through a graph.
+        return {VARIABLE_VALUE_KEY: TensorCallable(lambda: self.value, tf.float32, canonicalize("/CPU:0"))}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> Any:
         return self.assign(restored_tensors[VARIABLE_VALUE_KEY])
