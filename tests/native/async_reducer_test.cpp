@@ -77,6 +77,29 @@ class AsyncReducers : public testing::Test {
   std::vector<std::unique_ptr<AsyncReducer>> reducers_;
 };
 
+/// Who has the result may end the reducer while the thread that asked for it still leaves reduce().
+TEST_F(AsyncReducers, EndsBeforeItsCallersHaveLeft) {
+  constexpr int kSessions = 200;
+  Bytes buffer = contribution(DType::kFloat32, kNumElements, 0, 1);
+  for (int session = 0; session < kSessions; ++session) {
+    std::vector<Ends> ends(2);
+    std::vector<std::thread> callers;
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      reducers_[rank] = std::make_unique<AsyncReducer>(
+          cluster_.client(rank), kPatienceSeconds,
+          [](WaitStatus, std::uint32_t, std::uint32_t) { return std::string("a status"); });
+      reducers_[rank]->add(nameOfTensor(0), 1, 0, kNumBytes);
+      callers.emplace_back([&, rank, reducer = reducers_[rank].get()] {
+        reducer->reduce(nameOfTensor(0), buffer.data(), nullptr, kNumBytes, ends[rank].expect());
+      });
+    }
+    for (Ends& each : ends) ASSERT_TRUE(each.wait(1));
+    for (auto& reducer : reducers_) reducer.reset();  // a caller may still be in reduce()
+    for (std::thread& caller : callers) caller.join();
+    for (Ends& each : ends) ASSERT_EQ(each.failure(), "");
+  }
+}
+
 class ImpatientReducers : public AsyncReducers {
  protected:
   ImpatientReducers() : AsyncReducers(kMomentSeconds) {}

@@ -11,6 +11,18 @@ namespace {
 constexpr const char* kClosed = "the session is closed";
 constexpr std::chrono::microseconds kLookAfter{100};
 
+/// A caller who is inside, and touches nothing of the reducer once it is not.
+class Inside {
+ public:
+  explicit Inside(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+  ~Inside() { count_.fetch_sub(1); }
+
+ private:
+  std::atomic<int>& count_;
+};
+
 void reduceThrough(void* reducer, const char* key, const void* source, void* destination,
                    std::uint64_t numBytes, CoarseReduceDone done, void* context) {
   static_cast<AsyncReducer*>(reducer)->reduce(
@@ -36,6 +48,8 @@ void AsyncReducer::close() noexcept {
   hasWork_.notify_all();
   if (thread_.joinable()) thread_.join();
   failAll(kClosed);
+  // A result may be there, and whoever waited for it may close, before the caller that pushed it has left.
+  while (numInside_.load() != 0) std::this_thread::sleep_for(kLookAfter);
 }
 
 void AsyncReducer::add(const std::string& key, std::uint32_t group, std::uint32_t tensor,
@@ -51,6 +65,7 @@ void AsyncReducer::add(const std::string& key, std::uint32_t group, std::uint32_
 
 void AsyncReducer::reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes,
                           Done done, std::uint8_t flags) {
+  const Inside inside(numInside_);
   Request request{source, destination, std::move(done), flags};
   numSubmitting_.fetch_add(1);
   const std::string failure = take(key, numBytes, request);
@@ -65,6 +80,7 @@ void AsyncReducer::reduce(std::string_view key, const void* source, void* destin
 
 std::string AsyncReducer::awaitOthers(std::uint32_t group, std::uint32_t tensor,
                                       const std::function<bool()>& isDone) {
+  const Inside inside(numInside_);
   const std::chrono::duration<double> timeout(timeoutSeconds_);
   const auto began = Clock::now();
   YieldingSpin spin(kLookAfter);

@@ -58,7 +58,8 @@ class AsyncReducer {
   /// @param group, tensor that it is about, for the failure's description.
   /// @returns what failed meanwhile; empty once `isDone` says so.
   std::string awaitOthers(std::uint32_t group, std::uint32_t tensor, const std::function<bool()>& isDone);
-  /// Ends what is under way with a failure, and the thread. Idempotent; not to be called by a Done.
+  /// Ends what is under way with a failure, and the thread; returns when no caller is inside any more.
+  /// Idempotent; not to be called by a Done.
   void close() noexcept;
   /// What libraries that are built elsewhere call; valid until close().
   const CoarseAsyncReducer& interface() const noexcept { return interface_; }
@@ -101,6 +102,7 @@ class AsyncReducer {
   const Describe describe_;
   CoarseAsyncReducer interface_;
   std::atomic<int> numSubmitting_ = 0;
+  std::atomic<int> numInside_ = 0;  // callers, for whom close() waits
 
   std::mutex mutex_;  // guards what follows, and calls of the client that push and pull
   std::condition_variable hasWork_;
