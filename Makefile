@@ -31,8 +31,9 @@ test:  ## Run all linters and tests but the slow ones, the native ones under san
 	@$(MAKE) --jobs=2 lint native-test-sanitized  # native tests build while Python's packages are installed
 	@$(MAKE) python-test
 
-test-all: test  ## All of `make test`, then the Python tests that it leaves out for their length.
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m slow
+test-all:  ## The same with the slow tests, and more examples of what must hold for any (an hour).
+	@$(MAKE) --jobs=2 lint native-test-sanitized
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Two files of tests at a time: most of them wait for processes that start.
 python-test: $(INSTALLED)  ## Run the Python tests that are not slow.

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("coarse", deadline=None)  # a busy machine is no fault of an example
-settings.load_profile("coarse")
+# A busy machine is no fault of an example.
+settings.register_profile("coarse", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "coarse"))
 
 _ROOT = Path(__file__).parents[1]
 _CUDA_STAND_INS = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}

@@ -30,7 +30,7 @@ MEMORIES = [
         f"numa:{NODE},numa:{NODE}",
         marks=pytest.mark.skipif(NODE is None, reason="this kernel knows no NUMA nodes"),
     ),
-    "dax:PATH/0",
+    pytest.param("dax:PATH/0", marks=pytest.mark.slow),
     "dax:PATH/0,dax:PATH/1",
     "host,dax:PATH/0",
 ]

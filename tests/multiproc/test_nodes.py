@@ -48,7 +48,9 @@ def node_of(rank, shape):
     return next(f"n{node}" for node in range(len(shape)) if rank < sum(shape[: node + 1]))
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "gather", "direct"])
+@pytest.mark.parametrize(
+    "algorithm", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gather", "direct"))]
+)
 @pytest.mark.parametrize(("shape", "memory_devices", "sync_cores"), SHAPES)
 def test_every_dtype_op_and_length(job, algorithm, shape, memory_devices, sync_cores):
     world_size = sum(shape)

@@ -63,7 +63,7 @@ def test_a_size_is_what_goes_to_the_memory_devices(job, dual_sync, num_offloaded
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "gather", "direct", "exchange"])
-@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_kind_of_tensor_has_the_bits_of_memory_devices(job, num_workers, algorithm):
     specs = [
         TensorSpec(name=f"{dtype} {op} {length}", dtype=dtype, num_elements=length, op=op)

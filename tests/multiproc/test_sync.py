@@ -27,14 +27,14 @@ EVERY_KIND = [
 
 SHAPES = [  # workers, memory devices, sync cores
     (2, 1, 1),
-    (2, 2, 1),
+    pytest.param(2, 2, 1, marks=pytest.mark.slow),
     (2, 2, 2),
-    (2, 3, 1),
-    (3, 1, 2),
-    (3, 2, 1),
+    pytest.param(2, 3, 1, marks=pytest.mark.slow),
+    pytest.param(3, 1, 2, marks=pytest.mark.slow),
+    pytest.param(3, 2, 1, marks=pytest.mark.slow),
     (3, 4, 1),
     (4, 2, 1),
-    (4, 4, 2),
+    pytest.param(4, 4, 2, marks=pytest.mark.slow),
 ]
 ALGORITHMS = ("auto", "gather", "direct", "ring", "exchange")
 
@@ -115,7 +115,7 @@ def test_results_are_bitwise_equal_on_all_workers_and_in_every_run(job, algorith
 
 
 @pytest.mark.parametrize("memory_devices", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_order_of_pushes_deadlocks(job, seed, memory_devices):
     num_tensors, num_rounds = 100, 20
 
@@ -427,7 +427,7 @@ def test_push_and_pull_copy_from_and_to_other_memory(job, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", pytest.param("float64", marks=pytest.mark.slow)])
 def test_nan_and_infinity_pass_through(job, algorithm, dtype):
     def worker(me):
         specs = [TensorSpec(name="gradient", dtype=dtype, num_elements=5000, op="mean")]

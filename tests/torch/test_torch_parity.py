@@ -47,11 +47,12 @@ IN_EVERY_RUN = [
     "join_divides_by_remaining_workers",
 ]
 ON_A_GPU_IN_EVERY_RUN = [
-    *IN_EVERY_RUN,
+    "averages_gradients",
+    "trains_mixed_dtypes",
+    "join_divides_by_remaining_workers",
     "static_graph",
     "grad_scaler",
     "two_models_trained_in_turn",
-    "compiled_module",
     "averages_where_the_processor_copies_gradients",
 ]
 COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]

@@ -143,6 +143,7 @@ def test_without_a_compiler_it_is_told_what_to_install():
         usable_compilers([], (13, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
 @pytest.mark.parametrize("file", sorted(kernel_names()))
 def test_nvcc_compiles_without_warnings(file, tmp_path):
