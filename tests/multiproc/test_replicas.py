@@ -145,7 +145,11 @@ def test_a_device_that_is_lost_while_it_waits_comes_back(job, undisturbed):
     assert finish(job, 1, **REPLICATED) == (3, [3, 2, 3, 3], undisturbed)
 
 
-def _meet_for_ever(session):
+def _meet_until_lost(session, rank, device):
+    """Worker 0 kills the device when all have met, which another worker may hear of before it has left the barrier."""
+    session.barrier()
+    if rank == 0:
+        os.kill(kept_devices().pids[device], signal.SIGKILL)
     while True:
         session.barrier()
 
@@ -160,10 +164,7 @@ def test_values_that_workers_have_stored_outlive_their_device(job):
                 if number % WORKERS == me.rank:
                     session.store(name, np.full(3, number, dtype=np.uint8))
             with pytest.raises(MemoryDeviceLostError, match="with its neighbour too"):
-                session.barrier()  # which worker 1 may not have left when worker 0 has
-                if me.rank == 0:
-                    os.kill(kept_devices().pids[1], signal.SIGKILL)
-                _meet_for_ever(session)
+                _meet_until_lost(session, me.rank, 1)
             raise ValueError("to be started again")
 
     def load(me, attempt, device):
@@ -174,10 +175,7 @@ def test_values_that_workers_have_stored_outlive_their_device(job):
                 session.barrier()
                 return found
             with pytest.raises(MemoryDeviceLostError):
-                session.barrier()
-                if me.rank == 0:
-                    os.kill(kept_devices().pids[device], signal.SIGKILL)
-                _meet_for_ever(session)
+                _meet_until_lost(session, me.rank, device)
             raise ValueError(found)
 
     assert {outcome.error for outcome in job.outcomes(WORKERS, store)} == {"ValueError"}

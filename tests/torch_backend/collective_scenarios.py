@@ -201,13 +201,14 @@ def messages_in_batches_and_from_anybody() -> Any:
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    anybody = torch.zeros(4, 2)
+    anybody, total, sources = torch.zeros(4, 2), torch.zeros(4, 2), []
     if _rank() == 0:
-        sources = [dist.recv(anybody) for _ in range(1, _size())]
+        for _ in range(1, _size()):
+            sources.append(dist.recv(anybody))
+            total += anybody
     else:
         dist.send(torch.full((4, 2), float(_rank())), 0)
-        sources = []
-    return [received, anybody, sources]
+    return [received, total, sorted(sources)]  # they come in any order
 
 
 COLLECTIVES: dict[str, Callable[[], Any]] = {
