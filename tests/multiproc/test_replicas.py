@@ -146,7 +146,7 @@ def test_a_device_that_is_lost_while_it_waits_comes_back(job, undisturbed):
 
 
 def _meet_until_lost(session, rank, device):
-    """Worker 0 kills the device when all have met, which another worker may hear of before it has left the barrier."""
+    """Worker 0 kills the device when all have met; another one may hear of it before it has left that barrier."""
     session.barrier()
     if rank == 0:
         os.kill(kept_devices().pids[device], signal.SIGKILL)
