@@ -305,7 +305,7 @@ class Client:
         Raises:
             OutOfDeviceMemoryError: If the memory devices have too little.
         """
-        group = self._register(probe_schema(largest_bytes))
+        group = self._register(probe_schema(largest_bytes, on_host=self.emulation is not None))
         return LinkProbes(self, self._native, group, len(self._connections))
 
     @property

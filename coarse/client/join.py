@@ -148,13 +148,9 @@ def _choose_table(settings: Settings, num_workers: int) -> PartitionTable:
     table = choose_partition_table(
         settings.partition_table, num_workers=num_workers, devices=settings.memory_devices
     )
-    if table.is_on_gpus and settings.machine:
-        raise ValueError(
-            "COARSE_MACHINE does not go with memory devices on GPUs: links are those that are there"
-        )
     if settings.replicas:
         check_replicas(table)
-    if table.is_on_gpus and not settings.partition_table:
+    if table.is_on_gpus and not settings.partition_table and not settings.machine:
         return pair_with_nearest(table)
     return table
 

@@ -75,8 +75,12 @@ class LinkProbes:
         self._group.close()
 
 
-def probe_schema(largest_bytes: int) -> GroupSchema:
-    """The tensor group of probes of up to `largest_bytes`: a tensor of one shard for each that is under way."""
+def probe_schema(largest_bytes: int, *, on_host: bool) -> GroupSchema:
+    """The tensor group of probes of up to `largest_bytes`: a tensor of one shard for each that is under way.
+
+    Args:
+        on_host: As in GroupSchema; for links that are emulated, whose time does not depend on where the bytes lie.
+    """
     return GroupSchema(
         name="link probes",
         specs=tuple(
@@ -86,4 +90,5 @@ def probe_schema(largest_bytes: int) -> GroupSchema:
         shard_bytes=largest_bytes,
         gather_bytes=0,
         algorithm="probe",
+        on_host=on_host,
     )

@@ -88,6 +88,37 @@ def test_training_has_the_bits_of_the_host(stand_ins, tmp_path):
     assert found == expected
 
 
+def run_on_emulated_machine(tmp_path, memory_devices, **environment):
+    """Two workers of a machine with 1 ms for 4 MiB, as users start them; returns what they printed."""
+    folder = tmp_path / memory_devices.replace(":", "")
+    folder.mkdir()
+    machine = ["--machine", "aws-p3", "--time-dilation", "20", "--memory-devices", memory_devices]
+    routes = ["--shard-bytes", "4MiB", "--routing", "local", "--dual-sync", "off"]
+    output = ["--no-prefix", "--log-dir", str(folder)]
+    script = [str(SCRIPTS / "emulated_script.py"), str(folder)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "coarse", "run", "-n", "2", *machine, *routes, *output, *script],
+        env=os.environ | environment | {MARK: str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not processes_left(str(folder))
+    return [json.loads((folder / f"worker-{rank}.log").read_text().splitlines()[-1]) for rank in range(2)]
+
+
+def test_emulated_machines_take_their_time_and_change_no_bit(stand_ins, tmp_path):
+    expected = run_on_emulated_machine(tmp_path, "2")
+    found = run_on_emulated_machine(tmp_path, "cuda:0,cuda:0", **stand_ins)
+    assert [each["hash"] for each in found] == [each["hash"] for each in expected]
+    for each in found:
+        assert each["shortest_s"] >= each["dilation"] * each["least_s"] - 1e-6
+        assert each["probe_s"] >= each["least_probe_s"] - 1e-9
+        assert each["num_arrivals"] > 0
+
+
 def test_survivors_of_a_device_are_told(stand_ins, tmp_path):
     told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "device", **stand_ins)
     assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2

@@ -98,11 +98,17 @@ class Runs : public testing::Test {
   /// First shard, number of shards and elements of each run.
   std::vector<std::vector<std::uint64_t>> runs(const std::vector<std::uint32_t>& shards) {
     ShardBatch batch;
-    for (const std::uint32_t shard : shards) batch.push_back({&group_, {kGroup, shard, 1, 0}});
+    for (const std::uint32_t shard : shards) batch.push_back(task(shard));
+    return runs(batch);
+  }
+  std::vector<std::vector<std::uint64_t>> runs(const ShardBatch& batch) {
     std::vector<std::vector<std::uint64_t>> found;
     for (const ShardRun& run : runsOf(batch))
       found.push_back({run.firstShard, run.numShards, run.numElements});
     return found;
+  }
+  ShardTask task(std::uint32_t shard, std::vector<ShardPiece> pieces = {}) {
+    return {&group_, {kGroup, shard, 1, 0}, std::move(pieces)};
   }
 
  private:
@@ -126,6 +132,12 @@ TEST_F(Runs, EndWhereAnotherWorkerContributed) {
 TEST_F(Runs, LeaveShardsAloneThatAreMeasured) {
   for (std::uint32_t shard = 0; shard < 4; ++shard) setFlags(shard, kPresent | kMeasure);
   EXPECT_EQ(runs({0, 1, 2, 3}), (Found{{0, 1, 300}, {1, 1, 300}, {2, 1, 300}, {3, 1, 100}}));
+}
+
+TEST_F(Runs, LeavePiecesAloneButThoseThatAreAllOfAShard) {
+  EXPECT_EQ(runs(ShardBatch{task(1), task(0, {{0, 300}}), task(2, {{0, 64}, {128, 300}}), task(3)}),
+            (Found{{0, 2, 600}, {2, 1, 64}, {2, 1, 172}, {3, 1, 100}}));
+  EXPECT_EQ(runsOf({task(2, {{0, 64}, {128, 300}})}).back().firstElement, 128U);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
@@ -65,8 +66,7 @@ class GroupIn {
       optimizer.states = allocate(std::max<std::size_t>(plan.keptBytes(), 1));
     }
     group_ = std::make_unique<TensorGroup>(plan, control_.fd, slots, optimizer, std::vector<int>(), memory_);
-    compute_ = memory_->makeCompute(
-        [this](TensorGroup&, const RingEntry& entry) { finished_.push_back(entry.shard); });
+    compute_ = memory_->makeCompute([this](const ShardTask& task) { finished_.push_back(task.entry.shard); });
   }
 
   TensorGroup& group() { return *group_; }
@@ -92,9 +92,13 @@ class GroupIn {
     for (Memory& each : settings_)
       std::fill_n(reinterpret_cast<UpdateSettings*>(each.data()), plan_.numTensors(), settings);
   }
-  void run() {
-    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard)
-      compute_->begin(*group_, {plan_.id, shard, 1, 0});
+  /// @param piecesOf those of a shard that are to be reduced.
+  void run(const std::function<std::vector<ShardPiece>(const Shard&)>& piecesOf = nullptr) {
+    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
+      ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}};
+      if (piecesOf) task.pieces = piecesOf(plan_.shards[shard]);
+      compute_->begin(task);
+    }
     compute_->drain();
     ASSERT_EQ(finished_.size(), plan_.shards.size());
     ASSERT_FALSE(compute_->isBusy());
@@ -200,6 +204,19 @@ TEST(CudaTensorMemory, ReducesToTheBitsOfTheHost) {
   both.forBoth([](GroupIn& each) {
     for (std::size_t client = 0; client < kNumClients; ++client) each.contribute(client, kPresent);
     each.run();
+  });
+  both.expectSame();
+}
+
+TEST(CudaTensorMemory, ReducesPiecesAndLeavesTheRest) {
+  BothMemories both(makeVariousPlan());
+  both.forBoth([](GroupIn& each) {
+    for (std::size_t client = 0; client < kNumClients; ++client) each.contribute(client, kPresent);
+    each.run([](const Shard& shard) {
+      const std::uint32_t third = shard.numElements / 3;
+      if (third == 0) return std::vector<ShardPiece>{{0, shard.numElements}};
+      return std::vector<ShardPiece>{{0, third}, {2 * third, shard.numElements}};
+    });
   });
   both.expectSame();
 }

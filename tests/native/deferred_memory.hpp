@@ -53,7 +53,7 @@ inline void runOnHost(const ShardRun& run) {
   const ShardShape shape = group.shape(run.firstShard);
   if (run.work == ShardWork::kMeasure) return reduceAndMeasureShard(group, run.firstShard);
   if (run.work == ShardWork::kReduce) {
-    const Contributions all(group, run.firstShard);
+    const Contributions all(group, run.firstShard, run.firstElement);
     return reduce(shape.dtype, shape.op, all.inputs.data(), all.numInputs, all.slots.data(), all.numSlots,
                   run.numElements, group.divisor(run.firstShard));
   }

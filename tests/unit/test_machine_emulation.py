@@ -57,3 +57,22 @@ def test_a_machine_gets_the_paths_of_the_partition_table():
     assert choose_emulation("", table, time_dilation=1.0) is None
     with pytest.raises(ValueError, match="did you mean aws-p3"):
         choose_emulation("aws-p33", table, time_dilation=1.0)
+
+
+def test_memory_of_a_gpu_plays_whatever_gpu_of_the_machine_the_table_says(tmp_path):
+    """What a memory device owns here, and what it is over there, have nothing to do with each other."""
+    devices = "".join(
+        f'[[memory_device]]\nkind = "cuda"\ndevice = "cuda:0"\ngpu = {gpu}\nworkers = [{worker}]\n'
+        for worker, gpu in enumerate((1, 3))
+    )
+    tables = []
+    for name, text in {
+        "gpus": devices,
+        "host": devices.replace('kind = "cuda"\ndevice = "cuda:0"\n', ""),
+    }.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text("worker_gpus = [0, 2]\n" + text)
+        tables.append(PartitionTable.load(path))
+    on_gpus, on_host = (choose_emulation("aws-p3", table, time_dilation=20.0) for table in tables)
+    assert tables[0].memories == ("cuda:0", "cuda:0")
+    assert on_gpus == on_host

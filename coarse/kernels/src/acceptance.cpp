@@ -117,8 +117,8 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
       return "links to the memory of GPUs cannot be probed yet; set COARSE_PROFILE=off";
     if (!paths.isHostMemory && paths.hasNodes)
       return "memory devices on GPUs synchronise one node only; this session has several";
-    if (!paths.isHostMemory && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
-      return "memory devices on GPUs reduce by the algorithm auto, direct or gather";
+    if (!paths.isHostMemory && algorithm == Algorithm::kRing)
+      return "memory devices on GPUs reduce by the algorithm auto, direct, gather or exchange";
     if (!paths.isHostMemory && plan.isTable(shard))
       return "memory devices on GPUs take whole gradients, not rows of tables";
     if (algorithm == Algorithm::kProbe) continue;

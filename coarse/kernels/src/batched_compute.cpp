@@ -10,10 +10,6 @@ BatchedCompute::BatchedCompute(std::unique_ptr<BatchRunner> runner, Finish finis
 
 BatchedCompute::~BatchedCompute() = default;
 
-void BatchedCompute::begin(TensorGroup& group, const RingEntry& entry) {
-  waiting_.push_back({&group, entry});
-}
-
 bool BatchedCompute::advance() {
   bool progressed = false;
   while (finishOldest()) progressed = true;
@@ -40,7 +36,7 @@ bool BatchedCompute::finishOldest() {
   if (started_.empty() || !runner_->conclude()) return false;
   const ShardBatch done = std::move(started_.front());
   started_.pop_front();
-  for (const ShardTask& task : done) finish_(*task.group, task.entry);
+  for (const ShardTask& task : done) finish_(task);
   return true;
 }
 

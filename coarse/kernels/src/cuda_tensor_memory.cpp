@@ -213,7 +213,7 @@ void CudaRunner::add(const ShardRun& run) {
 
 void CudaRunner::addReduction(const ShardRun& run) {
   const bool isMeasured = run.work == ShardWork::kMeasure;
-  const Contributions all(*run.group, run.firstShard);
+  const Contributions all(*run.group, run.firstShard, run.firstElement);
   if (all.numInputs == 0) {
     if (isMeasured) run.group->control().measure(run.firstShard) = {0, kNobody, 0};
     return;

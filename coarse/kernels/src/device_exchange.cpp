@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "coarse/reduce.hpp"
-
 namespace coarse {
 namespace {
 
@@ -17,11 +15,29 @@ std::size_t ownerOf(std::uint32_t shard, std::size_t piece, std::size_t numClien
   return (shard + piece) % numClients;
 }
 
+std::uint64_t keyOf(const RingEntry& entry) noexcept {
+  return std::uint64_t{entry.group} << 32 | entry.shard;
+}
+
+/// Adds a piece behind the others, as one with the last of them where it goes on there.
+void append(std::vector<ShardPiece>& pieces, const ShardPiece& piece) {
+  if (piece.begin == piece.end) return;
+  if (!pieces.empty() && pieces.back().end == piece.begin) {
+    pieces.back().end = piece.end;
+  } else {
+    pieces.push_back(piece);
+  }
+}
+
 }  // namespace
 
 DeviceExchange::DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup,
-                               ClientDone clientDone)
-    : peers_(peers), links_(links), findGroup_(std::move(findGroup)), clientDone_(std::move(clientDone)) {}
+                               ComputeOf computeOf, ClientDone clientDone)
+    : peers_(peers),
+      links_(links),
+      findGroup_(std::move(findGroup)),
+      computeOf_(std::move(computeOf)),
+      clientDone_(std::move(clientDone)) {}
 
 void DeviceExchange::distribute(TensorGroup& group, const RingEntry& entry) {
   const std::size_t numClients = group.plan().numClients;
@@ -58,8 +74,9 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   std::size_t numElements = 0;
   for (std::size_t piece = 0; piece < count; ++piece) {
     if (group.deviceOf(entry.shard, ownerOf(entry.shard, piece, numClients)) != peers_.device) continue;
-    task.pieces.push_back(pieceOf(task.shape.numElements, piece, count));
-    numElements += task.pieces.back().end - task.pieces.back().begin;
+    const ShardPiece own = pieceOf(task.shape.numElements, piece, count);
+    append(task.pieces, own);
+    numElements += own.end - own.begin;
   }
   task.numBytes = numElements * itemBytes(task.shape.dtype);
   return task;
@@ -82,33 +99,28 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
         std::max(due, links_.reserve(links_.endpointOfDevice(device), links_.endpointOfDevice(peers_.device),
                                      bytesFrom[device], sentAt, shard));
   }
-  links_.at(due, [this, task = std::move(task)](MonotonicNs arrivedAt) {
-    TensorGroup* reduced = findGroup_(task.entry.group);
-    if (reduced == nullptr) return;  // removed because the session failed
-    reducePieces(*reduced, task);
-    links_.at(sendResults(*reduced, task, arrivedAt), [this, task](MonotonicNs resultsAt) {
-      TensorGroup* finished = findGroup_(task.entry.group);
-      if (finished != nullptr) finishDevice(*finished, task, resultsAt);
-    });
-  });
+  links_.at(due, [this, task = std::move(task)](MonotonicNs arrivedAt) { reducePieces(task, arrivedAt); });
 }
 
-void DeviceExchange::reducePieces(TensorGroup& group, const Task& task) {
-  const Shard& shard = group.plan().shards[task.entry.shard];
-  const std::size_t itemSize = itemBytes(task.shape.dtype);
-  std::vector<const void*> inputs;
-  std::vector<void*> outputs;
-  for (const ShardPiece& piece : task.pieces) {
-    inputs.clear();
-    outputs.clear();
-    for (std::size_t client = 0; client < group.plan().numClients; ++client) {
-      outputs.push_back(group.slot(client, shard) + piece.begin * itemSize);
-      if (group.isPresent(task.entry.shard, client)) inputs.push_back(outputs.back());
-    }
-    if (inputs.empty()) return;
-    reduce(task.shape.dtype, task.shape.op, inputs.data(), inputs.size(), outputs.data(), outputs.size(),
-           piece.end - piece.begin, group.divisor(task.entry.shard));
-  }
+void DeviceExchange::reducePieces(Task task, MonotonicNs arrivedAt) {
+  TensorGroup* group = findGroup_(task.entry.group);
+  if (group == nullptr) return;  // removed because the session failed
+  task.resultsAt = sendResults(*group, task, arrivedAt);
+  const ShardTask work{group, task.entry, task.pieces};
+  reducing_.insert_or_assign(keyOf(task.entry), std::move(task));
+  if (work.pieces.empty()) return reduced(work.entry);
+  computeOf_(*group).begin(work);
+}
+
+void DeviceExchange::reduced(const RingEntry& entry) {
+  const auto found = reducing_.find(keyOf(entry));
+  Task task = std::move(found->second);
+  reducing_.erase(found);
+  const MonotonicNs resultsAt = task.resultsAt;
+  links_.at(resultsAt, [this, task = std::move(task)](MonotonicNs sentAt) {
+    TensorGroup* finished = findGroup_(task.entry.group);
+    if (finished != nullptr) finishDevice(*finished, task, sentAt);
+  });
 }
 
 /// @returns when the pieces are at every device that holds a contribution.

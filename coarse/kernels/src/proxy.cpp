@@ -87,6 +87,7 @@ void Proxy::openLinks() {
   peers.doorbells = doorbells_;
   deviceExchange_ = std::make_unique<DeviceExchange>(
       peers, links_, [this](std::uint32_t group) { return groups_.find(group); },
+      [this](const TensorGroup& group) -> ShardCompute& { return computeOf(group); },
       [this](TensorGroup& group, const RingEntry& entry, std::size_t client) {
         if (client == 0) count(group.shape(entry.shard));
         finishShard(group, entry, client);
@@ -195,8 +196,9 @@ void Proxy::addCompute(const std::shared_ptr<const TensorMemory>& memory) {
   for (const Compute& each : computes_) {
     if (each.memory == memory) return;
   }
-  computes_.push_back({memory, memory->makeCompute([this](TensorGroup& group, const RingEntry& entry) {
-                         concludeShard(group, entry);
+  computes_.push_back({memory, memory->makeCompute([this](const ShardTask& task) {
+                         if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
+                         deviceExchange_->reduced(task.entry);
                        })});
 }
 
@@ -485,7 +487,7 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   if (nodeExchange_) {
     nodeExchange_->contribute(group, entry);
   } else {
-    computeOf(group).begin(group, entry);
+    computeOf(group).begin({&group, entry});
   }
 }
 

@@ -117,9 +117,9 @@ GroupUpdates Copy::updates(std::string problem) const {
 std::string complete(TensorGroup& group, std::uint32_t shard, std::uint32_t step) {
   contributeForAll(group, shard);
   if (std::string difference = disagreement(group, shard, {}); !difference.empty()) return difference;
-  const auto compute = group.memory().makeCompute(
-      [](TensorGroup& of, const RingEntry& entry) { noteUpdate(of, entry.shard); });
-  compute->begin(group, {group.plan().id, shard, step, 0});
+  const auto compute =
+      group.memory().makeCompute([](const ShardTask& task) { noteUpdate(*task.group, task.entry.shard); });
+  compute->begin({&group, {group.plan().id, shard, step, 0}});
   compute->drain();
   return {};
 }

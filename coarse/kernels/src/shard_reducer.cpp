@@ -29,11 +29,13 @@ std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t o
 
 }  // namespace
 
-Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex) noexcept
+Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
+                             std::uint32_t firstElement) noexcept
     : numSlots(group.plan().numClients) {
   const Shard& shard = group.plan().shards[shardIndex];
+  const std::size_t offset = firstElement == 0 ? 0 : firstElement * itemBytes(group.shape(shardIndex).dtype);
   for (std::size_t client = 0; client < numSlots; ++client) {
-    slots[client] = group.slot(client, shard);
+    slots[client] = group.slot(client, shard) + offset;
     if (!group.isPresent(shardIndex, client)) continue;
     clients[numInputs] = client;
     inputs[numInputs++] = slots[client];
@@ -59,6 +61,17 @@ void reduceShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
   const ShardShape shape = group.shape(shardIndex);
   reduce(shape.dtype, shape.op, all.inputs.data(), all.numInputs, all.slots.data(), all.numSlots,
          shape.numElements, group.divisor(shardIndex));
+}
+
+void reducePieces(TensorGroup& group, std::uint32_t shardIndex,
+                  const std::vector<ShardPiece>& pieces) noexcept {
+  const ShardShape shape = group.shape(shardIndex);
+  for (const ShardPiece& piece : pieces) {
+    const Contributions all(group, shardIndex, piece.begin);
+    if (all.numInputs == 0) return;
+    reduce(shape.dtype, shape.op, all.inputs.data(), all.numInputs, all.slots.data(), all.numSlots,
+           piece.end - piece.begin, group.divisor(shardIndex));
+  }
 }
 
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {

@@ -21,6 +21,7 @@ bool haveSameFlags(const TensorGroup& group, std::uint32_t one, std::uint32_t ot
 }
 
 bool continues(const ShardRun& run, const ShardTask& task) noexcept {
+  if (!run.isWhole) return false;
   const std::uint32_t last = run.firstShard + run.numShards - 1;
   if (task.group != run.group || task.entry.shard != last + 1 || run.work == ShardWork::kMeasure)
     return false;
@@ -29,6 +30,26 @@ bool continues(const ShardRun& run, const ShardTask& task) noexcept {
   return shard.tensor == before.tensor && !shard.isDynamic &&
          shard.offset == before.offset + before.numElements * itemBytes(before.dtype) &&
          haveSameFlags(*run.group, last, task.entry.shard);
+}
+
+void add(std::vector<ShardRun>& runs, const ShardTask& task, const ShardPiece& piece,
+         std::uint32_t shardElements) {
+  const std::uint32_t numElements = piece.end - piece.begin;
+  const bool isWhole = numElements == shardElements;
+  if (isWhole && !runs.empty() && continues(runs.back(), task)) {
+    ++runs.back().numShards;
+    runs.back().numElements += numElements;
+    return;
+  }
+  ShardRun run;
+  run.group = task.group;
+  run.firstShard = task.entry.shard;
+  run.numShards = 1;
+  run.firstElement = piece.begin;
+  run.numElements = numElements;
+  run.work = workOf(*task.group, task.entry.shard);
+  run.isWhole = isWhole;
+  runs.push_back(run);
 }
 
 }  // namespace
@@ -41,13 +62,10 @@ std::vector<ShardRun> runsOf(const ShardBatch& batch) {
   });
   std::vector<ShardRun> runs;
   for (const ShardTask& task : inOrder) {
-    const std::uint64_t numElements = task.group->shape(task.entry.shard).numElements;
-    if (!runs.empty() && continues(runs.back(), task)) {
-      ++runs.back().numShards;
-      runs.back().numElements += numElements;
-    } else {
-      runs.push_back({task.group, task.entry.shard, 1, numElements, workOf(*task.group, task.entry.shard)});
-    }
+    const std::uint32_t numElements = task.group->shape(task.entry.shard).numElements;
+    const std::vector<ShardPiece> all{{0, numElements}};
+    for (const ShardPiece& piece : task.pieces.empty() ? all : task.pieces)
+      add(runs, task, piece, numElements);
   }
   return runs;
 }

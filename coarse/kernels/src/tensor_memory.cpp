@@ -13,9 +13,13 @@ namespace {
 class HostCompute : public ShardCompute {
  public:
   explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}
-  void begin(TensorGroup& group, const RingEntry& entry) override {
-    runShard(group, entry.shard);
-    finish_(group, entry);
+  void begin(const ShardTask& task) override {
+    if (task.pieces.empty()) {
+      runShard(*task.group, task.entry.shard);
+    } else {
+      reducePieces(*task.group, task.entry.shard, task.pieces);
+    }
+    finish_(task);
   }
 
  private:

@@ -9,12 +9,6 @@
 
 namespace coarse {
 
-/// A shard that is to be reduced, measured or updated.
-struct ShardTask {
-  TensorGroup* group = nullptr;
-  RingEntry entry;
-};
-
 using ShardBatch = std::vector<ShardTask>;
 
 /// Runs batches of shards beside the thread that asks for them, one after the other.
@@ -45,7 +39,7 @@ class BatchedCompute : public ShardCompute {
   BatchedCompute(std::unique_ptr<BatchRunner> runner, Finish finish);
   ~BatchedCompute() override;
 
-  void begin(TensorGroup& group, const RingEntry& entry) override;
+  void begin(const ShardTask& task) override { waiting_.push_back(task); }
   bool advance() override;
   void drain() override;
   bool isBusy() const noexcept override { return !waiting_.empty() || !started_.empty(); }

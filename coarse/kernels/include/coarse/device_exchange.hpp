@@ -3,10 +3,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <unordered_map>
 #include <vector>
 
 #include "coarse/device_links.hpp"
 #include "coarse/layout.hpp"
+#include "coarse/shard_compute.hpp"
 #include "coarse/shard_queue.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -31,21 +33,29 @@ struct ExchangePeers {
 /// algorithm whatever the routes, and with one contribution per device each link carries what a ring's does:
 /// 2(p-1)/p of the shard.
 ///
+/// What fetches, adds and sends is the ShardCompute of the memory where the tensors lie, which may take its
+/// time; when that would have come over the links is up to these.
+///
 /// Nothing here blocks. Thread safety: one caller at a time.
 class DeviceExchange {
  public:
   /// Looks a registered tensor group up by its id; nullptr if there is none.
   using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
+  /// What reduces the shards of a group; tells pieces that are reduced to reduced().
+  using ComputeOf = std::function<ShardCompute&(const TensorGroup& group)>;
   /// Called once per client, in one of the devices, when the result of a shard is with the client.
   using ClientDone = std::function<void(TensorGroup& group, const RingEntry& entry, std::size_t client)>;
 
-  DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ClientDone clientDone);
+  DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ComputeOf computeOf,
+                 ClientDone clientDone);
 
   /// Tells the devices that own pieces of a shard to start. Called where its last contribution arrived.
   void distribute(TensorGroup& group, const RingEntry& entry);
   /// Starts on the next shard that another device or this one has distributed. @returns whether there was
   /// one.
   bool advance();
+  /// The pieces of a shard that were given to its compute are reduced, at every client.
+  void reduced(const RingEntry& entry);
 
  private:
   /// What one device does for one shard.
@@ -53,20 +63,23 @@ class DeviceExchange {
     RingEntry entry;
     ShardShape shape;
     std::vector<ShardPiece> pieces;
-    std::size_t numBytes = 0;  // of all pieces
+    std::size_t numBytes = 0;   // of all pieces
+    MonotonicNs resultsAt = 0;  // when links have brought them to all devices
   };
 
   Task makeTask(const TensorGroup& group, const RingEntry& entry) const;
   void fetch(const TensorGroup& group, Task task);
-  void reducePieces(TensorGroup& group, const Task& task);
+  void reducePieces(Task task, MonotonicNs arrivedAt);
   MonotonicNs sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt);
   void finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt);
 
   ExchangePeers peers_;
   DeviceLinks& links_;
   FindGroup findGroup_;
+  ComputeOf computeOf_;
   ClientDone clientDone_;
   std::uint64_t logPosition_ = 0;
+  std::unordered_map<std::uint64_t, Task> reducing_;  // by keyOf()
 };
 
 }  // namespace coarse

@@ -1,13 +1,28 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "coarse/shard_queue.hpp"
 
 namespace coarse {
 
 class TensorGroup;
+
+/// Elements [begin, end) of a shard.
+struct ShardPiece {
+  std::uint32_t begin = 0;
+  std::uint32_t end = 0;
+};
+
+/// A shard that is to be reduced, measured or updated.
+struct ShardTask {
+  TensorGroup* group = nullptr;
+  RingEntry entry;
+  std::vector<ShardPiece> pieces{};  // which alone are to be reduced; all of the shard if there are none
+};
 
 /// What the sync cores of one memory device reduce and update shards with, where their tensors lie: each core
 /// itself, or a GPU that one of them has do it meanwhile. The one place where kinds of memory differ for a
@@ -16,15 +31,16 @@ class TensorGroup;
 /// Thread safety: that of the host's memory any; others one caller at a time.
 class ShardCompute {
  public:
-  /// Called with each shard whose result is in place, in the order of begin(), from any function of this
+  /// Called with each task whose result is in place, in the order of begin(), from any function of this
   /// class.
-  using Finish = std::function<void(TensorGroup& group, const RingEntry& entry)>;
+  using Finish = std::function<void(const ShardTask& task)>;
 
   virtual ~ShardCompute() = default;
 
   /// Has a shard reduced, measured or updated, as its contributions say.
-  /// @pre all contributions have arrived and agree; the group lives until the shard is finished.
-  virtual void begin(TensorGroup& group, const RingEntry& entry) = 0;
+  /// @pre all contributions have arrived and agree; the group lives until the shard is finished; only what is
+  /// reduced has pieces, and these are not empty.
+  virtual void begin(const ShardTask& task) = 0;
   /// Goes on with what was begun, without waiting. @returns whether that has started or finished anything.
   virtual bool advance() { return false; }
   /// Returns when all that was begun is finished.

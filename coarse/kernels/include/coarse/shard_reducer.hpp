@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "coarse/tensor_group.hpp"
 
@@ -18,7 +19,8 @@ inline constexpr std::size_t kMostClients = 256;
 /// The present contributions to a shard, in the order of the clients, and the slots of all.
 /// @pre all contributions have arrived and agree.
 struct Contributions {
-  Contributions(const TensorGroup& group, std::uint32_t shard) noexcept;
+  /// @param firstElement from which on arrays are wanted.
+  Contributions(const TensorGroup& group, std::uint32_t shard, std::uint32_t firstElement = 0) noexcept;
 
   std::array<void*, kMostClients> slots;
   std::array<const void*, kMostClients> inputs;
@@ -44,7 +46,10 @@ struct UpdateInputs {
 /// @pre all contributions have arrived and agree.
 void reduceShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
-/// The same for means, of which it notes the GradientMeasure. @pre as for reduceShard().
+/// The same for some elements of the shard.
+void reducePieces(TensorGroup& group, std::uint32_t shard, const std::vector<ShardPiece>& pieces) noexcept;
+
+/// As reduceShard() for means, of which it notes the GradientMeasure. @pre as for reduceShard().
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and

@@ -56,12 +56,6 @@ struct KeptArrays {
   std::size_t numArrays = 0;
 };
 
-/// Elements [begin, end) of a shard.
-struct ShardPiece {
-  std::uint32_t begin = 0;
-  std::uint32_t end = 0;
-};
-
 /// Piece `piece` of `numElements` cut into `count`. Pieces end at cache lines of the smallest type, so that
 /// no two who reduce one each write the same line.
 ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept;
