@@ -143,6 +143,7 @@ class CudaTensorMemory(TensorMemory):
         reduce_max: Sequence[int],
         measure: Sequence[int],
         update: Sequence[int],
+        hold_until: int,
     ) -> None: ...
 
 class SlotCopies:

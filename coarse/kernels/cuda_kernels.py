@@ -47,7 +47,7 @@ def kernel_names() -> dict[str, tuple[str, ...]]:
         "ring": tuple(f"ring_{kind}" for kind in kinds),
         "measure": tuple(f"measure_{dtype}" for dtype in MEASURED_DTYPES),
         "update": tuple(f"update_{dtype}" for dtype in MEASURED_DTYPES),
-        "delay": ("reserve_transfer", "hold_until"),
+        "delay": ("hold_until",),
     }
 
 

@@ -8,10 +8,7 @@ import pytest
 
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.kernels import _native
-from coarse.kernels.cuda_delays import StreamDelays
 from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES
-from coarse.machine.emulation import Emulation
-from coarse.machine.links import Bucket, LinkTable, Path
 
 SUM, MEAN, MAX = range(3)
 FLOAT32 = DTYPES.index("float32")
@@ -260,39 +257,23 @@ def test_a_batch_updates_all_its_shards(kernels, cuda):
         arrays.assert_equal()
 
 
-def test_emulated_links_hold_a_stream_as_long_as_they_are_taken(kernels, cuda):
+def test_a_stream_is_held_until_a_time_but_not_for_long(kernels, cuda):
     import torch
 
-    gbytes_per_s, latency_us, dilation, num_transfers, nbytes = 10.0, 15.0, 2.0, 3, 10_000_000
-    buckets = tuple(Bucket(name=name, gbytes_per_s=gbytes_per_s) for name in ("up", "down"))
-    up, down = (Path(latency_us=latency_us, buckets=(number,)) for number in range(2))
-    links = LinkTable(
-        machine="one link", num_workers=1, num_devices=1, buckets=buckets, paths=((None, up), (down, None))
-    )
-    emulation = Emulation(links=links, time_dilation=dilation)
-    memory = torch.zeros(StreamDelays.num_bytes(emulation) // 8, dtype=torch.int64, device="cuda")
-    delays = StreamDelays(kernels, emulation, address=memory.data_ptr())
     stream = cuda.current_stream().cuda_stream
-    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
+    started_ns = torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def time_ms(directions):
-        memory.zero_()
+    def hold_ms(until_ns):
         begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for way in directions:
-            delays.reserve(*way, nbytes, stream=stream)
-            target.copy_(source)
-        delays.hold(stream=stream)
+        hold = struct.pack("=QQ", until_ns, started_ns.data_ptr())  # Hold of delay.cuh
+        kernels.context.launch(kernels.function("hold_until"), 1, 1, stream, [hold])
         end.record()
         cuda.synchronize()
         return begin.elapsed_time(end)
 
-    time_ms([(0, 1)])  # loads the kernels
-    transfer_ms, latency_ms = dilation * nbytes / gbytes_per_s / 1e6, dilation * latency_us / 1e3
-    # One after the other in one direction, both at once in two. Copies take some 10 us each, and sleeps end late.
-    for directions, expected_ms in (
-        ([(0, 1)] * num_transfers, num_transfers * transfer_ms + latency_ms),
-        ([(0, 1), (1, 0)], transfer_ms + latency_ms),
-    ):
-        assert expected_ms - 0.01 <= time_ms(directions) <= expected_ms + 0.3
+    hold_ms(0)  # loads the kernel
+    first_ns = started_ns.item()
+    assert hold_ms(first_ns) < 0.1  # is over
+    assert started_ns.item() > first_ns
+    assert 0.199 <= hold_ms(2**63) < 0.4  # kLongestHoldNs; sleeps end late

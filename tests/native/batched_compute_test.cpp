@@ -82,6 +82,45 @@ TEST(Batches, AreFinishedByADeviceThatStops) {
 
 // ---- which shards go together ----
 
+/// Keeps what it is given, and has everything done at once.
+class ListingRunner : public BatchRunner {
+ public:
+  struct Started {
+    std::vector<std::uint32_t> shards;
+    MonotonicNs notBefore;
+  };
+  explicit ListingRunner(std::vector<Started>& started) : started_(started) {}
+  void start(const ShardBatch& batch, MonotonicNs notBefore) override {
+    started_.push_back({{}, notBefore});
+    for (const ShardTask& task : batch) started_.back().shards.push_back(task.entry.shard);
+    ++numDone_;
+  }
+  bool conclude() override { return numDone_ > 0 && numDone_-- > 0; }
+  void wait() override {}
+
+ private:
+  std::vector<Started>& started_;
+  std::size_t numDone_ = 0;
+};
+
+TEST(Batches, HoldNothingForLinksOfOthers) {
+  std::vector<ListingRunner::Started> started;
+  BatchedCompute compute(std::make_unique<ListingRunner>(started), [](const ShardTask&) {});
+  const MonotonicNs past = monotonicNow() - 1'000'000'000, future = past + 3'600'000'000'000;
+  std::uint32_t shard = 0;
+  for (const MonotonicNs notBefore :
+       {MonotonicNs{0}, MonotonicNs{0}, past, past + 5, future, future, future + 1})
+    compute.begin({nullptr, {kGroup, shard++, 1, 0}, {{0, 1}}, notBefore});
+  compute.drain();
+  ASSERT_EQ(started.size(), 4U);
+  const std::vector<std::vector<std::uint32_t>> expected = {{0, 1}, {2, 3}, {4, 5}, {6}};
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(started[i].shards, expected[i]);
+  EXPECT_EQ(started[0].notBefore, 0);
+  EXPECT_EQ(started[1].notBefore, past + 5);
+  EXPECT_EQ(started[2].notBefore, future);
+  EXPECT_EQ(started[3].notBefore, future + 1);
+}
+
 /// A group of two clients that have contributed to all shards.
 class Runs : public testing::Test {
  protected:
@@ -108,7 +147,7 @@ class Runs : public testing::Test {
     return found;
   }
   ShardTask task(std::uint32_t shard, std::vector<ShardPiece> pieces = {}) {
-    return {&group_, {kGroup, shard, 1, 0}, std::move(pieces)};
+    return {&group_, {kGroup, shard, 1, 0}, std::move(pieces), 0};
   }
 
  private:

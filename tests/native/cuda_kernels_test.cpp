@@ -696,13 +696,11 @@ TEST(CudaKernels, NoRuleChangesNothing) {
 
 // ---- Delays ----
 
-TEST(CudaKernels, TransfersTakeABucketOneAfterTheOther) {
-  constexpr double kNsPerByte = 0.1;
-  EXPECT_EQ(cuda::takenUntilAfter(0, 1000, 500, kNsPerByte), 1050U);     // idle: time is not saved up
-  EXPECT_EQ(cuda::takenUntilAfter(5000, 1000, 500, kNsPerByte), 5050U);  // behind the one before
-  std::uint64_t taken = 0;
-  for (int i = 0; i < 1000; ++i) taken = cuda::takenUntilAfter(taken, 1, 1'000'000, kNsPerByte);
-  EXPECT_EQ(taken, 1U + 1000U * 100'000U);
+TEST(Delays, EndWhenTheyAreToButSoon) {
+  const cuda::Hold hold{1'000'000, nullptr};
+  EXPECT_EQ(cuda::endOf(hold, 900'000), 1'000'000U);
+  EXPECT_EQ(cuda::endOf(hold, 2'000'000), 1'000'000U) << "over before it began";
+  EXPECT_EQ(cuda::endOf(hold, 100'000), 100'000U + cuda::kLongestHoldNs);
 }
 
 }  // namespace

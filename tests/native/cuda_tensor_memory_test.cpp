@@ -43,6 +43,7 @@ CudaKernels allKernels() {
   kernels.reduceMax = kernelsNamed("reduce_max", all);
   kernels.measure = kernelsNamed("measure", gradients);
   kernels.update = kernelsNamed("update", gradients);
+  EXPECT_EQ(cuModuleGetFunction(&kernels.holdUntil, nullptr, "hold_until"), cuda::kSuccess);
   return kernels;
 }
 
@@ -95,7 +96,7 @@ class GroupIn {
   /// @param piecesOf those of a shard that are to be reduced.
   void run(const std::function<std::vector<ShardPiece>(const Shard&)>& piecesOf = nullptr) {
     for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
-      ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}};
+      ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}, 0};
       if (piecesOf) task.pieces = piecesOf(plan_.shards[shard]);
       compute_->begin(task);
     }
@@ -103,6 +104,13 @@ class GroupIn {
     ASSERT_EQ(finished_.size(), plan_.shards.size());
     ASSERT_FALSE(compute_->isBusy());
   }
+  /// Reduces a shard with which links are through at `notBefore`. @returns when it was finished.
+  MonotonicNs reduceHeld(std::uint32_t shard, MonotonicNs notBefore) {
+    compute_->begin({group_.get(), {plan_.id, shard, 1, 0}, {}, notBefore});
+    compute_->drain();
+    return monotonicNow();
+  }
+  MonotonicNs lead() const { return compute_->lead(); }
 
  private:
   Region allocate(std::size_t numBytes) {
@@ -276,6 +284,35 @@ TEST_P(CudaUpdates, HaveTheBitsOfTheHost) {
 
 INSTANTIATE_TEST_SUITE_P(All, CudaUpdates,
                          testing::Values(kPresent | kUpdate, kPresent | kUpdate | kReduced, kUpdate));
+
+TEST(CudaTensorMemory, HoldsReductionsUntilLinksAreThrough) {
+  const auto context = std::make_shared<cuda::Context>(0);
+  const GroupPlan plan = makeGradientPlan();
+  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, allKernels()), context);
+  EXPECT_EQ(gpu.lead(), 0) << "nothing is known of the GPU's clock";
+  gpu.reduceHeld(0, monotonicNow());
+  int numHeld = 0;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const MonotonicNs lead = gpu.lead(), notBefore = monotonicNow() + lead;
+    if (lead == 0) {  // nothing was heard of the clock for too long: this machine is busy
+      gpu.reduceHeld(0, notBefore);
+      continue;
+    }
+    ++numHeld;
+    ASSERT_GE(gpu.reduceHeld(1, notBefore), notBefore);
+  }
+  EXPECT_GT(numHeld, 0);
+}
+
+TEST(CudaTensorMemory, BeginsNothingEarlyWithoutTheKernelThatHolds) {
+  const auto context = std::make_shared<cuda::Context>(0);
+  const GroupPlan plan = makeGradientPlan();
+  CudaKernels kernels = allKernels();
+  kernels.holdUntil = nullptr;
+  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, kernels), context);
+  gpu.reduceHeld(0, monotonicNow());
+  EXPECT_EQ(gpu.lead(), 0);
+}
 
 TEST(CudaTensorMemory, NeedsAllKernels) {
   CudaKernels kernels = allKernels();

@@ -85,10 +85,11 @@ class ThreadRunner : public BatchRunner {
     thread_.join();
   }
 
-  void start(const ShardBatch& batch) override {
+  MonotonicNs lead() const noexcept override { return 200'000; }
+  void start(const ShardBatch& batch, MonotonicNs notBefore) override {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      queue_.push_back(runsOf(batch));
+      queue_.push_back({runsOf(batch), notBefore});
       ++numStarted_;
     }
     changed_.notify_all();
@@ -110,10 +111,11 @@ class ThreadRunner : public BatchRunner {
     while (true) {
       changed_.wait(lock, [this] { return isStopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      const std::vector<ShardRun> runs = std::move(queue_.front());
+      const auto [runs, notBefore] = std::move(queue_.front());
       queue_.pop_front();
       lock.unlock();
       gate_.pass();
+      while (monotonicNow() < notBefore) std::this_thread::yield();
       for (const ShardRun& each : runs) runOnHost(each);
       lock.lock();
       ++numDone_;
@@ -124,7 +126,7 @@ class ThreadRunner : public BatchRunner {
   Gate& gate_;
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<std::vector<ShardRun>> queue_;
+  std::deque<std::pair<std::vector<ShardRun>, MonotonicNs>> queue_;  // and when each may start
   std::size_t numStarted_ = 0;
   std::size_t numDone_ = 0;
   std::size_t numConcluded_ = 0;

@@ -55,8 +55,13 @@ double step(Cluster& cluster, const GroupPlan& plan, std::uint32_t number, std::
 constexpr std::uint32_t kMiBOfFloats = 1 << 18;
 
 // Nobody is faster than the links; how much slower a loaded machine is, only the benchmark judges.
-TEST(EmulatedLinks, CarryPushReductionAndPullInNoLessThanTheirTime) {
-  const ClusterShape shape{2, 2, 1};
+class EveryMemory : public testing::TestWithParam<ClusterShape> {};
+INSTANTIATE_TEST_SUITE_P(EmulatedLinks, EveryMemory,
+                         testing::Values(ClusterShape{2, 2, 1}, kDeferred<2, 2, 1>),
+                         [](const auto& info) { return nameOf(info); });
+
+TEST_P(EveryMemory, CarriesPushReductionAndPullInNoLessThanTheirTime) {
+  const ClusterShape shape = GetParam();
   Cluster cluster(shape, separateLinks(shape, 0.1, 1000));
   const GroupPlan plan = exchangedTensor(2, 2 * kMiBOfFloats, kMiBOfFloats);
   cluster.addGroup(plan);

@@ -3,12 +3,15 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <string>
+#include <thread>
 
 #include "batches.cuh"
+#include "delay.cuh"
 #include "measure.cuh"
 #include "reduce.cuh"
 #include "update.cuh"
@@ -82,6 +85,20 @@ void runMeasure(const void* parameters) {
   }
 }
 
+/// The global timer of the device, which counts from another moment than the host's clock.
+inline std::uint64_t globalTimer() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return 1'000'000'000'000'000 +
+         static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+inline void runHold(const void* parameters) {
+  const auto& hold = *static_cast<const cuda::Hold*>(parameters);
+  *hold.startedAt = globalTimer();
+  const std::uint64_t end = cuda::endOf(hold, *hold.startedAt);
+  while (globalTimer() < end) std::this_thread::yield();
+}
+
 template <class Element>
 void addReductions(std::map<std::string, HostKernel>& kernels, const std::string& dtype) {
   kernels["reduce_sum_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Sum>};
@@ -108,6 +125,7 @@ inline const std::map<std::string, HostKernel>& hostKernels() {
     addGradientKernels<cuda::Plain<float>>(all, "float32");
     addGradientKernels<cuda::BFloat16>(all, "bfloat16");
     addGradientKernels<cuda::Float16>(all, "float16");
+    all["hold_until"] = {sizeof(cuda::Hold), runHold};
     return all;
   }();
   return kernels;

@@ -29,7 +29,7 @@ GroupPlan makeUpdatedPlan() {
 /// Two workers whose slots hold gradients of 1, and whose settings have parameters of 8 lose as much.
 class Job {
  public:
-  Job() : plan(makeUpdatedPlan()) {
+  explicit Job(const ClusterShape& shape = {kClients, 2, 1}) : plan(makeUpdatedPlan()), cluster(shape) {
     cluster.start().addGroup(plan);
     for (std::uint32_t tensor = 0; tensor < 2; ++tensor) {
       std::fill_n(parameter(tensor), kElements[tensor], 8.F);
@@ -68,7 +68,7 @@ class Job {
   }
 
   GroupPlan plan;
-  Cluster cluster{{kClients, 2, 1}};
+  Cluster cluster;
 
  private:
   float* floats(std::byte* base, std::uint32_t tensor) const {
@@ -90,6 +90,17 @@ TEST(FinishedUpdates, AreSeenByAllShardsIfOneHasSeenThem) {
   EXPECT_EQ(updates.problem, "");
   EXPECT_EQ(updates.step, 1U);
   EXPECT_EQ(updates.updateNumbers, (Numbers{1, 1}));
+  job.expectParameters(7);
+}
+
+// Making what computes takes a GPU a while, and so does each batch.
+TEST(FinishedUpdates, RunTogetherWhereOthersCompute) {
+  Job job(kDeferred<kClients, 2, 1>);
+  for (const std::size_t client : {0, 1}) job.push(client, 1);
+  for (const std::size_t client : {0, 1}) job.pull(client, 1);
+  const std::size_t numBefore = job.cluster.gate().numPassed();
+  EXPECT_EQ(job.settle().problem, "");
+  EXPECT_EQ(job.cluster.gate().numPassed(), numBefore + 1) << "for all shards of the other tensor";
   job.expectParameters(7);
 }
 

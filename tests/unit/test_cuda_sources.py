@@ -89,11 +89,11 @@ def test_machine_code_is_kept(monkeypatch, tmp_path):
 
 def test_messages_of_the_compiler_name_file_and_line():
     nvrtc = nvrtc_for(90)
-    broken = source("delay").replace("const std::uint64_t end = *due;", "const std::uint64_t end = **due;")
+    broken = source("delay").replace("half = (end - now) / 2;", "half = (*end - now) / 2;")
     line = next(
         number
         for number, text in enumerate((SOURCES / "delay.cu").read_text().splitlines(), 1)
-        if "end = *due;" in text
+        if "half = (end - now) / 2;" in text
     )
     with pytest.raises(CoarseError, match=rf"cannot compile delay\.cu for sm_90.*delay\.cu\({line}\)"):
         nvrtc.compile(broken, name="delay.cu", architecture=90, options=OPTIONS)

@@ -7,6 +7,8 @@
 //   measure_*                   MeasureBatch  float32, bfloat16, float16
 //   update_*                    UpdateBatch   float32, bfloat16, float16
 //
+// and hold_until, which takes a Hold (delay.cuh).
+//
 // * is a dtype: float32, float64, bfloat16, float16, int32, int64, uint8. Blocks have kThreads threads, the
 // grid is one-dimensional and of any length: a block takes tiles until there are none, so that more blocks
 // than tiles, or than the GPU can run at once, gain nothing. No dynamic shared memory.

@@ -1,27 +1,24 @@
-// When an emulated link has delivered a transfer: the buckets of docs/design/emulation.md, in a GPU's time.
+// Holds a stream until the links of another machine would be through with a transfer (docs/design/emulation.md).
 #pragma once
 
 #include "platform.cuh"
 
 namespace coarse::cuda {
 
-inline constexpr unsigned kMostBucketsPerPath = 8;
+/// However wrong a clock may be: a stream is never held for longer.
+inline constexpr std::uint64_t kLongestHoldNs = 200'000;
 
-/// The way of one transfer. Times are nanoseconds of the GPU's global timer, dilated.
-struct DelayPath {
-  std::uint64_t* takenUntil[kMostBucketsPerPath];  // one word per bucket, in memory of the GPU, 0 at first
-  double nsPerByte[kMostBucketsPerPath];
-  double latencyNs;
-  std::uint32_t numBuckets;
-  std::uint32_t padding;
+/// Times are nanoseconds of the GPU's global timer.
+struct Hold {
+  std::uint64_t until;
+  std::uint64_t* startedAt;  // gets what the timer shows when the kernel begins; of any memory that it can write
 };
-static_assert(sizeof(DelayPath) == 144, "a wire format");
+static_assert(sizeof(Hold) == 16, "a wire format");
 
-/// Until when a bucket is taken if a transfer that was asked for at `now` takes it too.
-COARSE_DEVICE std::uint64_t takenUntilAfter(std::uint64_t takenUntil, std::uint64_t now,
-                                            std::uint64_t numBytes, double nsPerByte) {
-  const std::uint64_t start = takenUntil > now ? takenUntil : now;
-  return start + static_cast<std::uint64_t>(static_cast<double>(numBytes) * nsPerByte + 0.5);
+/// When a kernel that began at `startedAt` ends.
+COARSE_DEVICE std::uint64_t endOf(const Hold& hold, std::uint64_t startedAt) {
+  const std::uint64_t latest = startedAt + kLongestHoldNs;
+  return hold.until < latest ? hold.until : latest;
 }
 
 }  // namespace coarse::cuda

@@ -40,12 +40,23 @@ bool BatchedCompute::finishOldest() {
   return true;
 }
 
+/// Tasks that wait for nothing, or for no more than the first one: nobody is to wait for links of others.
+std::size_t BatchedCompute::numReadyTogether() const noexcept {
+  const MonotonicNs first = waiting_.front().notBefore;
+  const MonotonicNs latest = first == 0 ? 0 : std::max(first, monotonicNow());
+  const auto isLater = [&](const ShardTask& task) { return task.notBefore > latest; };
+  const auto end = std::find_if(waiting_.begin(), waiting_.end(), isLater);
+  return std::min(static_cast<std::size_t>(end - waiting_.begin()), kMostShards);
+}
+
 bool BatchedCompute::startNext() {
   if (waiting_.empty() || started_.size() == kMostStarted) return false;
-  const auto end = waiting_.begin() + static_cast<std::ptrdiff_t>(std::min(waiting_.size(), kMostShards));
+  const auto end = waiting_.begin() + static_cast<std::ptrdiff_t>(numReadyTogether());
+  MonotonicNs notBefore = 0;
+  for (auto task = waiting_.begin(); task != end; ++task) notBefore = std::max(notBefore, task->notBefore);
   started_.emplace_back(waiting_.begin(), end);
   waiting_.erase(waiting_.begin(), end);
-  runner_->start(started_.back());
+  runner_->start(started_.back(), notBefore);
   return true;
 }
 

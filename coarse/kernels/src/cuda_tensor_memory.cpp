@@ -1,6 +1,7 @@
 #include "coarse/cuda_tensor_memory.hpp"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -8,8 +9,10 @@
 #include "batches.cuh"
 #include "coarse/batched_compute.hpp"
 #include "coarse/cuda_pinned_pages.hpp"
+#include "coarse/gpu_clock.hpp"
 #include "coarse/shard_reducer.hpp"
 #include "coarse/shard_runs.hpp"
+#include "delay.cuh"
 
 namespace coarse {
 namespace {
@@ -81,6 +84,41 @@ class Measures {
   std::vector<ShardRun> measured_;
 };
 
+/// Has a stream wait for moments of the host's clock, by a kernel that looks at the GPU's.
+class StreamHolds {
+ public:
+  /// @param kernel null if streams cannot wait.
+  StreamHolds(const cuda::SharedContext& context, cuda::FunctionHandle kernel)
+      : kernel_(kernel), pages_(context, BatchedCompute::kMostStarted * sizeof(std::uint64_t)) {}
+
+  MonotonicNs lead() const noexcept {
+    return clock_.isFresh(monotonicNow()) ? static_cast<MonotonicNs>(cuda::kLongestHoldNs) : 0;
+  }
+  /// Has what `stream` is given from now on wait; only looks at the clock if that was long ago.
+  /// @param batch that it is for, below kMostStarted, until it is note()d.
+  void hold(std::size_t batch, MonotonicNs until, const cuda::Stream& stream) {
+    if (kernel_ == nullptr) return;
+    const MonotonicNs now = monotonicNow();
+    cuda::Hold hold{};
+    if (clock_.isFresh(now)) hold.until = clock_.shownAt(until);
+    hold.startedAt = static_cast<std::uint64_t*>(pages_.onDevice()) + batch;
+    launchedAt_[batch] = now;
+    cuda::launchKernel(kernel_, cuda::LaunchShape{}, stream.handle(), {&hold});
+  }
+  /// @pre the launches of the batch are done.
+  void note(std::size_t batch) noexcept {
+    if (launchedAt_[batch] == 0) return;
+    clock_.note(launchedAt_[batch], reinterpret_cast<const std::uint64_t*>(pages_.data())[batch]);
+    launchedAt_[batch] = 0;
+  }
+
+ private:
+  cuda::FunctionHandle kernel_;
+  PinnedPages pages_;
+  std::array<MonotonicNs, BatchedCompute::kMostStarted> launchedAt_{};  // 0 where nothing is held
+  GpuClock clock_;
+};
+
 /// A kernel, and what it is to do next.
 template <class Batch>
 struct Launch {
@@ -95,7 +133,8 @@ class CudaRunner : public BatchRunner {
   CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels);
   ~CudaRunner() override;
 
-  void start(const ShardBatch& batch) override;
+  void start(const ShardBatch& batch, MonotonicNs notBefore) override;
+  MonotonicNs lead() const noexcept override { return holds_.lead(); }
   bool conclude() override;
   void wait() override;
 
@@ -128,6 +167,7 @@ class CudaRunner : public BatchRunner {
   std::vector<Launch<cuda::ReduceBatch>> sums_, maxima_;
   std::vector<Launch<cuda::MeasureBatch>> measured_;
   std::vector<Launch<cuda::UpdateBatch>> updates_;
+  StreamHolds holds_;
   std::unique_ptr<MeasureSpace> measureSpace_;  // made when it is first needed
   std::vector<std::unique_ptr<Started>> started_;
   std::size_t numStarted_ = 0;
@@ -153,7 +193,8 @@ CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& ke
       sums_(launchesOf<cuda::ReduceBatch>(kernels.reduceSum)),
       maxima_(launchesOf<cuda::ReduceBatch>(kernels.reduceMax)),
       measured_(launchesOf<cuda::MeasureBatch>(kernels.measure)),
-      updates_(launchesOf<cuda::UpdateBatch>(kernels.update)) {
+      updates_(launchesOf<cuda::UpdateBatch>(kernels.update)),
+      holds_(context, kernels.holdUntil) {
   for (std::size_t i = 0; i < BatchedCompute::kMostStarted; ++i)
     started_.push_back(std::make_unique<Started>(context));
 }
@@ -167,8 +208,9 @@ CudaRunner::~CudaRunner() {
   }
 }
 
-void CudaRunner::start(const ShardBatch& batch) {
+void CudaRunner::start(const ShardBatch& batch, MonotonicNs notBefore) {
   const cuda::ContextScope scope(*context_);
+  if (notBefore > 0) holds_.hold(numStarted_ % started_.size(), notBefore, stream_);
   const std::vector<ShardRun> runs = runsOf(batch);
   keepBefore(runs);
   for (const ShardRun& run : runs) add(run);
@@ -194,6 +236,7 @@ bool CudaRunner::conclude() {
   const cuda::ContextScope scope(*context_);
   if (!oldest().done.isDone()) return false;
   oldest().measures.note();
+  holds_.note(numConcluded_ % started_.size());
   ++numConcluded_;
   return true;
 }

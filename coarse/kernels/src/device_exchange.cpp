@@ -99,21 +99,46 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
         std::max(due, links_.reserve(links_.endpointOfDevice(device), links_.endpointOfDevice(peers_.device),
                                      bytesFrom[device], sentAt, shard));
   }
-  links_.at(due, [this, task = std::move(task)](MonotonicNs arrivedAt) { reducePieces(task, arrivedAt); });
+  const MonotonicNs lead = links_.isPaced() ? computeOf_(group).lead() : 0;
+  links_.at(due - lead,
+            [this, task = std::move(task), due, lead](MonotonicNs) { reducePieces(task, due, lead); });
 }
 
-void DeviceExchange::reducePieces(Task task, MonotonicNs arrivedAt) {
+/// @param lead so long before contributions arrive this is called, at least.
+void DeviceExchange::reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs lead) {
   TensorGroup* group = findGroup_(task.entry.group);
   if (group == nullptr) return;  // removed because the session failed
-  task.resultsAt = sendResults(*group, task, arrivedAt);
-  const ShardTask work{group, task.entry, task.pieces};
-  reducing_.insert_or_assign(keyOf(task.entry), std::move(task));
-  if (work.pieces.empty()) return reduced(work.entry);
-  computeOf_(*group).begin(work);
+  const ShardTask work{group, task.entry, task.pieces, links_.isPaced() ? arrivesAt : 0};
+  task.isReduced = work.pieces.empty();
+  reducing_.insert_or_assign(keyOf(work.entry), std::move(task));
+  if (lead == 0) {
+    sendPieces(work.entry, arrivesAt);
+  } else {
+    links_.at(arrivesAt, [this, entry = work.entry](MonotonicNs arrivedAt) { sendPieces(entry, arrivedAt); });
+  }
+  if (!work.pieces.empty()) computeOf_(*group).begin(work);
+}
+
+/// Takes the links for results as if they were there: what the reduction takes is the host's time, or a
+/// GPU's.
+void DeviceExchange::sendPieces(const RingEntry& entry, MonotonicNs sentAt) {
+  const TensorGroup* group = findGroup_(entry.group);
+  if (group == nullptr) return;
+  Task& task = reducing_.at(keyOf(entry));
+  task.resultsAt = sendResults(*group, task, sentAt);
+  task.isSent = true;
+  conclude(keyOf(entry));
 }
 
 void DeviceExchange::reduced(const RingEntry& entry) {
-  const auto found = reducing_.find(keyOf(entry));
+  reducing_.at(keyOf(entry)).isReduced = true;
+  conclude(keyOf(entry));
+}
+
+/// Lets results arrive that are there and have been sent.
+void DeviceExchange::conclude(std::uint64_t key) {
+  const auto found = reducing_.find(key);
+  if (!found->second.isReduced || !found->second.isSent) return;
   Task task = std::move(found->second);
   reducing_.erase(found);
   const MonotonicNs resultsAt = task.resultsAt;

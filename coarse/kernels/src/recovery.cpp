@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -112,32 +113,49 @@ GroupUpdates Copy::updates(std::string problem) const {
   return updates;
 }
 
-/// Runs an update of a group of which no memory is lost as a memory device does, wherever that lies.
-/// @returns as Copy::redo().
-std::string complete(TensorGroup& group, std::uint32_t shard, std::uint32_t step) {
-  contributeForAll(group, shard);
-  if (std::string difference = disagreement(group, shard, {}); !difference.empty()) return difference;
-  const auto compute =
-      group.memory().makeCompute([](const ShardTask& task) { noteUpdate(*task.group, task.entry.shard); });
-  compute->begin({&group, {group.plan().id, shard, step, 0}});
-  compute->drain();
-  return {};
-}
+/// Runs updates of a group of which no memory is lost as a memory device does, wherever that lies.
+class Completion {
+ public:
+  explicit Completion(TensorGroup& group) : group_(group) {}
+
+  /// @returns as Copy::redo().
+  std::string begin(std::uint32_t shard, std::uint32_t step) {
+    contributeForAll(group_, shard);
+    if (std::string difference = disagreement(group_, shard, {}); !difference.empty()) return difference;
+    if (compute_ == nullptr) {
+      compute_ = group_.memory().makeCompute(
+          [](const ShardTask& task) { noteUpdate(*task.group, task.entry.shard); });
+    }
+    compute_->begin({&group_, {group_.plan().id, shard, step, 0}});
+    return {};
+  }
+  /// Returns when all that was begun has run.
+  void drain() {
+    if (compute_ != nullptr) compute_->drain();
+  }
+
+ private:
+  TensorGroup& group_;
+  std::unique_ptr<ShardCompute> compute_;  // made when it is first needed: a GPU's takes a while
+};
 
 /// Brings all shards to the step that any of them has seen.
 GroupUpdates finish(TensorGroup& group, const Copy& copy, const std::vector<std::size_t>& lostClients) {
   const std::uint32_t last = copy.lastStep();
-  for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
-    if (copy.step(shard) == last || copy.isEmpty(shard)) continue;
-    if (copy.step(shard) + 1 != last) {
-      return copy.updates("shard " + std::to_string(shard) + " has seen " + std::to_string(copy.step(shard)) +
-                          " steps, another one " + std::to_string(last));
+  Completion completion(group);
+  std::string problem;
+  for (std::uint32_t shard = 0; shard < group.plan().shards.size() && problem.empty(); ++shard) {
+    const std::uint32_t seen = copy.step(shard);
+    if (seen == last || copy.isEmpty(shard)) continue;
+    if (seen + 1 != last) {
+      problem = "shard " + std::to_string(shard) + " has seen " + std::to_string(seen) +
+                " steps, another one " + std::to_string(last);
+    } else {
+      problem = group.replica() == nullptr ? completion.begin(shard, last) : copy.redo(shard, lostClients);
     }
-    std::string problem =
-        group.replica() == nullptr ? complete(group, shard, last) : copy.redo(shard, lostClients);
-    if (!problem.empty()) return copy.updates(std::move(problem));
   }
-  return copy.updates();
+  completion.drain();
+  return copy.updates(std::move(problem));
 }
 
 }  // namespace

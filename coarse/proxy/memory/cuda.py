@@ -88,6 +88,7 @@ class CudaMemory:
                 reduce_max=handles("reduce_max"),
                 measure=handles("measure", MEASURED_DTYPES),
                 update=handles("update", MEASURED_DTYPES),
+                hold_until=kernels.function("hold_until"),
             )
         return self._tensor_memory
 

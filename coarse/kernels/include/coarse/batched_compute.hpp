@@ -20,7 +20,10 @@ class BatchRunner {
 
   /// Has a batch run behind those that were started before; returns at once. The batch stays where it is
   /// until it is concluded. @throws std::runtime_error if it cannot be run.
-  virtual void start(const ShardBatch& batch) = 0;
+  /// @param notBefore of its tasks the latest, or 0.
+  virtual void start(const ShardBatch& batch, MonotonicNs notBefore) = 0;
+  /// As ShardCompute::lead().
+  virtual MonotonicNs lead() const noexcept { return 0; }
   /// Notes what the oldest batch has measured, if it is done. @returns whether it is.
   /// @throws std::runtime_error if it failed.
   virtual bool conclude() = 0;
@@ -40,6 +43,7 @@ class BatchedCompute : public ShardCompute {
   ~BatchedCompute() override;
 
   void begin(const ShardTask& task) override { waiting_.push_back(task); }
+  MonotonicNs lead() const noexcept override { return runner_->lead(); }
   bool advance() override;
   void drain() override;
   bool isBusy() const noexcept override { return !waiting_.empty() || !started_.empty(); }
@@ -47,6 +51,7 @@ class BatchedCompute : public ShardCompute {
 
  private:
   bool finishOldest();
+  std::size_t numReadyTogether() const noexcept;
   bool startNext();
 
   std::unique_ptr<BatchRunner> runner_;

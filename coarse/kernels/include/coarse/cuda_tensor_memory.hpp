@@ -18,6 +18,7 @@ struct CudaKernels {
   ByDType reduceMax{};
   ByDType measure{};
   ByDType update{};
+  cuda::FunctionHandle holdUntil = nullptr;  // of delay.cuh; without it nothing is begun before it is due
 
   /// @throws std::invalid_argument if there is none for a dtype that can be reduced or updated.
   void validate() const;

@@ -63,14 +63,19 @@ class DeviceExchange {
     RingEntry entry;
     ShardShape shape;
     std::vector<ShardPiece> pieces;
-    std::size_t numBytes = 0;   // of all pieces
-    MonotonicNs resultsAt = 0;  // when links have brought them to all devices
+    std::size_t numBytes = 0;  // of all pieces
+    // Once contributions are there:
+    MonotonicNs resultsAt = 0;  // when links have brought the results to all devices
+    bool isReduced = false;
+    bool isSent = false;
   };
 
   Task makeTask(const TensorGroup& group, const RingEntry& entry) const;
   void fetch(const TensorGroup& group, Task task);
-  void reducePieces(Task task, MonotonicNs arrivedAt);
+  void reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs lead);
+  void sendPieces(const RingEntry& entry, MonotonicNs sentAt);
   MonotonicNs sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt);
+  void conclude(std::uint64_t key);
   void finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt);
 
   ExchangePeers peers_;

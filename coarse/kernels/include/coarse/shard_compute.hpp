@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "coarse/pacer.hpp"
 #include "coarse/shard_queue.hpp"
 
 namespace coarse {
@@ -22,6 +23,7 @@ struct ShardTask {
   TensorGroup* group = nullptr;
   RingEntry entry;
   std::vector<ShardPiece> pieces{};  // which alone are to be reduced; all of the shard if there are none
+  MonotonicNs notBefore = 0;         // when emulated links have brought what is read; 0 if all is there
 };
 
 /// What the sync cores of one memory device reduce and update shards with, where their tensors lie: each core
@@ -41,6 +43,9 @@ class ShardCompute {
   /// @pre all contributions have arrived and agree; the group lives until the shard is finished; only what is
   /// reduced has pieces, and these are not empty.
   virtual void begin(const ShardTask& task) = 0;
+  /// How long before their `notBefore` tasks may be begun, which then start by themselves; not more than a
+  /// fraction of a millisecond.
+  virtual MonotonicNs lead() const noexcept { return 0; }
   /// Goes on with what was begun, without waiting. @returns whether that has started or finished anything.
   virtual bool advance() { return false; }
   /// Returns when all that was begun is finished.
