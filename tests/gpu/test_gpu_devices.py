@@ -37,9 +37,16 @@ def run_job(tmp_path, memory_devices, script, *arguments, **environment):
     )
 
 
-def reports(tmp_path, memory_devices, script, *arguments):
+def new_folder(parent, name):
+    """Where workers find each other."""
+    folder = parent / name
+    folder.mkdir()
+    return str(folder)
+
+
+def reports(tmp_path, memory_devices, script, *arguments, **environment):
     """What each worker printed last, as JSON."""
-    ended = run_job(tmp_path, memory_devices, script, *arguments)
+    ended = run_job(tmp_path, memory_devices, script, *arguments, **environment)
     assert ended.returncode == 0, ended.stderr
     return [json.loads((tmp_path / f"worker-{rank}.log").read_text().splitlines()[-1]) for rank in range(2)]
 
@@ -47,8 +54,8 @@ def reports(tmp_path, memory_devices, script, *arguments):
 @pytest.mark.parametrize("place", ["host", "gpu"])
 @pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:0"])
 def test_results_have_the_bits_of_the_host(cuda, tmp_path, memory_devices, place):
-    expected = reports(tmp_path, "2", "reduce_script.py", str(tmp_path / "expected"), "host")
-    found = reports(tmp_path, memory_devices, "reduce_script.py", str(tmp_path / "found"), place)
+    expected = reports(tmp_path, "2", "reduce_script.py", new_folder(tmp_path, "expected"), "host")
+    found = reports(tmp_path, memory_devices, "reduce_script.py", new_folder(tmp_path, "found"), place)
     assert found == expected
 
 
@@ -63,7 +70,18 @@ def test_the_optimizer_gives_all_workers_the_same_parameters(cuda, tmp_path):
     assert first == second
 
 
+def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):
+    machine = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
+    routes = {"COARSE_SHARD_BYTES": "4MiB", "COARSE_ROUTING": "local", "COARSE_DUAL_SYNC": "off"}
+    setup = machine | routes
+    expected = reports(tmp_path, "2", "emulated_script.py", new_folder(tmp_path, "expected"), **setup)
+    found = reports(tmp_path, "cuda:0,cuda:0", "emulated_script.py", new_folder(tmp_path, "found"), **setup)
+    assert [each["hash"] for each in found] == [each["hash"] for each in expected]
+    for each in found:
+        assert each["shortest_s"] >= each["dilation"] * each["least_s"] - 1e-6
+
+
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are(cuda, tmp_path):
-    ended = run_job(tmp_path, "cuda:77", "reduce_script.py", str(tmp_path / "store"), "host")
+    ended = run_job(tmp_path, "cuda:77", "reduce_script.py", new_folder(tmp_path, "store"), "host")
     assert ended.returncode != 0
     assert "cuda:77: there is no such GPU; CUDA finds cuda:0" in ended.stderr
