@@ -94,7 +94,9 @@ def test_worker_that_does_not_answer_is_named() -> None:
     assert_gone(workers)
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
         "import signal, sys, tempfile\n"

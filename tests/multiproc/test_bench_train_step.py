@@ -83,7 +83,8 @@ def test_bare_workers_need_not_agree() -> None:
 @pytest.mark.parametrize(
     ("flags", "systems"),
     [
-        (("--against", "ddp"), ["coarse", "ddp"]),
+        (("--against", ""), ["coarse"]),
+        pytest.param(("--against", "ddp"), ["coarse", "ddp"], marks=pytest.mark.slow),
         pytest.param(("--against", "", "--single"), ["coarse", "none"], marks=pytest.mark.slow),
         pytest.param(
             ("--against", "ddp", "--offload-optimizer"),

@@ -57,7 +57,7 @@ def check_lost(outcome, since_s, *what):
 # ---- workers ----
 
 
-@pytest.mark.parametrize("memory_devices", [1, 2, 4])
+@pytest.mark.parametrize("memory_devices", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("place", ["before_push", "before_pull"])
 def test_the_death_of_a_worker_is_told_to_all_others(job, place, memory_devices):
     workers, _ = started(job, 3, training(**{place: True}, steps=3, memory_devices=memory_devices))
@@ -183,7 +183,7 @@ def test_after_a_loss_every_use_tells_it_again_at_once(job):
     assert outcome.ended_s - killed_s < PROMPT_S
 
 
-@pytest.mark.parametrize("memory_devices", [1, 2, 3])
+@pytest.mark.parametrize("memory_devices", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("use", ["pull", "register", "all_reduce"])
 def test_a_worker_that_leaves_while_others_go_on_is_told_not_waited_for(job, use, memory_devices):
     def worker(me):

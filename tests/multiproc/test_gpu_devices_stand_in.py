@@ -73,7 +73,7 @@ def marked_processes(mark):
             continue
 
 
-@pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:0"])
+@pytest.mark.parametrize("memory_devices", [pytest.param("cuda:0", marks=pytest.mark.slow), "cuda:0,cuda:0"])
 def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
     expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
     found, errors = run_workers(tmp_path, memory_devices, "reduce_script.py", "host", **stand_ins)

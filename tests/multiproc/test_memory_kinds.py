@@ -32,7 +32,7 @@ MEMORIES = [
     ),
     pytest.param("dax:PATH/0", marks=pytest.mark.slow),
     "dax:PATH/0,dax:PATH/1",
-    "host,dax:PATH/0",
+    pytest.param("host,dax:PATH/0", marks=pytest.mark.slow),
 ]
 
 

@@ -114,7 +114,7 @@ def test_results_are_bitwise_equal_on_all_workers_and_in_every_run(job, algorith
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("memory_devices", [1, 2, 3])
+@pytest.mark.parametrize("memory_devices", [1, 3])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_no_order_of_pushes_deadlocks(job, seed, memory_devices):
     num_tensors, num_rounds = 100, 20
@@ -181,17 +181,17 @@ def together(job, world_size, function):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize(("op", "result"), [("sum", 1 + 4), ("mean", (1 + 4) / 3), ("max", 4)])
-def test_an_absent_contribution_counts_as_zeros(job, algorithm, op, result):
+def test_an_absent_contribution_counts_as_zeros(job, algorithm):
     def worker(me):
         with me.join(memory_devices=2, algorithm=algorithm, **SMALL_SHARDS) as session:
-            group = session.register("absent", floats(["small", "large"], 10_000, op=op))
-            for index in range(2):
-                slot(group, index)[:] = 2**me.rank
-                group.push(index, present=me.rank != 1)
-            assert group.pull_all() == [2, 2]
-            for index in range(2):
-                assert (slot(group, index) == np.float32(result)).all()
+            for op, result in (("sum", 1 + 4), ("mean", (1 + 4) / 3), ("max", 4)):
+                group = session.register(op, floats(["small", "large"], 10_000, op=op))
+                for index in range(2):
+                    slot(group, index)[:] = 2**me.rank
+                    group.push(index, present=me.rank != 1)
+                assert group.pull_all() == [2, 2]
+                for index in range(2):
+                    assert (slot(group, index) == np.float32(result)).all(), op
 
     job.run(3, worker)
 
@@ -211,15 +211,15 @@ def test_a_worker_that_has_run_out_of_inputs_does_not_count_in_a_mean(job, algor
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("flags", [{"present": False}, {"joined": True}])
-def test_without_any_contribution_slots_stay_as_they_are(job, algorithm, flags):
+def test_without_any_contribution_slots_stay_as_they_are(job, algorithm):
     def worker(me):
         with me.join(memory_devices=2, algorithm=algorithm, **SMALL_SHARDS) as session:
             group = session.register("nobody", floats(["gradient"], 10_000, op="mean"))
-            slot(group, 0)[:] = 2**me.rank
-            group.push(0, **flags)
-            assert group.pull(0) == 0
-            assert (slot(group, 0) == 2**me.rank).all()
+            for flags in ({"present": False}, {"joined": True}):
+                slot(group, 0)[:] = 2**me.rank
+                group.push(0, **flags)
+                assert group.pull(0) == 0
+                assert (slot(group, 0) == 2**me.rank).all(), flags
 
     job.run(2, worker)
 
@@ -227,53 +227,54 @@ def test_without_any_contribution_slots_stay_as_they_are(job, algorithm, flags):
 # ---- buffers that are not registered ----
 
 
-@pytest.mark.parametrize("num_elements", [0, 1, 1_001, (10 << 20) // 4])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_all_reduce_and_broadcast_of_unregistered_arrays(job, world_size, num_elements):
+def test_all_reduce_and_broadcast_of_unregistered_arrays(job, world_size):
     def worker(me):
-        position = np.arange(num_elements) % 1000
         with me.join() as session:
-            for dtype in ("float32", "int64"):
-                array = (position * 2**me.rank).astype(dtype)
-                session.all_reduce(array)
-                assert np.array_equal(array, position * (2**world_size - 1))
-            array = (position * 2.0**me.rank).astype(np.float64)
-            session.all_reduce(array, op="max")
-            assert np.array_equal(array, position * 2 ** (world_size - 1))
-            for root in range(world_size):
-                array = (position * 2**me.rank).astype(np.int32)
-                session.broadcast(array, root=root)
-                assert np.array_equal(array, position * 2**root)
+            for num_elements in (0, 1, 1_001, (10 << 20) // 4):
+                position = np.arange(num_elements) % 1000
+                for dtype in ("float32", "int64"):
+                    array = (position * 2**me.rank).astype(dtype)
+                    session.all_reduce(array)
+                    assert np.array_equal(array, position * (2**world_size - 1))
+                array = (position * 2.0**me.rank).astype(np.float64)
+                session.all_reduce(array, op="max")
+                assert np.array_equal(array, position * 2 ** (world_size - 1))
+                for root in range(world_size):
+                    array = (position * 2**me.rank).astype(np.int32)
+                    session.broadcast(array, root=root)
+                    assert np.array_equal(array, position * 2**root)
 
     job.run(world_size, worker)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int32", "int64", "uint8"])
-def test_all_reduce_takes_every_dtype_and_shape(job, dtype):
-    spec = TensorSpec(name="array", dtype=dtype, num_elements=3003, op="sum")
-
+def test_all_reduce_takes_every_dtype_and_shape(job):
     def worker(me):
         with me.join() as session:
-            array = contribution(spec, me.rank, 2).reshape(3, 7, 143)
-            session.all_reduce(array)
-            assert np.array_equal(array.ravel(), expected(spec, 2))
+            for dtype in ("float32", "float64", "float16", "int32", "int64", "uint8"):
+                spec = TensorSpec(name="array", dtype=dtype, num_elements=3003, op="sum")
+                array = contribution(spec, me.rank, 2).reshape(3, 7, 143)
+                session.all_reduce(array)
+                assert np.array_equal(array.ravel(), expected(spec, 2)), dtype
 
     job.run(2, worker)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "complex64", "datetime64[s]", "S3", ">f4"])
-def test_broadcast_takes_any_plain_dtype(job, dtype):
+def test_broadcast_takes_any_plain_dtype(job):
     def worker(me):
-        array = np.zeros(100, dtype=dtype)
-        if me.rank == 1:
-            array[::3] = np.ones(34).astype(dtype)
+        found = []
         with me.join() as session:
-            session.broadcast(array, root=1)
-        return array.tobytes().hex()
+            for dtype in ("bool", "complex64", "datetime64[s]", "S3", ">f4"):
+                array = np.zeros(100, dtype=dtype)
+                if me.rank == 1:
+                    array[::3] = np.ones(34).astype(dtype)
+                session.broadcast(array, root=1)
+                found.append(array.tobytes().hex())
+        return found
 
     of_root, of_other = job.run(2, worker)
     assert of_root == of_other
-    assert int(of_root, 16) != 0
+    assert all(int(each, 16) for each in of_root)
 
 
 def test_workers_that_disagree_on_an_unregistered_array_are_told(job):
@@ -427,23 +428,26 @@ def test_push_and_pull_copy_from_and_to_other_memory(job, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", ["float32", "float16", pytest.param("float64", marks=pytest.mark.slow)])
-def test_nan_and_infinity_pass_through(job, algorithm, dtype):
+def test_nan_and_infinity_pass_through(job, algorithm):
     def worker(me):
-        specs = [TensorSpec(name="gradient", dtype=dtype, num_elements=5000, op="mean")]
+        specs = [
+            TensorSpec(name=dtype, dtype=dtype, num_elements=5000, op="mean")
+            for dtype in ("float32", "float16", "float64")
+        ]
         with me.join(memory_devices=2, algorithm=algorithm, **SMALL_SHARDS) as session:
             group = session.register("not finite", specs)
-            values = slot(group, 0)
-            values[:] = 2**me.rank
-            if me.rank == 1:
-                values[[0, 4998]] = np.nan, np.inf
-                values[4999] = -np.inf
-            group.push(0)
-            group.pull(0)
-            assert np.isnan(values[0])
-            assert values[4998] == np.inf
-            assert values[4999] == -np.inf
-            assert (values[1:4998] == 1.5).all()
+            for index, spec in enumerate(specs):
+                values = slot(group, index)
+                values[:] = 2**me.rank
+                if me.rank == 1:
+                    values[[0, 4998]] = np.nan, np.inf
+                    values[4999] = -np.inf
+                group.push(index)
+                group.pull(index)
+                assert np.isnan(values[0]), spec
+                assert values[4998] == np.inf, spec
+                assert values[4999] == -np.inf, spec
+                assert (values[1:4998] == 1.5).all(), spec
 
     job.run(2, worker)
 

@@ -1,19 +1,19 @@
 // What clients contribute in the tests of the data path, and the one result that it can have.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "bytes.hpp"
 #include "coarse/dtype.hpp"
 #include "coarse/reduce.hpp"
 #include "reduce_reference.hpp"
 
 namespace coarse::test {
-
-using Bytes = std::vector<std::byte>;
 
 inline constexpr DType kEveryDType[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16,
                                         DType::kInt32,   DType::kInt64,   DType::kUInt8};
@@ -52,8 +52,10 @@ inline Pattern contributedPattern(DType dtype, std::size_t client, std::uint32_t
 inline Bytes repeated(DType dtype, const Pattern& pattern, std::size_t numElements) {
   const std::size_t itemSize = itemBytes(dtype);
   Bytes bytes(numElements * itemSize);
-  for (std::size_t i = 0; i < numElements; ++i)
-    std::memcpy(bytes.data() + i * itemSize, &pattern[i % kPeriod], itemSize);
+  for (std::size_t i = 0; i < std::min(kPeriod, numElements); ++i)
+    std::memcpy(bytes.data() + i * itemSize, &pattern[i], itemSize);
+  for (std::size_t filled = kPeriod * itemSize; filled < bytes.size(); filled *= 2)
+    std::memcpy(bytes.data() + filled, bytes.data(), std::min(filled, bytes.size() - filled));
   return bytes;
 }
 

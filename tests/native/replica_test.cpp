@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "bytes.hpp"
 #include "coarse/recovery.hpp"
 #include "fixture.hpp"
 
@@ -113,18 +114,18 @@ class ReplicatedGroup {
     lose(slots[client], plan.clientBytes());
     lose(settings[client], plan.settingsBytes());
   }
-  std::vector<std::byte> bytes(const Memory& memory, std::size_t numBytes) const {
+  Bytes bytes(const Memory& memory, std::size_t numBytes) const {
     return {memory.data(), memory.data() + numBytes};
   }
-  std::vector<std::byte> owned() const {
-    std::vector<std::byte> all = bytes(parameters, plan.parameterBytes());
-    const std::vector<std::byte> more = bytes(states, plan.keptBytes());
+  Bytes owned() const {
+    Bytes all = bytes(parameters, plan.parameterBytes());
+    const Bytes more = bytes(states, plan.keptBytes());
     all.insert(all.end(), more.begin(), more.end());
     return all;
   }
-  std::vector<std::byte> replicated() const {
-    std::vector<std::byte> all = bytes(replicaParameters, plan.parameterBytes());
-    const std::vector<std::byte> more = bytes(replicaStates, plan.keptBytes());
+  Bytes replicated() const {
+    Bytes all = bytes(replicaParameters, plan.parameterBytes());
+    const Bytes more = bytes(replicaStates, plan.keptBytes());
     all.insert(all.end(), more.begin(), more.end());
     return all;
   }
@@ -133,11 +134,11 @@ class ReplicatedGroup {
   Memory control, parameters, states, replicaControl, replicaParameters, replicaStates;
   std::vector<Memory> slots, settings;
   std::unique_ptr<TensorGroup> group;
-  std::vector<std::byte> staging;
+  Bytes staging;
 };
 
 /// Parameters and states after so many steps in which nothing was lost.
-std::vector<std::byte> after(std::uint32_t numSteps, DType dtype = DType::kFloat32) {
+Bytes after(std::uint32_t numSteps, DType dtype = DType::kFloat32) {
   ReplicatedGroup undisturbed(dtype);
   for (std::uint32_t step = 1; step <= numSteps; ++step) undisturbed.takeStep(step);
   return undisturbed.owned();

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "bytes.hpp"
 #include "coarse/recovery.hpp"
 #include "coarse/shard_reducer.hpp"
 #include "fixture.hpp"
@@ -59,8 +60,8 @@ class Job {
   void takeStep(std::uint32_t number) {
     for (std::uint32_t shard = 0; shard < kShards; ++shard) update(shard, number);
   }
-  std::vector<std::byte> kept() const {
-    std::vector<std::byte> all(memories[3].data(), memories[3].data() + plan.parameterBytes());
+  Bytes kept() const {
+    Bytes all(memories[3].data(), memories[3].data() + plan.parameterBytes());
     all.insert(all.end(), memories[4].data(), memories[4].data() + plan.keptBytes());
     return all;
   }
@@ -75,7 +76,7 @@ TEST(UndoLog, TakesBackAStepUnlessAllShardsHaveSeenIt) {
     Job job;
     job.takeStep(1);
     job.takeStep(2);
-    const std::vector<std::byte> before = job.kept();
+    const Bytes before = job.kept();
     for (std::uint32_t shard = 0; shard < updated; ++shard) job.update(shard, 3);
     const GroupUpdates updates = finishUpdates(*job.group);
     const std::uint32_t step = updated == kShards ? 3 : 2;
@@ -89,7 +90,7 @@ TEST(UndoLog, TakesBackAStepUnlessAllShardsHaveSeenIt) {
 TEST(UndoLog, KnowsShardsThatAStepHasNotChanged) {
   Job job;
   job.takeStep(1);
-  const std::vector<std::byte> before = job.kept();
+  const Bytes before = job.kept();
   job.update(0, 2, false);
   const GroupUpdates updates = finishUpdates(*job.group);
   EXPECT_EQ(updates.problem, "");

@@ -11,6 +11,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+import fast_torch  # noqa: F401, before the next one
 import torch
 import torch.distributed as dist
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+IS_THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+"""Whether tests that could go on for long do so."""
 
 
 def slow_but_for(quick: Collection[str], names: Iterable[str]) -> list[ParameterSet]:

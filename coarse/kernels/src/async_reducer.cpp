@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -103,34 +104,53 @@ std::string AsyncReducer::failure() {
 
 /// @returns why the request was not taken; empty if it was.
 std::string AsyncReducer::take(std::string_view key, std::size_t numBytes, Request& request) {
-  const std::lock_guard lock(mutex_);
-  if (!failure_.empty()) return failure_;
-  if (isStopping_) return kClosed;
-  const auto found = tensors_.find(std::string(key));
-  if (found == tensors_.end()) return "no tensor was registered as " + std::string(key);
-  Tensor& tensor = found->second;
-  if (tensor.numBytes != numBytes)
-    return std::string(key) + " has " + std::to_string(tensor.numBytes) + " bytes, not " +
-           std::to_string(numBytes);
-  if (tensor.isUnderWay) {
-    tensor.waiting.push_back(std::move(request));
-    return {};
+  Tensor* tensor = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_.empty()) return failure_;
+    if (isStopping_) return kClosed;
+    const auto found = tensors_.find(std::string(key));
+    if (found == tensors_.end()) return "no tensor was registered as " + std::string(key);
+    tensor = &found->second;
+    if (tensor->numBytes != numBytes)
+      return std::string(key) + " has " + std::to_string(tensor->numBytes) + " bytes, not " +
+             std::to_string(numBytes);
+    if (tensor->isUnderWay) {
+      tensor->waiting.push_back(std::move(request));
+      return {};
+    }
+    tensor->isUnderWay = true;
   }
-  try {
-    start(tensor, std::move(request));
-  } catch (const std::exception& error) {  // its group is gone
-    return error.what();
-  }
-  return {};
+  return start(*tensor, request);
 }
 
-/// @pre mutex_ is held, and the tensor is not under way.
-void AsyncReducer::start(Tensor& tensor, Request&& request) {
-  const WaitStatus status = client_.push(tensor.group, tensor.index, request.flags, request.source);
-  tensor.isUnderWay = true;
+/// Pushes a tensor that nobody else uses, since it is marked as under way.
+/// @returns why the request was not taken; empty if it was.
+std::string AsyncReducer::start(Tensor& tensor, Request& request) {
+  WaitStatus status = WaitStatus::kDone;
+  try {
+    status = client_.push(tensor.group, tensor.index, request.flags, request.source);
+  } catch (const std::exception& error) {  // its group is gone
+    refuseWaiting(tensor, error.what());
+    return error.what();
+  }
+  const std::lock_guard lock(mutex_);
+  if (!failure_.empty()) return failure_;
   if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread tells it
   underWay_.push_back(
       {&tensor, client_.shardsOf(tensor.group, tensor.index), std::move(request), Clock::now()});
+  return {};
+}
+
+/// Frees a tensor that cannot be pushed, of which others wait for their turn.
+void AsyncReducer::refuseWaiting(Tensor& tensor, const char* reason) {
+  std::deque<Request> refused;
+  {
+    const std::lock_guard lock(mutex_);
+    tensor.isUnderWay = false;
+    refused.swap(tensor.waiting);
+  }
+  for (const Request& request : refused) request.done(reason);
 }
 
 void AsyncReducer::run() {
@@ -161,40 +181,66 @@ double AsyncReducer::secondsLeft() {
 
 /// Hands out what is done. @returns whether something was, or there is another reason to look up.
 bool AsyncReducer::collect() {
-  std::vector<Request> finished;
-  WaitStatus status = WaitStatus::kDone;
-  bool isOver = false;
-  {
-    const std::lock_guard lock(mutex_);
-    status = takeDone(finished);
-    if (status != WaitStatus::kDone) pushStatus_ = status;
-    isOver = isStopping_ || pushStatus_ != WaitStatus::kDone || underWay_.empty();
+  std::deque<UnderWay> finished = takeDone();
+  const bool isAny = !finished.empty();
+  while (!finished.empty()) {
+    const UnderWay& next = finished.front();
+    WaitStatus status = WaitStatus::kDone;
+    try {
+      status =
+          client_.pull(next.tensor->group, next.tensor->index, next.request.destination, timeoutSeconds_);
+    } catch (...) {  // its group is gone
+      putBack(std::move(finished), status);
+      throw;
+    }
+    if (status != WaitStatus::kDone) {
+      putBack(std::move(finished), status);
+      return true;
+    }
+    finish(std::move(finished.front()));
+    finished.pop_front();
   }
-  for (const Request& request : finished) request.done(nullptr);
-  return isOver || !finished.empty();
+  const std::lock_guard lock(mutex_);
+  return isAny || isStopping_ || pushStatus_ != WaitStatus::kDone || underWay_.empty();
 }
 
-/// @pre mutex_ is held.
-WaitStatus AsyncReducer::takeDone(std::vector<Request>& finished) {
-  for (std::size_t i = 0; i < underWay_.size();) {
-    Tensor& tensor = *underWay_[i].tensor;
-    if (!client_.areDone(tensor.group, underWay_[i].shards)) {
-      ++i;
-      continue;
+/// @returns what is no more under way, and is to be copied out without the lock.
+std::deque<AsyncReducer::UnderWay> AsyncReducer::takeDone() {
+  const std::lock_guard lock(mutex_);
+  for (UnderWay& each : underWay_)  // all of them before one is moved, since this throws if its group is gone
+    each.isDone = client_.areDone(each.tensor->group, each.shards);
+  const auto done = std::stable_partition(underWay_.begin(), underWay_.end(),
+                                          [](const UnderWay& each) { return !each.isDone; });
+  std::deque<UnderWay> taken(std::make_move_iterator(done), std::make_move_iterator(underWay_.end()));
+  underWay_.erase(done, underWay_.end());
+  return taken;
+}
+
+/// Tells the caller, after the tensor is free for whoever waits for his turn.
+void AsyncReducer::finish(UnderWay&& finished) {
+  Tensor& tensor = *finished.tensor;
+  std::optional<Request> next;
+  {
+    const std::lock_guard lock(mutex_);
+    tensor.isUnderWay = !tensor.waiting.empty();
+    if (tensor.isUnderWay) {
+      next = std::move(tensor.waiting.front());
+      tensor.waiting.pop_front();
     }
-    Request request = std::move(underWay_[i].request);
-    underWay_.erase(underWay_.begin() + static_cast<std::ptrdiff_t>(i));
-    const WaitStatus status = client_.pull(tensor.group, tensor.index, request.destination, timeoutSeconds_);
-    finished.push_back(std::move(request));
-    if (status != WaitStatus::kDone) return status;
-    tensor.isUnderWay = false;
-    if (tensor.waiting.empty()) continue;
-    Request next = std::move(tensor.waiting.front());
-    tensor.waiting.pop_front();
-    start(tensor, std::move(next));
-    client_.flush();
   }
-  return WaitStatus::kDone;
+  finished.request.done(nullptr);
+  if (!next) return;
+  const std::string failure = start(tensor, *next);
+  client_.flush();
+  if (!failure.empty()) next->done(failure.c_str());
+}
+
+/// What a failure interrupts ends with everything else.
+void AsyncReducer::putBack(std::deque<UnderWay> interrupted, WaitStatus status) {
+  const std::lock_guard lock(mutex_);
+  underWay_.insert(underWay_.begin(), std::make_move_iterator(interrupted.begin()),
+                   std::make_move_iterator(interrupted.end()));
+  pushStatus_ = status;
 }
 
 void AsyncReducer::fail(WaitStatus status) {

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -83,13 +84,17 @@ class AsyncReducer {
     ShardRange shards;
     Request request;
     Clock::time_point since;
+    bool isDone = false;
   };
 
   std::string take(std::string_view key, std::size_t numBytes, Request& request);
-  void start(Tensor& tensor, Request&& request);
+  std::string start(Tensor& tensor, Request& request);
+  void refuseWaiting(Tensor& tensor, const char* reason);
   void run();
   bool collect();
-  WaitStatus takeDone(std::vector<Request>& finished);
+  std::deque<UnderWay> takeDone();
+  void finish(UnderWay&& finished);
+  void putBack(std::deque<UnderWay> interrupted, WaitStatus status);
   double secondsLeft();
   void fail(WaitStatus status);
   void failAll(std::string reason);
@@ -104,7 +109,8 @@ class AsyncReducer {
   std::atomic<int> numSubmitting_ = 0;
   std::atomic<int> numInside_ = 0;  // callers, for whom close() waits
 
-  std::mutex mutex_;  // guards what follows, and calls of the client that push and pull
+  // Guards what follows. A tensor is pushed and pulled without it, by whoever marked it as under way.
+  std::mutex mutex_;
   std::condition_variable hasWork_;
   std::unordered_map<std::string, Tensor> tensors_;
   std::deque<UnderWay> underWay_;  // the oldest first
