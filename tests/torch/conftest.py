@@ -48,6 +48,13 @@ def stand_in_gpu_with_slots_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def emulated_gpu_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
+    pool = WorkerPool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def two_node_pool() -> Iterator[WorkerPool]:
     pool = WorkerPool("coarse", num_nodes=2)
     yield pool

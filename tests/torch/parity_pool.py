@@ -31,8 +31,8 @@ class WorkerPool:
 
     Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
-    GPU that has slots", where memory devices are on it too. "ddp, cuda" and "coarse, cuda" have the models of both
-    workers on the first GPU.
+    GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
+    aws-p3. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
 
@@ -83,8 +83,10 @@ class WorkerPool:
             environment["COARSE_DUAL_SYNC"] = "0"
         if self._stand_ins is not None:
             environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = str(self._stand_ins)
-        if self._strategy == "coarse, stand-in GPU that has slots":
+        if self._strategy.startswith("coarse, stand-in GPU that has slots"):
             environment["COARSE_MEMORY_DEVICES"] = "cuda:0,cuda:0"
+        if self._strategy.endswith(", emulated machine"):
+            environment |= {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "2"}
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(_HERE.parents[1]), os.environ.get("PYTHONPATH")])
         )

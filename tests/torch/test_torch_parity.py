@@ -89,6 +89,14 @@ def test_equals_torch_where_memory_devices_are_on_that_gpu(
     assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, SCENARIOS[name].tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_where_links_to_that_gpu_are_another_machines(
+    name: str, ddp_pool: WorkerPool, emulated_gpu_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, emulated_gpu_pool, SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", COARSE_ONLY)
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
