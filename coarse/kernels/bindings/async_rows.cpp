@@ -7,17 +7,6 @@
 namespace py = pybind11;
 
 namespace coarse {
-namespace {
-
-/// Lets go of the GIL, which the reducer's thread may need before it can end.
-struct DeleteWithoutGil {
-  void operator()(AsyncRows* rows) const {
-    const py::gil_scoped_release release;
-    delete rows;
-  }
-};
-
-}  // namespace
 
 void registerAsyncRows(py::module_& module) {
   py::class_<AsyncRows, std::unique_ptr<AsyncRows, DeleteWithoutGil>>(module, "AsyncRows")

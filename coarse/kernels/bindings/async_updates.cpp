@@ -7,17 +7,6 @@
 namespace py = pybind11;
 
 namespace coarse {
-namespace {
-
-/// Lets go of the GIL, which the reducer's thread may need before it can end.
-struct DeleteWithoutGil {
-  void operator()(AsyncUpdates* updates) const {
-    const py::gil_scoped_release release;
-    delete updates;
-  }
-};
-
-}  // namespace
 
 void registerAsyncUpdates(py::module_& module) {
   py::class_<AsyncUpdates, std::unique_ptr<AsyncUpdates, DeleteWithoutGil>>(module, "AsyncUpdates")

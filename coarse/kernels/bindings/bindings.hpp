@@ -22,4 +22,13 @@ void registerSnapshot(pybind11::module_& module);
 void registerCudaBatches(pybind11::module_& module);
 void registerCollectives(pybind11::module_& module);
 
+/// For what has a thread of its own, which may need the GIL before it can end.
+struct DeleteWithoutGil {
+  template <typename T>
+  void operator()(T* object) const {
+    const pybind11::gil_scoped_release release;
+    delete object;
+  }
+};
+
 }  // namespace coarse
