@@ -1,4 +1,5 @@
-// Holds a stream until the links of another machine would be through with a transfer (docs/design/emulation.md).
+// Holds a stream until the links of another machine would be through with a transfer
+// (docs/design/emulation.md).
 #pragma once
 
 #include "platform.cuh"
@@ -11,7 +12,8 @@ inline constexpr std::uint64_t kLongestHoldNs = 200'000;
 /// Times are nanoseconds of the GPU's global timer.
 struct Hold {
   std::uint64_t until;
-  std::uint64_t* startedAt;  // gets what the timer shows when the kernel begins; of any memory that it can write
+  std::uint64_t*
+      startedAt;  // gets what the timer shows when the kernel begins; of any memory that it can write
 };
 static_assert(sizeof(Hold) == 16, "a wire format");
 
