@@ -184,7 +184,8 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
 
 /// Has a tensor in slots that lie elsewhere, before any of its shards is told: to start and await a copy of
 /// each would cost more than the overlap gains.
-void Client::bringTensor(const Group& group, const ClientTensor& tensor, const void* source) {
+void Client::bringTensor(Group& group, const ClientTensor& tensor, const void* source) {
+  const std::lock_guard lock(group.copiesMutex);
   const std::uint32_t end = tensor.firstShard + tensor.numShards;
   const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
   for (std::uint32_t first = tensor.firstShard; first < end; first += kShardsPerBring) {
@@ -276,14 +277,16 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
 }
 
 /// Brings results of these shards to where this client sees its slots; what nobody contributed to stays.
-void Client::fetchShards(const Group& group, std::uint32_t first, std::uint32_t last) {
+void Client::fetchShards(Group& group, std::uint32_t first, std::uint32_t last) {
   if (group.control.contributors(first).load(std::memory_order_relaxed) == 0) return;
+  const std::lock_guard lock(group.copiesMutex);
   const std::uint64_t offset = group.plan.shards[first].offset;
   group.copies->fetch(offset, endOf(group.plan.shards[last - 1]) - offset);
   group.copies->settle();
 }
 
-void Client::fetchPending(const Group& group) {
+void Client::fetchPending(Group& group) {
+  const std::lock_guard lock(group.copiesMutex);
   for (const ClientTensor& tensor : group.tensors) {
     if (!tensor.isPending ||
         group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed) == 0)

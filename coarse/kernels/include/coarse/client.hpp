@@ -70,7 +70,7 @@ struct ClientConfig {
 /// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
 ///
 /// Thread safety: one caller at a time, whichever thread it is; beside it other threads may call post(),
-/// areDone() and checkPeers(), and one may waitUntil().
+/// areDone(), flush() and checkPeers(), push() and pull() of other tensors, and one may waitUntil().
 class Client {
  public:
   /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
@@ -167,6 +167,7 @@ class Client {
     GroupControl control;
     std::shared_ptr<Mapping> slots;      // where this client sees them
     std::shared_ptr<SlotCopies> copies;  // null where it sees the slots themselves
+    std::mutex copiesMutex;              // guards them
     std::vector<Mapping> peers;          // slots of all clients, read-only; none where devices alone reduce
     std::vector<std::uint16_t> routes;
     std::vector<std::uint8_t> pathFlags;  // of each shard
@@ -213,9 +214,9 @@ class Client {
   void ringHeldBack() noexcept;
   WaitStatus waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
                            double timeoutSeconds);
-  static void bringTensor(const Group& group, const ClientTensor& tensor, const void* source);
-  static void fetchShards(const Group& group, std::uint32_t first, std::uint32_t last);
-  static void fetchPending(const Group& group);
+  static void bringTensor(Group& group, const ClientTensor& tensor, const void* source);
+  static void fetchShards(Group& group, std::uint32_t first, std::uint32_t last);
+  static void fetchPending(Group& group);
   static void copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
                       std::byte* destination) noexcept;
   template <typename IsDone>
