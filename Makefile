@@ -12,6 +12,9 @@ HAS_TORCH := import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(
 NATIVE_SOURCES := $(shell find coarse -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cuh')
 FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
+# Where it is set, each process would compile all of PyTorch again (10 s for each import, not 3).
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train train-tf experiments test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
@@ -33,11 +36,13 @@ test:  ## Run all linters and tests but the slow ones, the native ones under san
 
 test-all:  ## The same with the slow tests, and more examples of what must hold for any (an hour).
 	@$(MAKE) --jobs=2 lint native-test-sanitized
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(IN_PARALLEL)
 
-# Two files of tests at a time: most of them wait for processes that start.
+# Two files of tests at a time: most of them wait for processes that start. In the order of folders, which ends with
+# the short tests, so that both end together.
+IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 python-test: $(INSTALLED)  ## Run the Python tests that are not slow.
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow"
 
 lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::arrival_order_test {
 namespace {
 
 struct Arrival {
@@ -135,4 +135,4 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::arrival_order_test

@@ -16,7 +16,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::async_reducer_test {
 namespace {
 
 constexpr std::uint32_t kNumTensors = 64;
@@ -212,4 +212,4 @@ TEST_F(ImpatientReducers, AWorkerThatDoesNotComeIsWaitedForSoLong) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::async_reducer_test

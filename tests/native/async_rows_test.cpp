@@ -14,7 +14,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::async_rows_test {
 namespace {
 
 constexpr std::uint64_t kNumRows = 500;
@@ -193,4 +193,4 @@ TEST_F(TwoTables, AreOfAFloatingTypeAndCountedByAWholeNumber) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::async_rows_test

@@ -12,7 +12,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::async_updates_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -176,4 +176,4 @@ TEST_F(SharedParameters, AreNotUpdatedTwiceAtOnceAndEndWithTheirReducer) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::async_updates_test

@@ -11,7 +11,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::batched_compute_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -180,4 +180,4 @@ TEST_F(Runs, LeavePiecesAloneButThoseThatAreAllOfAShard) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::batched_compute_test

@@ -14,7 +14,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::client_test {
 namespace {
 
 std::vector<std::size_t> everyClient(const ClusterShape& shape) {
@@ -425,4 +425,4 @@ TEST_F(LonelyClient, KeepsSlotsMappedForWhoStillHoldsThem) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::client_test

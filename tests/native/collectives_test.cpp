@@ -14,7 +14,7 @@
 
 #include "coarse/shared_collectives.hpp"
 
-namespace coarse::test {
+namespace coarse::test::collectives_test {
 namespace {
 
 constexpr std::size_t kBufferBytes = 4096;  // small, so that tensors take many rounds
@@ -350,4 +350,4 @@ TEST_P(MessagesBetweenRanks, OfAnotherSizeAreRefusedAndTheNextOneComes) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::collectives_test

@@ -7,7 +7,7 @@
 #include "coarse/reduce.hpp"
 #include "reduce_reference.hpp"
 
-namespace coarse::test {
+namespace coarse::test::conversion_test {
 namespace {
 
 struct Case {
@@ -146,4 +146,4 @@ TEST(ConversionOfOtherTypes, WritesNothing) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::conversion_test

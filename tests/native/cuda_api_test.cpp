@@ -12,7 +12,7 @@
 
 #pragma GCC diagnostic ignored "-Wenum-compare"
 
-namespace coarse::cuda {
+namespace coarse::cuda::cuda_api_test {
 namespace {
 
 /// Whether two types are passed alike: the same, enumerations for integers, structures of the same size.
@@ -113,7 +113,7 @@ static_assert(offsetof(MemLocation, id) == offsetof(CUmemLocation, id) &&
 TEST(CudaApi, IsDeclaredAsInCudaH) { SUCCEED() << "compared while this was compiled"; }
 
 }  // namespace
-}  // namespace coarse::cuda
+}  // namespace coarse::cuda::cuda_api_test
 
 #else
 

@@ -11,7 +11,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::cuda {
+namespace coarse::cuda::cuda_driver_test {
 namespace {
 
 using test::Fd;
@@ -118,4 +118,4 @@ TEST(CudaStream, DoesWhatItIsGivenInOrder) {
 }
 
 }  // namespace
-}  // namespace coarse::cuda
+}  // namespace coarse::cuda::cuda_driver_test

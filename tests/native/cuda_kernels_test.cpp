@@ -23,7 +23,7 @@
 #include "reduce.cuh"
 #include "update.cuh"
 
-namespace coarse::test {
+namespace coarse::test::cuda_kernels_test {
 namespace {
 
 #define COARSE_SAME_FIELD(field)                                                          \
@@ -704,4 +704,4 @@ TEST(Delays, EndWhenTheyAreToButSoon) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::cuda_kernels_test

@@ -17,7 +17,7 @@ void standInLimitPool(std::size_t numBytes);
 std::size_t standInPooledBytes();
 }
 
-namespace coarse::test {
+namespace coarse::test::cuda_snapshot_pool_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -149,4 +149,4 @@ TEST(CudaSnapshotPool, ReadersAndUpdatesMayMeetAnywhere) {
 #endif
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::cuda_snapshot_pool_test

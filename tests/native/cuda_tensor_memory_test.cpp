@@ -18,7 +18,7 @@
 extern "C" coarse::cuda::Result cuModuleGetFunction(coarse::cuda::FunctionHandle* function,
                                                     coarse::cuda::ModuleHandle module, const char* name);
 
-namespace coarse::test {
+namespace coarse::test::cuda_tensor_memory_test {
 namespace {
 
 constexpr std::size_t kNumClients = 3;
@@ -331,4 +331,4 @@ TEST(CudaTensorMemory, SaysWhatIsTooSmallOrNoMemoryOfAGpu) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::cuda_tensor_memory_test

@@ -8,7 +8,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::descriptor_queue_test {
 namespace {
 
 Descriptor numbered(std::uint32_t number) {
@@ -107,4 +107,4 @@ TEST_F(DescriptorQueues, OneThreadPushesAndAnotherPopsManyLaps) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::descriptor_queue_test

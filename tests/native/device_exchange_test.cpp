@@ -11,7 +11,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::device_exchange_test {
 namespace {
 
 /// Of every kind a tensor that one device reduces, and one that is cut into pieces.
@@ -224,4 +224,4 @@ TEST(ExchangeSetUp, WithoutExchangeLogsRefusesAGroupThatNeedsThem) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::device_exchange_test

@@ -7,7 +7,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::emulation_test {
 namespace {
 
 /// A bucket for every ordered pair of endpoints: links that share nothing.
@@ -348,4 +348,4 @@ INSTANTIATE_TEST_SUITE_P(All, MalformedProbes,
                                          ProbeRequest{ProbeKind::kBetweenWorkers, 2, 0, 10}));
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::emulation_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace coarse::test {
+namespace coarse::test::gpu_clock_test {
 namespace {
 
 constexpr MonotonicNs kOffset = 7'000'000'000'000;  // of the timer, in truth
@@ -46,4 +46,4 @@ TEST(GpuClock, IsFreshForATenthOfASecond) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::gpu_clock_test

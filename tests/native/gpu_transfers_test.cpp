@@ -14,7 +14,7 @@
 
 extern "C" void standInCapture(coarse::cuda::StreamHandle stream, bool isCapturing);
 
-namespace coarse::test {
+namespace coarse::test::gpu_transfers_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -212,4 +212,4 @@ TEST_F(GpuJob, RefusesTensorsThatDoNotExist) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::gpu_transfers_test

@@ -7,7 +7,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::heartbeat_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -112,4 +112,4 @@ TEST(ClientHeartbeats, EndAWaitForADeviceThatStandsStill) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::heartbeat_test

@@ -13,7 +13,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::node_test {
 namespace {
 
 std::pair<Fd, Fd> streamPair() {
@@ -523,4 +523,4 @@ TEST(NodeSetUp, RefusesRingsAndMemoryThatIsTooSmall) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::node_test

@@ -12,7 +12,7 @@
 #include "coarse/group_snapshots.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::optimizer_snapshot_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -137,4 +137,4 @@ TEST(OptimizerSnapshotEnds, ADeviceStopsAlthoughAnUpdateWaitsForRoom) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::optimizer_snapshot_test

@@ -11,7 +11,7 @@
 #include "coarse/update.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::optimizer_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -334,4 +334,4 @@ TEST(OptimizerPlans, RefuseAlgorithmsThatNeedNoCoherentMemory) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::optimizer_test

@@ -10,7 +10,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::own_path_test {
 namespace {
 
 constexpr std::uint8_t kByWorkers = kPresent | kOwnPath | kAllToAll;
@@ -150,4 +150,4 @@ TEST(OwnPieces, NeedTheSlotsOfAllWorkers) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::own_path_test

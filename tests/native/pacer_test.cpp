@@ -10,7 +10,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::pacer_test {
 namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
@@ -277,4 +277,4 @@ TEST(TimeStamps, TellWhatWasSecondsAgo) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::pacer_test

@@ -11,7 +11,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::proxy_test {
 namespace {
 
 std::string schedulingName(Scheduling scheduling) {
@@ -463,4 +463,4 @@ TEST(ProxyLives, CountTheirWork) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::proxy_test

@@ -10,7 +10,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::recovery_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -165,4 +165,4 @@ TEST(FinishedUpdates, GoOnFromWhatWasKept) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::recovery_test

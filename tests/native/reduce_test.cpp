@@ -9,7 +9,7 @@
 
 #include "reduce_reference.hpp"
 
-namespace coarse::test {
+namespace coarse::test::reduce_test {
 namespace {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16,
@@ -315,4 +315,4 @@ TEST(DTypes, ItemBytesRefusesWhatIsNoDType) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::reduce_test

@@ -13,7 +13,7 @@
 #include "coarse/recovery.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::replica_test {
 namespace {
 
 using Numbers = std::vector<std::uint32_t>;
@@ -324,4 +324,4 @@ TEST(ShardSet, GivesEachShardToOneTaker) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::replica_test

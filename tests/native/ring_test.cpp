@@ -11,7 +11,7 @@
 #include "contributions.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::ring_test {
 namespace {
 
 /// Every device's part in one ring, over one group. `clientsOf[d]` are local to device d.
@@ -270,4 +270,4 @@ TEST(RingCoreAlone, WaitsForAGroupThatItDoesNotKnowYet) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::ring_test

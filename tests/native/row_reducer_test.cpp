@@ -14,7 +14,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::row_reducer_test {
 namespace {
 
 constexpr std::uint32_t kGroup = 1;
@@ -261,4 +261,4 @@ TEST(TablePlans, HaveSparseMemoryForEveryRow) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::row_reducer_test

@@ -11,7 +11,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::shard_queue_test {
 namespace {
 
 /// The control memory of a group, on the heap.
@@ -208,4 +208,4 @@ TEST_F(RingOrder, ShowAllReadersOneOrder) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::shard_queue_test

@@ -18,7 +18,7 @@
 #include "coarse/tensor_group.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::shared_memory_test {
 namespace {
 
 constexpr std::size_t kBytes = 3 * 4096;
@@ -227,4 +227,4 @@ TEST(Mapping, MovesItsMemory) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::shared_memory_test

@@ -15,7 +15,7 @@
 
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::snapshot_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -371,4 +371,4 @@ TEST(SnapshotRaces, WorkersBeginSnapshotsAtOnce) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::snapshot_test

@@ -12,7 +12,7 @@
 #include "coarse/shard_reducer.hpp"
 #include "fixture.hpp"
 
-namespace coarse::test {
+namespace coarse::test::undo_log_test {
 namespace {
 
 using Numbers = std::vector<std::uint32_t>;
@@ -112,4 +112,4 @@ TEST(UndoLog, GoesBackOneStepOnly) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::undo_log_test

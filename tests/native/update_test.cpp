@@ -14,7 +14,7 @@
 
 #include "coarse/reduce.hpp"
 
-namespace coarse::test {
+namespace coarse::test::update_test {
 namespace {
 
 /// Around the widths of vectors (4 to 16) and of tiles (2048).
@@ -340,4 +340,4 @@ TEST(UpdateSettings, NoRuleChangesNothing) {
 }
 
 }  // namespace
-}  // namespace coarse::test
+}  // namespace coarse::test::update_test
