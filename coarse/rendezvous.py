@@ -140,12 +140,20 @@ class PeerWatch:
         """From now on, check() also notices that a worker of another node has given the start up."""
         self._store = store
 
-    def tell(self, error: CoarseError) -> None:
-        """Lets workers of other nodes know why this one gives the start up."""
-        if self._store is not None:
+    def tell(self, error: CoarseError) -> CoarseError:
+        """Lets workers of other nodes know why this one gives the start up.
+
+        Returns:
+            What the first worker that gave it up has told: others have ended because of that.
+        """
+        if self._store is None:
+            return error
+        with contextlib.suppress(Exception):  # the store may have gone with whom we lost
+            if (told := self._told()) is not None:
+                return told
             failure = {"rank": self._identity.rank, "error": type(error).__name__, "text": str(error)}
-            with contextlib.suppress(Exception):  # the store may have gone with whom we lost
-                self._store.set(_FAILED, json.dumps(failure).encode())
+            self._store.set(_FAILED, json.dumps(failure).encode())
+        return error
 
     def check(self) -> None:
         """Looks at all workers once.
@@ -155,13 +163,19 @@ class PeerWatch:
             CoarseError: Why a worker of another node has given up.
         """
         self._check_processes()
-        if self._store is not None:
-            with contextlib.suppress(TimeoutError):
-                failure = json.loads(self._store.get(_FAILED, 0.0))
-                raise told_error(
-                    failure["error"],
-                    f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}",
-                )
+        if self._store is not None and (told := self._told()) is not None:
+            raise told
+
+    def _told(self) -> CoarseError | None:
+        assert self._store is not None
+        try:
+            failure = json.loads(self._store.get(_FAILED, 0.0))
+        except TimeoutError:
+            return None
+        return told_error(
+            failure["error"],
+            f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}",
+        )
 
     def _check_processes(self) -> None:
         poll = select.poll()

@@ -126,8 +126,7 @@ class Session:
             try:
                 client, node, found = _come_together(identity, store, settings, nodes, watch, keeping)
             except CoarseError as error:
-                watch.tell(error)
-                raise
+                raise watch.tell(error) from error
         session = cls(identity, settings, client, node, attempt)
         try:
             session._plan_links(client, node, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Callable, Sequence
@@ -116,6 +117,11 @@ class Losses:
         return self._loss(connection, self._fate_of_device(connection.device))
 
     def _silent(self, device: int) -> MemoryDeviceLostError:
+        # This worker leaves now; nobody shall take that for the reason.
+        for connection in self._connections:
+            if connection.device != device:
+                with contextlib.suppress(MemoryDeviceLostError):
+                    connection.send({"type": "silent", "device": device})
         self._kill_silent(device)
         return self._loss(self._connections[device], silence(self._heartbeat_s))
 

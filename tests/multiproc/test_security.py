@@ -172,6 +172,8 @@ MISBEHAVIOURS = {
     "a negative group": {"type": "register", "group": -1},
     "a group beyond all": {"type": "unregister", "group": 1 << 64},
     "no tensors": {"type": "register", "group": 7, "name": "x", "specs": []},
+    "silence of who hears it": {"type": "silent", "device": 0},
+    "silence of nobody": {"type": "silent", "device": 2},
 }
 
 

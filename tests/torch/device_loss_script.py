@@ -15,6 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
+import fast_torch  # noqa: F401, before the next one
 import torch
 from torch import nn
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 
+import fast_torch  # noqa: F401, before the next one
 import torch
 import torch.distributed as dist
 

@@ -18,6 +18,7 @@ import random
 import sys
 from pathlib import Path
 
+import fast_torch  # noqa: F401, before the next one
 import numpy as np
 import torch
 from torch import nn

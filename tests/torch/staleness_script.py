@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+import fast_torch  # noqa: F401, before the next one
 import torch
 from torch import nn
 

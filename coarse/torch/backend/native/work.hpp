@@ -84,7 +84,7 @@ class WorkQueue {
     }
     if (isAsync || isBusy_ || !queue_.empty()) {
       queue_.emplace_back(std::move(work), std::move(body));
-      changed_.notify_all();
+      if (!isBusy_) given_.notify_one();
       return;
     }
     isBusy_ = true;
@@ -92,13 +92,13 @@ class WorkQueue {
     execute(*work, body);
     lock.lock();
     isBusy_ = false;
-    changed_.notify_all();
+    tellNext();
   }
 
   /// Waits until everything was run, at most `limit`. @returns whether it was.
   bool drain(std::chrono::milliseconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, limit, [this] { return queue_.empty() && !isBusy_; });
+    return idle_.wait_for(lock, limit, [this] { return queue_.empty() && !isBusy_; });
   }
 
   /// Takes no more, and returns when what was running has ended. What had not begun gets an error.
@@ -107,7 +107,7 @@ class WorkQueue {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       isStopped_ = true;
-      changed_.notify_all();
+      given_.notify_one();
     }
     std::lock_guard<std::mutex> lock(joining_);
     if (thread_.joinable()) thread_.join();
@@ -127,10 +127,19 @@ class WorkQueue {
     work.complete(std::move(error));
   }
 
+  // After each operation: a thread that is told in vain takes a core from ranks that wait for each other.
+  void tellNext() {
+    if (queue_.empty()) {
+      idle_.notify_all();
+    } else {
+      given_.notify_one();
+    }
+  }
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [this] { return (isStopped_ || !queue_.empty()) && !isBusy_; });
+      given_.wait(lock, [this] { return (isStopped_ || !queue_.empty()) && !isBusy_; });
       if (isStopped_) break;
       {
         auto [work, body] = std::move(queue_.front());
@@ -142,17 +151,19 @@ class WorkQueue {
       }
       lock.lock();
       isBusy_ = false;
-      changed_.notify_all();
+      tellNext();
     }
     auto left = std::exchange(queue_, {});
+    idle_.notify_all();
     lock.unlock();
     for (auto& [work, body] : left) {
       work->complete(asDistError(std::runtime_error("the process group was destroyed before this began")));
     }
   }
 
-  std::mutex mutex_;  // guards queue_, isBusy_ and isStopped_
-  std::condition_variable changed_;
+  std::mutex mutex_;               // guards queue_, isBusy_ and isStopped_
+  std::condition_variable given_;  // thread_ waits for it alone
+  std::condition_variable idle_;
   std::deque<std::pair<c10::intrusive_ptr<CoarseWork>, Body>> queue_;
   bool isBusy_ = false;
   bool isStopped_ = false;
