@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
-pytest.importorskip("torch", reason="the examples need PyTorch")
-pytest.importorskip("sklearn", reason="the examples need scikit-learn")
-pytest.importorskip("transformers", reason="the examples need transformers")
+for module, name in (("torch", "PyTorch"), ("sklearn", "scikit-learn"), ("transformers", "transformers")):
+    if importlib.util.find_spec(module) is None:  # importing them takes seconds
+        pytest.skip(f"the examples need {name}", allow_module_level=True)
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,51 +12,55 @@ pytest.importorskip("torch", reason="coarse.torch needs PyTorch")
 
 from parity_pool import WorkerPool
 
-
-@pytest.fixture(scope="session")
-def ddp_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("ddp")
-    yield pool
-    pool.close()
+MakePool = Callable[..., WorkerPool]
 
 
 @pytest.fixture(scope="session")
-def coarse_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse")
-    yield pool
-    pool.close()
+def make_pool() -> Iterator[MakePool]:
+    """Makes a pool that ends with the tests, all of them at once."""
+    pools: list[WorkerPool] = []
+
+    def make(strategy: str, **options: Any) -> WorkerPool:
+        pools.append(WorkerPool(strategy, **options))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.dismiss()
+    for pool in pools:
+        pool.close()
 
 
 @pytest.fixture(scope="session")
-def own_path_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, own path")
-    yield pool
-    pool.close()
+def ddp_pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool("ddp")
 
 
 @pytest.fixture(scope="session")
-def stand_in_gpu_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, stand-in GPU", stand_ins=cuda_stand_ins)
-    yield pool
-    pool.close()
+def coarse_pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool("coarse")
 
 
 @pytest.fixture(scope="session")
-def stand_in_gpu_with_slots_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, stand-in GPU that has slots", stand_ins=cuda_stand_ins)
-    yield pool
-    pool.close()
+def own_path_pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool("coarse, own path")
 
 
 @pytest.fixture(scope="session")
-def emulated_gpu_pool(cuda_stand_ins: Path) -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
-    yield pool
-    pool.close()
+def stand_in_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU", stand_ins=cuda_stand_ins)
 
 
 @pytest.fixture(scope="session")
-def two_node_pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool("coarse", num_nodes=2)
-    yield pool
-    pool.close()
+def stand_in_gpu_with_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU that has slots", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
+def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
+def two_node_pool(make_pool: MakePool) -> WorkerPool:
+    return make_pool("coarse", num_nodes=2)

@@ -1,4 +1,7 @@
-"""PyTorch and the compiler that its optimizers import, without looking for garbage: that takes a quarter of it."""
+"""PyTorch and the compiler that its optimizers import, without looking for garbage: then, or among it at the end.
+
+That takes a third of the time of a process that does little.
+"""
 
 from __future__ import annotations
 
@@ -8,4 +11,5 @@ gc.disable()
 try:
     import torch._dynamo  # noqa: F401
 finally:
+    gc.freeze()
     gc.enable()

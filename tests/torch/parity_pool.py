@@ -69,11 +69,15 @@ class WorkerPool:
                 raise ScenarioError(f"{self._strategy} worker {rank}: {reply[3]}")
         return [reply[1] for reply in replies]
 
-    def close(self) -> None:
-        """Ends the workers; kills those that do not end by themselves. Idempotent."""
+    def dismiss(self) -> None:
+        """Tells the workers to end, and does not wait for that."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
+
+    def close(self) -> None:
+        """Ends the workers; kills those that do not end by themselves. Idempotent."""
+        self.dismiss()
         self._stop(timeout_s=20.0)
 
     def _start(self) -> None:
