@@ -65,54 +65,33 @@ class DeviceProcesses:
         replaces: frozenset[int] | None = None,
         introduce: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        num_devices, num_clients = table.num_devices, table.num_workers
         self.directory = tempfile.mkdtemp(prefix="coarse-") if kept_in is None else str(kept_in)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        started = range(num_devices) if replaces is None else sorted(replaces)
+        started = range(table.num_devices) if replaces is None else sorted(replaces)
         token_file = Path(self.directory) / TOKEN_FILE
         if replaces is None:
             _write_private(token_file, secrets.token_hex(32))
-        token = token_file.read_text()
-        num_sync_cores = count_sync_cores(settings, num_devices, num_clients)
-        peers = _socket_pairs(num_devices)
+        peers = _socket_pairs(table.num_devices)
         try:
             for device in started:
                 with _listen(socket_path(self.directory, device)) as listener:
-                    job = DeviceJob(
-                        device=device,
-                        num_devices=num_devices,
-                        num_clients=num_clients,
+                    job = _job_of(
+                        device,
+                        table,
+                        settings,
                         node=node,
                         nodes=nodes.ranks,
-                        local_clients=table.devices[device].workers,
-                        memory=table.memories[device],
-                        clients_in_memory=table.workers_in(table.memories[device]),
-                        num_sync_cores=num_sync_cores,
-                        scheduling=settings.scheduling,
-                        spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
-                        has_rings=settings.algorithm == "ring" and num_devices > 1,
-                        has_exchange=settings.sync_algorithm == "exchange",
-                        snapshot_pool_bytes=settings.snapshot_pool_bytes,
                         emulation="" if emulation is None else emulation.to_json(),
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         link_fds=links.fds_of_device(device),
-                        token=token,
-                        leader_pid=os.getpid(),
-                        join_timeout_s=settings.timeout_s,
-                        heartbeat_s=settings.heartbeat_s,
+                        token=token_file.read_text(),
                         keep_s=0.0 if kept_in is None else settings.keep_devices,
-                        replicas=settings.replicas,
-                        clients_of=tuple(each.workers for each in table.devices),
-                        is_replica_near=table.memories[HOME_DEVICE]
-                        == table.memories[(HOME_DEVICE + 1) % num_devices],
                     )
                     self._processes[device] = _start(job)
             if kept_in is not None:
-                workers = tuple(device.workers for device in table.devices)
-                pids = self._pids_beside(KeptDevices.read(kept_in), num_devices)
-                KeptDevices(workers=workers, memories=table.memories, pids=pids).write(kept_in)
-            for new, old in itertools.product(started, range(num_devices)):
+                self._note_in(kept_in, table)
+            for new, old in itertools.product(started, range(table.num_devices)):
                 peer = peers[old][new]
                 if introduce is not None and old not in started and peer is not None:
                     introduce(old, new, peer.fileno())
@@ -120,22 +99,26 @@ class DeviceProcesses:
             self.kill()
             raise
         finally:
-            for row in peers:
-                for peer in row:
-                    if peer is not None:
-                        peer.close()
+            for peer in itertools.chain(*peers):
+                if peer is not None:
+                    peer.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of those that were started here, in the order of the devices."""
         return tuple(process.pid for process in self._processes.values())
 
-    def _pids_beside(self, kept: KeptDevices | None, num_devices: int) -> tuple[int, ...]:
-        """Process ids of all devices, of which some may be older."""
-        return tuple(
-            self._processes[device].pid if kept is None or device in self._processes else kept.pids[device]
-            for device in range(num_devices)
+    def _note_in(self, directory: Path, table: PartitionTable) -> None:
+        """Tells the workers of another attempt which devices there are, some of which may be older."""
+        before = KeptDevices.read(directory)
+        pids = tuple(
+            self._processes[device].pid
+            if before is None or device in self._processes
+            else before.pids[device]
+            for device in range(table.num_devices)
         )
+        workers = tuple(device.workers for device in table.devices)
+        KeptDevices(workers=workers, memories=table.memories, pids=pids).write(directory)
 
     def hide(self) -> None:
         """Removes the directory with the sockets. Idempotent."""
@@ -224,6 +207,51 @@ def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
 
 _EAGER = Pace(spin_us=100, bytes_per_ring=1 << 20)
 _SPARING = Pace(spin_us=10, bytes_per_ring=16 << 20)
+
+
+def _job_of(
+    device: int,
+    table: PartitionTable,
+    settings: Settings,
+    *,
+    node: int,
+    nodes: tuple[tuple[int, ...], ...],
+    emulation: str,
+    listen_fd: int,
+    peer_fds: tuple[int, ...],
+    link_fds: tuple[tuple[int, ...], ...],
+    token: str,
+    keep_s: float,
+) -> DeviceJob:
+    num_devices, num_clients, memory = table.num_devices, table.num_workers, table.memories[device]
+    return DeviceJob(
+        device=device,
+        num_devices=num_devices,
+        num_clients=num_clients,
+        node=node,
+        nodes=nodes,
+        local_clients=table.devices[device].workers,
+        memory=memory,
+        clients_in_memory=table.workers_in(memory),
+        num_sync_cores=count_sync_cores(settings, num_devices, num_clients),
+        scheduling=settings.scheduling,
+        spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
+        has_rings=settings.algorithm == "ring" and num_devices > 1,
+        has_exchange=settings.sync_algorithm == "exchange",
+        snapshot_pool_bytes=settings.snapshot_pool_bytes,
+        emulation=emulation,
+        listen_fd=listen_fd,
+        peer_fds=peer_fds,
+        link_fds=link_fds,
+        token=token,
+        leader_pid=os.getpid(),
+        join_timeout_s=settings.timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        keep_s=keep_s,
+        replicas=settings.replicas,
+        clients_of=tuple(each.workers for each in table.devices),
+        is_replica_near=table.memories[HOME_DEVICE] == table.memories[(HOME_DEVICE + 1) % num_devices],
+    )
 
 
 def _start(job: DeviceJob) -> subprocess.Popen[bytes]:

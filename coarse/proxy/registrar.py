@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.proxy.group_snapshots import (
@@ -312,15 +314,30 @@ class Registrar:
             )
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
+        self._add_group(registration, proxy)
+        registration.is_active = True
+        self._keep(registration)
+        read_only = self._open_slots(registration)
+        if self._job.is_home:
+            shared = registration.shared
+            read_only |= {
+                name: shared[name].to_read() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
+            }
+        for client in range(self._job.num_clients):
+            self._answer(registration, client, read_only)
+        for segment in read_only.values():
+            segment.close()
+        registration.close()
+
+    def _add_group(self, registration: Registration, proxy: _native.Proxy) -> None:
         shared, schema = registration.shared, registration.schema
-        clients = range(self._job.num_clients)
         plan = schema.native_plan(registration.group, self._job.num_clients)
         versions = self._add_snapshots(registration, plan)
         updates = registration.recovered
         proxy.add_group(
             plan,
             shared[CONTROL].fd,
-            [registration.slots[client].region for client in clients],
+            [registration.slots[client].region for client in range(self._job.num_clients)],
             self._job.is_home,
             node_segment=region_of(shared, NODE),
             parameters=region_of(shared, PARAMETERS),
@@ -348,7 +365,10 @@ class Registrar:
             ),
             versions=versions,
         )
-        registration.is_active = True
+
+    def _keep(self, registration: Registration) -> None:
+        """Holds on to what the workers of another attempt, or another memory device, may ask for."""
+        shared, schema = registration.shared, registration.schema
         if self._job.is_home and self._job.keep_s and schema.state_names is not None:
             self._kept.adopt(registration.group, schema, shared)
         if self._job.keeps_replica and REPLICA_CONTROL in shared:
@@ -357,32 +377,22 @@ class Registrar:
                 schema,
                 {name: shared[replica] for name, replica in REPLICA_OF.items() if replica in shared},
             )
-        read_only = self._open_slots(registration)
+
+    def _answer(self, registration: Registration, client: int, read_only: Mapping[str, Segment]) -> None:
+        """Tells a worker that the group is there, with the memory that it needs of this device."""
+        message: Message = {"type": "registered", "group": registration.group}
+        given = dict(read_only)
         if self._job.is_home:
-            read_only |= {
-                name: shared[name].to_read() for name in (CONTROL, SNAPSHOT_CONTROL) if name in shared
-            }
-        for client in clients:
-            message: Message = {"type": "registered", "group": registration.group}
-            given = dict(read_only)
-            if self._job.is_home:
-                given |= {
-                    name: shared[name] for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared
-                }
-                if updates is not None:
-                    message["recovered"] = updates.to_message()
-            if client in self._job.local_clients:
-                given[SLOTS] = registration.slots[client]
-                if client in registration.settings:
-                    given[SETTINGS] = registration.settings[client]
-                if client in registration.rows:
-                    given[ROWS] = registration.rows[client]
-            message["fds"] = list(given)
-            message["extents"] = [segment.extent for segment in given.values()]
-            self._send(client, message, [segment.fd for segment in given.values()])
-        for segment in read_only.values():
-            segment.close()
-        registration.close()
+            shared = registration.shared
+            given |= {name: shared[name] for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared}
+            if registration.recovered is not None:
+                message["recovered"] = registration.recovered.to_message()
+        if client in self._job.local_clients:
+            own = {SLOTS: registration.slots, SETTINGS: registration.settings, ROWS: registration.rows}
+            given |= {name: segments[client] for name, segments in own.items() if client in segments}
+        message["fds"] = list(given)
+        message["extents"] = [segment.extent for segment in given.values()]
+        self._send(client, message, [segment.fd for segment in given.values()])
 
     def _open_slots(self, registration: Registration) -> dict[str, Segment]:
         """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
