@@ -1,6 +1,6 @@
 """One worker of a pool: runs scenarios by name and sends back what they return.
 
-Started by parity_pool.WorkerPool with its rank, its strategy, a rendezvous file and the number of a pipe.
+Started by parity_pool.WorkerPool with its strategy, a rendezvous file and the number of a pipe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def wrapper_of(strategy: str) -> Any:
 
 
 def main() -> None:
-    strategy, rank, world_size, rendezvous, pipe = sys.argv[1:]
+    strategy, rendezvous, pipe = sys.argv[1:]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     if strategy == OWN_PATH:  # before scenarios end, which have few steps
         replanner.TIMED_STEPS = 1
@@ -42,10 +43,7 @@ def main() -> None:
         gpu_stand_in.install()
     if strategy.endswith(ON_CUDA):
         torch.set_default_device("cuda:0")
-    os.environ.update(RANK=rank, WORLD_SIZE=world_size)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=int(world_size)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
     from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
@@ -65,19 +63,19 @@ def main() -> None:
     }
 
     context = Context(
-        rank=int(rank),
-        world_size=int(world_size),
+        rank=rank,
+        world_size=world_size,
         wrap=wrapper_of(strategy),
         is_coarse=strategy.startswith("coarse"),
     )
     connection = Connection(int(pipe))
-    connection.send("ready")
+    connection.send(("result", "ready"))
     while (name := connection.recv()) is not None:
         torch.manual_seed(1234)
         try:
             connection.send(("result", scenarios[name].run(context)))
-        except Exception as error:
-            connection.send(("error", type(error).__name__, str(error), traceback.format_exc()))
+        except Exception:
+            connection.send(("error", traceback.format_exc()))
     connection.close()
     dist.destroy_process_group()
 

@@ -1,29 +1,17 @@
-"""Processes that are the ranks of a process group, kept alive over many scenarios because torch is slow to import.
-
-No fixed ports, no sleeps; every wait has a deadline, and what does not answer is killed.
-"""
+"""The processes that are the ranks of a process group, and what they are started with."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_S = 300.0  # the backend may have to be compiled
-SCENARIO_TIMEOUT_S = 200.0
+from process_pool import ProcessPool
+
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
-
-
-class ScenarioError(AssertionError):
-    """A scenario failed in a rank."""
 
 
 def installed_coarse(folder: Path) -> Path:
@@ -57,8 +45,8 @@ def environment(site: Path, **variables: str) -> dict[str, str]:
     }
 
 
-class RankPool:
-    """The ranks of one backend, started at the first scenario.
+class RankPool(ProcessPool):
+    """The ranks of one backend.
 
     Args:
         backend: For init_process_group.
@@ -70,13 +58,8 @@ class RankPool:
     def __init__(
         self, backend: str, site: Path, *, nodes: Sequence[str] = ("", ""), **variables: str
     ) -> None:
-        self._backend = backend
-        self._environment = environment(site, **variables)
-        self._nodes = nodes
-        self._world_size = len(nodes)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        environments = [environment(site, COARSE_NODE=node, **variables) for node in nodes]
+        super().__init__(backend, _HERE / "rank_worker.py", [backend], environments)
 
     def run(self, scenario: str, *, is_on_one_node: bool = False) -> list[Any]:
         """Runs `scenario` in all ranks; what it returned, by rank.
@@ -93,86 +76,4 @@ class RankPool:
 
     def submit(self, scenario: str, *, is_on_one_node: bool = False) -> None:
         """Starts `scenario` in all ranks."""
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send((scenario, is_on_one_node))
-
-    def collect(self, ranks: list[int] | None = None) -> list[Any]:
-        """What the scenario returned in `ranks`, or in all.
-
-        Raises:
-            ScenarioError: As run().
-        """
-        replies = self._receive(SCENARIO_TIMEOUT_S, ranks)
-        for reply in replies:
-            if reply[0] == "error":
-                raise ScenarioError(f"{self._backend}: {reply[1]}")
-        return [reply[1] for reply in replies]
-
-    def close(self) -> None:
-        """Ends the ranks; kills those that do not end by themselves. Idempotent."""
-        for connection in self._connections:
-            try:
-                connection.send(None)
-            except OSError:
-                continue
-        self._stop(timeout_s=20.0)
-
-    def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
-        for rank in range(self._world_size):
-            ours, theirs = Pipe()
-            arguments = [self._backend, f"{self._directory.name}/store", str(theirs.fileno())]
-            with open(self._log(rank), "wb") as log:
-                process = subprocess.Popen(
-                    [sys.executable, str(_HERE / "rank_worker.py"), *arguments],
-                    env={
-                        **self._environment,
-                        "RANK": str(rank),
-                        "WORLD_SIZE": str(self._world_size),
-                        "COARSE_NODE": self._nodes[rank],
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                )
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
-        self._receive(START_TIMEOUT_S, None)
-
-    def _receive(self, timeout_s: float, ranks: list[int] | None) -> list[Any]:
-        deadline = time.monotonic() + timeout_s
-        replies = []
-        for rank in range(self._world_size) if ranks is None else ranks:
-            connection = self._connections[rank]
-            try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-                replies.append(connection.recv())
-            except (EOFError, OSError) as error:
-                logs = "\n".join(self._log(other).read_text()[-4000:] for other in range(self._world_size))
-                self._stop(timeout_s=0.0)
-                raise ScenarioError(f"{self._backend}, rank {rank}: {error!r}\n{logs}") from error
-        return replies
-
-    def _stop(self, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        for connection in self._connections:
-            connection.close()
-        self._processes, self._connections = [], []
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
-
-    def _log(self, rank: int) -> Path:
-        assert self._directory is not None
-        return Path(self._directory.name, f"rank{rank}.log")
+        self.request((scenario, is_on_one_node))

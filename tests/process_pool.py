@@ -1,0 +1,134 @@
+"""Processes that stay alive over many scenarios, because importing torch takes seconds.
+
+No fixed ports, no sleeps; every wait has a deadline, and what does not answer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 300.0  # something may have to be compiled
+SCENARIO_TIMEOUT_S = 200.0
+
+
+class ScenarioError(AssertionError):
+    """A scenario failed in a process."""
+
+
+class ProcessPool:
+    """One process for each rank of a job, started at the first scenario.
+
+    A process is started with the pool's arguments, a path for their rendezvous, and the number of a pipe by which it
+    answers: once when it is ready, then each request, by ("result", value) or ("error", traceback). None ends it.
+
+    All are ended when a scenario fails, and killed when it does not answer in time; the next scenario starts new
+    ones, so that a second try has nothing of the first.
+
+    Args:
+        name: For messages.
+        script: What each process runs.
+        arguments: For it.
+        environments: One for each process.
+    """
+
+    def __init__(
+        self, name: str, script: Path, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._name = name
+        self._command = [sys.executable, str(script), *arguments]
+        self._environments = environments
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def request(self, what: Any) -> None:
+        """Sends the same to all processes."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send(what)
+
+    def collect(self, ranks: Sequence[int] | None = None) -> list[Any]:
+        """What the scenario returned in `ranks`, or in all, by rank.
+
+        Raises:
+            ScenarioError: If it raised in one of them, or did not end in time.
+        """
+        replies = self._receive(SCENARIO_TIMEOUT_S, ranks)
+        for rank, (kind, value) in replies.items():
+            if kind == "error":
+                self.close()
+                raise ScenarioError(f"{self._name}, rank {rank}: {value}")
+        return [value for _, value in replies.values()]
+
+    def dismiss(self) -> None:
+        """Tells the processes to end, and does not wait for that."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+
+    def close(self) -> None:
+        """Ends the processes; kills those that do not end by themselves. Idempotent."""
+        self.dismiss()
+        self._stop(timeout_s=20.0)
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
+        for rank, environment in enumerate(self._environments):
+            ours, theirs = Pipe()
+            with self._log(rank).open("wb") as log:
+                process = subprocess.Popen(
+                    [*self._command, f"{self._directory.name}/store", str(theirs.fileno())],
+                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(len(self._environments))},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[theirs.fileno()],
+                )
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._receive(START_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float, ranks: Sequence[int] | None = None) -> dict[int, tuple[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        replies = {}
+        for rank in range(len(self._processes)) if ranks is None else ranks:
+            connection = self._connections[rank]
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"no answer within {timeout_s:.0f} s")
+                replies[rank] = connection.recv()
+            except (EOFError, OSError) as error:
+                logs = "\n".join(self._log(each).read_text()[-4000:] for each in range(len(self._processes)))
+                self._stop(timeout_s=0.0)
+                raise ScenarioError(f"{self._name}, rank {rank}: {error!r}\n{logs}") from error
+        return replies
+
+    def _stop(self, *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _log(self, rank: int) -> Path:
+        assert self._directory is not None
+        return Path(self._directory.name, f"rank{rank}.log")
