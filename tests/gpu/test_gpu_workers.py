@@ -64,7 +64,7 @@ def run(script: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
-    tolerance = parity_scenarios.SCENARIOS[name].tolerance
+    tolerance = parity_scenarios.PARITY_SCENARIOS[name].tolerance
     comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
 
 

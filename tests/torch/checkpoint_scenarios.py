@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from optimizer_scenarios import Make, offload
-from parity_scenarios import Context, Scenario, raises, scenario
+from scenario import Context, Scenario, raises, scenario
 from torch import nn
 
 from coarse.checkpoint.catalogue import open_verified

@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 import torch
-from parity_scenarios import Context, Scenario, raises, scenario, states
+from scenario import Context, Scenario, raises, scenario, states
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_scenarios import (
+from scenario import (
     Branches,
     Context,
     Scenario,

@@ -45,14 +45,17 @@ def main() -> None:
         torch.set_default_device("cuda:0")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
+    from contract_scenarios import CONTRACT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
     from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
-    from parity_scenarios import SCENARIOS, Context
+    from parity_scenarios import PARITY_SCENARIOS
+    from scenario import Context
     from staleness_scenarios import STALENESS_SCENARIOS
     from table_scenarios import TABLE_SCENARIOS
 
     scenarios = {
-        **SCENARIOS,
+        **PARITY_SCENARIOS,
+        **CONTRACT_SCENARIOS,
         **OPTIMIZER_SCENARIOS,
         **BERT_SCENARIOS,
         **SAME_GRADIENTS_SCENARIOS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_scenarios import Context, Scenario, assert_equal_on_all_workers, mlp, raises, scenario
+from scenario import Context, Scenario, assert_equal_on_all_workers, mlp, raises, scenario
 from torch import nn
 
 STALENESS_SCENARIOS: dict[str, Scenario] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_scenarios import Context, Scenario, assert_equal_on_all_workers, raises, scenario
+from scenario import Context, Scenario, assert_equal_on_all_workers, raises, scenario
 from torch import nn
 
 TABLE_SCENARIOS: dict[str, Scenario] = {}

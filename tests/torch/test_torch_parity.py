@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import pytest
 from comparison import assert_equal_results
+from contract_scenarios import CONTRACT_SCENARIOS
 from parity_pool import WorkerPool
-from parity_scenarios import SCENARIOS
+from parity_scenarios import PARITY_SCENARIOS
 from tiers import slow_but_for
 
-PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
+PARITY = [name for name, scenario in PARITY_SCENARIOS.items() if scenario.compare]
 ACROSS_NODES = [
     "averages_gradients",
     "trains_convolutions_and_batch_norm",
@@ -55,38 +56,39 @@ ON_A_GPU_IN_EVERY_RUN = [
     "two_models_trained_in_turn",
     "averages_where_the_processor_copies_gradients",
 ]
-COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
+COARSE_ONLY = [name for name, scenario in PARITY_SCENARIOS.items() if not scenario.compare]
+COARSE_ONLY += CONTRACT_SCENARIOS
 
 
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    assert_equal_results(name, ddp_pool, coarse_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, coarse_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, ACROSS_NODES))
 def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
-    assert_equal_results(name, ddp_pool, two_node_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, two_node_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, WHERE_WORKERS_REDUCE))
 def test_equals_torch_where_workers_reduce_themselves(
     name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, own_path_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, own_path_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_on_a_gpu_that_is_stood_in_for(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_where_memory_devices_are_on_that_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.slow
@@ -94,7 +96,7 @@ def test_equals_torch_where_memory_devices_are_on_that_gpu(
 def test_equals_torch_where_links_to_that_gpu_are_another_machines(
     name: str, ddp_pool: WorkerPool, emulated_gpu_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, emulated_gpu_pool, SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, emulated_gpu_pool, PARITY_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

@@ -1,0 +1,310 @@
+"""Scenarios of what only COARSE promises: refusals, errors that name what differs, and the life of a wrapper."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from scenario import (
+    Branches,
+    Checkpointed,
+    Context,
+    Scenario,
+    assert_equal_on_all_workers,
+    mlp,
+    raises,
+    scenario,
+    train,
+)
+from torch import nn
+
+CONTRACT_SCENARIOS: dict[str, Scenario] = {}
+
+contract = functools.partial(scenario, registry=CONTRACT_SCENARIOS, compare=False)
+
+
+@contract
+def is_a_torch_ddp_without_a_reducer(context: Context) -> Any:
+    model = context.wrap(mlp())
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    assert model._get_ddp_logging_data()["world_size"] == context.world_size
+    assert model.broadcast_buffers
+    assert model.forward_sync_buffers
+    with raises(AttributeError, "reducer._get_zeros_like_grad_buckets"):
+        model.reducer._get_zeros_like_grad_buckets()
+
+
+@contract
+def gradients_live_in_registered_memory(context: Context) -> Any:
+    model = context.wrap(mlp())
+    addresses = set()
+    for step in range(3):
+        model.zero_grad()
+        model(context.inputs(step, 4, 8)).sum().backward()
+        addresses.add(model.module[0].weight.grad.data_ptr())
+    assert len(addresses) == 1
+
+
+@contract
+def names_parameters_without_gradient(context: Context) -> Any:
+    model = context.wrap(Branches())
+    model(context.inputs(0, 4, 8)).sum().backward()
+    for _ in range(2):
+        with raises(RuntimeError, "heads.1.weight, heads.1.bias", "find_unused_parameters=True", "2 of 6"):
+            model(context.inputs(1, 4, 8))
+    with raises(RuntimeError, "heads.1.weight"):
+        model._check_reducer_finalized()
+
+
+@contract
+def names_parameters_that_fire_twice(context: Context) -> Any:
+    module = Checkpointed(reentrant=True, times=2)
+    module.unused.requires_grad_(False)
+    model = context.wrap(module)
+    with raises(RuntimeError, "layer.0", "twice", "static_graph=True"):
+        train(context, model)
+
+
+@contract
+def static_graph_notices_changes(context: Context) -> Any:
+    model = context.wrap(Branches(), static_graph=True)
+    train(context, model, head=0)
+    with raises(RuntimeError, "heads.1", "graph has changed"):
+        train(context, model, head=1)
+
+
+@contract
+def averages_what_accumulated_although_nobody_uses_it(context: Context) -> Any:
+    model = context.wrap(Branches(), find_unused_parameters=True)
+    with model.no_sync():
+        model(context.inputs(0, 4, 8), head=1).sum().backward()
+    local = model.module.heads[1].bias.grad.clone()
+    dist.all_reduce(local)
+    model(context.inputs(1, 4, 8), head=0).sum().backward()
+    assert torch.equal(model.module.heads[1].bias.grad, local / 2)
+
+
+@contract
+def re_entrant_checkpointing_finds_unused(context: Context) -> Any:
+    model = context.wrap(Checkpointed(reentrant=True), find_unused_parameters=True)
+    result = train(context, model)
+    assert result["module.unused.weight.grad"] is None
+    assert_equal_on_all_workers(context, model.parameters())
+
+
+@contract
+def refuses_sparse_gradients_of_what_is_no_layer(context: Context) -> Any:
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, index: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(index, self.table, sparse=True)
+
+    model = context.wrap(Lookup())
+    with raises(ValueError, "table", "torch.sparse_coo", "sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+
+
+@contract
+def refuses_what_it_cannot_average(context: Context) -> Any:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    with raises(ValueError, "phase", "complex64", "float32"):
+        context.wrap(Complex())
+    with raises(RuntimeError, "uninitialized"):
+        context.wrap(nn.LazyLinear(3))
+    with raises(RuntimeError, "requires a gradient"):
+        context.wrap(nn.Linear(2, 2).requires_grad_(False))
+    with raises(ValueError, "SyncBatchNorm"):
+        context.wrap(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+@contract
+def refuses_arguments_that_do_not_apply(context: Context) -> Any:
+    module = mlp()
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"mixed_precision": object()}, "torch.autocast"),
+        ({"device_ids": [0]}, "device_ids"),
+        ({"device_ids": [0, 1]}, "one device"),
+        ({"output_device": 0}, "output_device"),
+        ({"delay_all_reduce_named_params": [("0.weight", module[0].weight)]}, "together"),
+        ({"process_group": dist.group.WORLD, "device_mesh": object()}, "not both"),
+    ]
+    for arguments, words in refused:
+        with raises(ValueError, words):
+            context.wrap(module, **arguments)
+
+
+@contract
+def refuses_hooks_and_says_what_to_do(context: Context) -> Any:
+    model = context.wrap(mlp())
+    for call, words in [
+        (lambda: model.register_comm_hook(None, lambda state, bucket: None), "between backward and step"),
+        (lambda: model._register_builtin_comm_hook(None), "bfloat16"),
+        (lambda: model._register_buffer_comm_hook(None, lambda state, buffers: None), "forward_sync_buffers"),
+        (lambda: model._register_fused_optim(torch.optim.SGD, 0.1), "after backward"),
+        (lambda: model._update_process_group(None), "Wrap model.module again"),
+    ]:
+        with raises(NotImplementedError, words):
+            call()
+
+
+@contract
+def accepts_arguments_without_effect(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=True,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=1,
+        find_unused_parameters=False,
+        check_reduction=True,
+        gradient_as_bucket_view=True,
+        static_graph=False,
+        delay_all_reduce_named_params=[("0.weight", module[0].weight)],
+        param_to_hook_all_reduce=module[2].weight,
+        mixed_precision=None,
+        device_mesh=None,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb_list=[1, 2],
+        batched_grad_copy=True,
+        forward_sync_buffers=True,
+    )
+    train(context, model)
+
+
+@contract
+def names_the_first_difference_between_models(context: Context) -> Any:
+    for ours, theirs, words in [
+        (nn.Linear(8, 4), nn.Linear(8, 5), ("weight", "[4, 8]", "[5, 8]")),
+        (nn.Linear(8, 4), nn.Linear(8, 4).double(), ("weight", "float32", "float64")),
+        (nn.Linear(8, 4), nn.Linear(8, 4, bias=False), ("only worker 0 has", "bias")),
+        (nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False), ("running_mean",)),
+        (mlp(), nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), ("2.weight", "1.weight")),
+    ]:
+        with raises("SchemaMismatchError", "worker 1", *words):
+            context.wrap(theirs if context.rank else ours)
+    frozen = nn.Linear(8, 4)
+    frozen.bias.requires_grad_(context.rank == 0)
+    with raises("SchemaMismatchError", "bias", "trainable"):
+        context.wrap(frozen)
+
+
+@contract
+def refuses_a_model_converted_after_wrapping(context: Context) -> Any:
+    model = context.wrap(mlp())
+    model.double()
+    with raises(ValueError, "was torch.float32", "before wrapping"):
+        model(context.inputs(0, 4, 8).double()).sum().backward()
+
+
+@contract
+def refuses_buffers_of_other_shapes(context: Context) -> Any:
+    module = nn.BatchNorm1d(8)
+    model = context.wrap(module)
+    module.running_mean = torch.zeros(9)
+    with raises(ValueError, "buffers changed"):
+        model(context.inputs(0, 4, 8))
+
+
+@contract
+def a_dropped_wrapper_leaves_the_module_usable(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    reference = weakref.ref(model)
+    train(context, model)
+    del model
+    gc.collect()
+    assert reference() is None
+    module.zero_grad()
+    module(context.inputs(0, 4, 8)).sum().backward()  # stays local
+    train(context, context.wrap(module))
+
+
+@contract
+def a_closed_wrapper_says_so(context: Context) -> Any:
+    model = context.wrap(mlp())
+    model.close()
+    model.close()
+    with raises("SessionClosedError", ".module"):
+        model(context.inputs(0, 4, 8))
+    model.module(context.inputs(0, 4, 8)).sum().backward()
+
+
+@contract
+def parameters_without_elements_are_left_out(context: Context) -> Any:
+    module = mlp()
+    module.nothing = nn.Parameter(torch.zeros(0))
+    train(context, context.wrap(nn.Sequential(module)))
+
+
+@contract
+def training_loops_may_prepare_backward_themselves(context: Context) -> Any:
+    model = context.wrap(mlp())
+    with model.no_sync():
+        loss = model(context.inputs(0, 4, 8)).square().mean()
+    model.reducer._rebuild_buckets()
+    model.reducer.prepare_for_backward([loss])
+    loss.backward()
+    assert_equal_on_all_workers(context, [model.module[0].bias.grad])
+
+
+@contract
+def data_loader_processes_may_be_forked(context: Context) -> Any:
+    model = context.wrap(mlp())
+    data = torch.utils.data.TensorDataset(context.inputs(0, 8, 8))
+    for (batch,) in torch.utils.data.DataLoader(
+        data, batch_size=4, num_workers=1, multiprocessing_context="fork"
+    ):
+        model.zero_grad()
+        model(batch).sum().backward()
+
+
+@contract
+def a_forked_child_cannot_train(context: Context) -> Any:
+    model = context.wrap(mlp())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            model(torch.ones(4, 8)).sum().backward()
+            message = "nothing was raised"
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+        os.write(writing, message.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 1000).startswith(b"ForkedSessionError")
+    os.close(reading)
+    os.close(writing)
+    train(context, model)
+
+
+@contract
+def serves_a_store_where_the_group_has_none(context: Context) -> Any:
+    from coarse.torch.store import TorchStore, _serve_store
+
+    store = TorchStore(_serve_store(dist.group.WORLD), prefix="test")
+    if context.rank == 0:
+        store.set("key", b"value")
+    assert store.get("key", 20.0) == b"value"
+    with raises(TimeoutError, "missing"):
+        store.get("missing", 0.05)
+    store.add("done", 1)
+    dist.barrier()
+    assert store.add("done", 0) == context.world_size
+    dist.barrier()  # worker 0 serves until all have asked
