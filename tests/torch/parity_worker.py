@@ -44,10 +44,11 @@ def main() -> None:
     if strategy.endswith(ON_CUDA):
         torch.set_default_device("cuda:0")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
     from contract_scenarios import CONTRACT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
-    from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
+    from optimizer_scenarios import OPTIMIZER_SCENARIOS
     from parity_scenarios import PARITY_SCENARIOS
     from scenario import Context
     from staleness_scenarios import STALENESS_SCENARIOS

@@ -10,8 +10,9 @@ import importlib.util
 
 import numpy as np
 import pytest
+from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
 from comparison import assert_equal_results, run_under_both
-from optimizer_scenarios import BERT_SCENARIOS, OPTIMIZER_SCENARIOS, SAME_GRADIENTS_SCENARIOS
+from optimizer_scenarios import OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
 from tiers import slow_but_for
 
