@@ -222,8 +222,8 @@ class Session:
         Raises:
             ValueError: If the array cannot be reduced as it is.
         """
-        check_array(array, op)
-        self._open().all_reduce(array.ctypes.data, array.size, array.dtype.name, op)
+        dtype = check_array(array, op)
+        self._open().all_reduce(array.ctypes.data, array.size, dtype, op)
 
     def limit_waits(self, timeout_s: float) -> None:
         """Has what is opened, registered or pulled from now on take so long at most, not as long as the settings say.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from coarse.client.schema import ITEM_BYTES, TensorSpec
@@ -44,13 +46,17 @@ def check_algorithm(nodes: NodeMap, settings: Settings) -> None:
         raise RendezvousError(f"{what} works within one node, and this job has {nodes.num_nodes}; {how}")
 
 
-def check_array(array: npt.NDArray[Any], op: str) -> None:
-    """Raises ValueError unless an array can be reduced in place."""
-    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
-        raise ValueError(
-            f"an array of {array.dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}"
-        )
+def check_array(array: npt.NDArray[Any], op: str) -> str:
+    """Returns the name of an array's dtype; raises ValueError unless the array can be reduced in place."""
+    name = _reducible(array.dtype, op)
     if not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError("all_reduce works in place on a writable, C-contiguous array; pass a copy")
-    if array.size:
-        TensorSpec(name="array", dtype=array.dtype.name, num_elements=array.size, op=op)
+    return name
+
+
+@functools.cache  # numpy takes longer to name a dtype than the memory devices to reduce a few numbers
+def _reducible(dtype: np.dtype[Any], op: str) -> str:
+    if dtype.name not in ITEM_BYTES or not dtype.isnative:
+        raise ValueError(f"an array of {dtype} cannot be reduced; supported are {', '.join(ITEM_BYTES)}")
+    TensorSpec(name="array", dtype=dtype.name, num_elements=1, op=op)
+    return str(dtype.name)
