@@ -126,7 +126,10 @@ class Session:
             try:
                 client, node, found = _come_together(identity, store, settings, nodes, watch, keeping)
             except CoarseError as error:
-                raise watch.tell(error) from error
+                first = watch.tell(error)
+                if str(first) != str(error):
+                    raise first from error
+                raise
         session = cls(identity, settings, client, node, attempt)
         try:
             session._plan_links(client, node, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -122,6 +123,32 @@ def rank_1_leaves_its_group() -> Any:
     return errors
 
 
+def a_group_is_destroyed_while_a_thread_waits_in_it() -> Any:
+    group = dist.new_group()
+    errors: list[Any] = []
+    if dist.get_rank() == 0:
+        backend = group._get_backend(torch.device("cpu"))
+        before = backend._get_sequence_number_for_group()
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+
+        def wait_in_vain() -> None:
+            errors.extend(_error_of(lambda: backend.allreduce([torch.zeros(3)], options).wait()))
+
+        waiting = threading.Thread(target=wait_in_vain)
+        waiting.start()
+        started = time.monotonic()
+        while backend._get_sequence_number_for_group() == before:
+            assert time.monotonic() - started < PROMPT_S
+        dist.destroy_process_group(group)  # lets what was issued take some seconds before it ends that
+        waiting.join()
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return errors
+
+
 def a_rank_dies() -> Any:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -142,6 +169,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         messages_that_do_not_fit_are_refused,
         a_rank_leaves_its_group,
         rank_1_leaves_its_group,
+        a_group_is_destroyed_while_a_thread_waits_in_it,
         a_rank_dies,
     )
 }

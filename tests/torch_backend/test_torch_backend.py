@@ -91,6 +91,12 @@ def test_a_rank_that_leaves_is_named(coarse: RankPool) -> None:
     assert "rank 1 has left the group" in text
 
 
+def test_a_group_can_be_destroyed_while_a_thread_waits_in_it(coarse: RankPool) -> None:
+    kind, text = coarse.run("a_group_is_destroyed_while_a_thread_waits_in_it")[0]
+    assert kind == "DistBackendError"
+    assert "the group was closed" in text
+
+
 @pytest.mark.parametrize(
     "name",
     ["all_reduce_sums_every_dtype", "object_collectives", "messages_by_tag_in_any_order", "ddp", "fsdp2"],

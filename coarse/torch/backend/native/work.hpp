@@ -129,11 +129,8 @@ class WorkQueue {
 
   // After each operation: a thread that is told in vain takes a core from ranks that wait for each other.
   void tellNext() {
-    if (queue_.empty()) {
-      idle_.notify_all();
-    } else {
-      given_.notify_one();
-    }
+    if (queue_.empty()) idle_.notify_all();
+    if (!queue_.empty() || isStopped_) given_.notify_one();
   }
 
   void serve() {
