@@ -201,7 +201,7 @@ class Client:
                 specs=tuple(specs),
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
-                algorithm=self._settings.sync_algorithm,
+                algorithm=self._algorithm_of(on_host=on_host),
                 state_names=None if state_names is None else tuple(state_names),
                 is_open=is_open,
                 on_host=on_host,
@@ -209,6 +209,12 @@ class Client:
             ),
             gpu,
         )
+
+    def _algorithm_of(self, *, on_host: bool) -> str:
+        """How a group is reduced."""
+        algorithm = self._settings.sync_algorithm
+        # What goes round between GPUs lies there.
+        return "auto" if algorithm == "ring" and on_host and self.table.is_on_gpus else algorithm
 
     def cannot_share_parameters(self, gpu: str) -> str:
         """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.

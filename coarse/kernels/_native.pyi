@@ -20,6 +20,8 @@ UPDATE_SETTINGS_BYTES: int
 RING_LOGS_BYTES: int
 RING_SEGMENT_BYTES: int
 RING_LOG_CAPACITY: int
+HOST_MESSAGE_BYTES: int
+CUDA_MESSAGE_BYTES: int
 SNAPSHOT_REQUEST_BYTES: int
 MOST_SNAPSHOTS: int
 
@@ -141,6 +143,8 @@ class CudaTensorMemory(TensorMemory):
         *,
         reduce_sum: Sequence[int],
         reduce_max: Sequence[int],
+        ring_sum: Sequence[int],
+        ring_max: Sequence[int],
         measure: Sequence[int],
         update: Sequence[int],
         hold_until: int,
@@ -199,6 +203,19 @@ class Replica:
 class UndoLog:
     def __init__(self, *, control_fd: int, parameters: Region | int, states: Region | int) -> None: ...
 
+class RingMemory:
+    def __init__(
+        self,
+        *,
+        logs_fd: int,
+        buffer_fds: Sequence[int],
+        messages: Sequence[Region],
+        message_bytes: int,
+        memory: TensorMemory | None = None,
+    ) -> None: ...
+
+def ring_messages_bytes(message_bytes: int) -> int: ...
+
 class Proxy:
     def __init__(
         self,
@@ -211,9 +228,8 @@ class Proxy:
         local_clients: Sequence[int],
         spin_us: int,
         doorbells_fd: int,
-        ring_logs_fd: int,
-        ring_fds: Sequence[int],
         event_fd: int,
+        rings: RingMemory = ...,
         exchange_logs_fd: int = -1,
         link_table_fd: int = -1,
     ) -> None: ...

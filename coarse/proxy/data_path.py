@@ -42,13 +42,16 @@ class DataPath:
         """The proxy once it serves all workers."""
         return self.proxy if self.is_started else None
 
-    def share(self) -> dict[str, int]:
-        """Allocates what this device makes for all; returns its descriptors by name, which stay its own."""
+    def share(self) -> dict[str, Segment]:
+        """Allocates what this device makes for all; returns it by name, and it stays its own."""
         for name, num_bytes in self._job.own_memory().items():
             self._shared[name] = self._memory.allocate_host(name, num_bytes)
+        if name := self._job.own_messages():
+            num_bytes = _native.ring_messages_bytes(self._memory.message_bytes)
+            self._shared[name] = self._memory.allocate(name, num_bytes)
         if LINK_TABLE in self._shared:
             write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
-        return {name: segment.fd for name, segment in self._shared.items()}
+        return dict(self._shared)
 
     def take_shared(self, segments: dict[str, Segment]) -> None:
         """Another device has made these for all."""
@@ -135,8 +138,16 @@ class DataPath:
         for segment in (*self._client_segments.values(), *self._shared.values()):
             segment.close()
 
+    def _rings(self) -> _native.RingMemory:
+        return _native.RingMemory(
+            logs_fd=self._shared[RING_LOGS].fd if self._job.has_rings else -1,
+            buffer_fds=[self._shared[name].fd for name in self._job.ring_names()],
+            messages=[self._shared[name].region for name in self._job.message_names()],
+            message_bytes=self._memory.message_bytes,
+            memory=self._memory.tensor_memory() if self._job.has_rings else None,
+        )
+
     def _make_proxy(self) -> _native.Proxy:
-        rings = self._job.ring_names()
         proxy = _native.Proxy(
             device=self._job.device,
             num_devices=self._job.num_devices,
@@ -146,9 +157,8 @@ class DataPath:
             local_clients=list(self._job.local_clients),
             spin_us=self._job.spin_us,
             doorbells_fd=self._shared[DOORBELLS].fd,
-            ring_logs_fd=self._shared[RING_LOGS].fd if rings else -1,
-            ring_fds=[self._shared[name].fd for name in rings],
             event_fd=self._event_fd,
+            rings=self._rings(),
             exchange_logs_fd=self._shared[EXCHANGE_LOGS].fd if self._job.has_exchange else -1,
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
         )

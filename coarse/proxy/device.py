@@ -153,7 +153,10 @@ class MemoryDevice:
             self._peers.tell(*self._shared_message())
 
     def _shared_message(self) -> tuple[Message, list[int]]:
-        return {"type": "memory", "names": list(self._shared_memory)}, list(self._shared_memory.values())
+        segments = self._shared_memory.values()
+        extents = [segment.extent for segment in segments]
+        message = {"type": "memory", "names": list(self._shared_memory), "extents": extents}
+        return message, [segment.fd for segment in segments]
 
     def _welcome(self) -> None:
         """All workers are here: the data path starts, and they are told."""

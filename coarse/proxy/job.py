@@ -108,7 +108,7 @@ class DeviceJob:
         return self.nodes[self.node][client]
 
     def own_memory(self) -> dict[str, int]:
-        """What this device allocates for all devices to share: bytes by name."""
+        """What this device allocates in the host's memory for all devices to share: bytes by name."""
         own = {}
         if self.is_home:
             own[DOORBELLS] = _native.doorbells_bytes(self.num_devices)
@@ -122,9 +122,13 @@ class DeviceJob:
             own[self.ring_names()[self.device]] = _native.RING_SEGMENT_BYTES
         return own
 
+    def own_messages(self) -> str:
+        """What it allocates besides, where its tensors lie: the name; "" without rings."""
+        return self.message_names()[self.device] if self.has_rings else ""
+
     def shared_memory(self) -> set[str]:
         """Names of all that the devices share together."""
-        names = {DOORBELLS, *self.ring_names()}
+        names = {DOORBELLS, *self.ring_names(), *self.message_names()}
         optional = {
             RING_LOGS: self.has_rings,
             EXCHANGE_LOGS: self.has_exchange,
@@ -135,6 +139,10 @@ class DeviceJob:
     def ring_names(self) -> list[str]:
         """Names of the ring buffers, one of each device; empty without rings."""
         return [f"ring buffers of md{device}" for device in range(self.num_devices) if self.has_rings]
+
+    def message_names(self) -> list[str]:
+        """The same of what goes through these buffers."""
+        return [f"ring messages of md{device}" for device in range(self.num_devices) if self.has_rings]
 
     def with_own_sockets(self) -> DeviceJob:
         """The same with duplicates of its sockets, for one attempt to close."""

@@ -81,6 +81,15 @@ def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
     assert found == expected
 
 
+def test_rings_have_the_bits_of_those_of_the_host(stand_ins, tmp_path):
+    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host", COARSE_ALGORITHM="ring")
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:0", "reduce_script.py", "host", COARSE_ALGORITHM="ring", **stand_ins
+    )
+    assert found[0] is not None, errors
+    assert found == expected
+
+
 def test_training_has_the_bits_of_the_host(stand_ins, tmp_path):
     expected, _ = run_workers(tmp_path, "2", "train_script.py", "cpu")
     found, errors = run_workers(tmp_path, "cuda:0,cuda:0", "train_script.py", "cpu", **stand_ins)

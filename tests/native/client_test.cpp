@@ -30,17 +30,13 @@ std::vector<std::uint32_t> shuffled(std::size_t count, std::uint64_t seed) {
   return order;
 }
 
-/// Those by which a cluster can synchronise: there are no rings where others than sync cores compute.
-std::vector<Algorithm> algorithmsOf(const ClusterShape& shape) {
-  if (shape.isDeferred) return {Algorithm::kGather, Algorithm::kDirect};
-  return {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing};
-}
+constexpr Algorithm kAlgorithms[] = {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing};
 
 /// Tensors of every type, operation and algorithm, of one shard and of many.
-std::vector<TensorSpec> variousTensors(const ClusterShape& shape) {
+std::vector<TensorSpec> variousTensors() {
   std::vector<TensorSpec> tensors;
   std::uint32_t numElements = 1;
-  for (const Algorithm algorithm : algorithmsOf(shape)) {
+  for (const Algorithm algorithm : kAlgorithms) {
     for (const DType dtype : kEveryDType) {
       for (const ReduceOp op : kEveryOp) {
         tensors.push_back({numElements, dtype, op, algorithm});
@@ -92,7 +88,7 @@ class Jobs : public testing::TestWithParam<ClusterShape> {
 };
 
 TEST_P(Jobs, ManyTensorsPushedAndPulledInOrdersOfTheirOwn) {
-  const std::vector<TensorSpec> tensors = variousTensors(GetParam());
+  const std::vector<TensorSpec> tensors = variousTensors();
   cluster_.start().addGroup(makePlan(1, numClients(), tensors, kShardElements));
   const std::vector<std::size_t> all = everyClient(GetParam());
   together(numClients(), [&](std::size_t rank) {
@@ -107,7 +103,7 @@ TEST_P(Jobs, ManyTensorsPushedAndPulledInOrdersOfTheirOwn) {
 }
 
 TEST_P(Jobs, OneTensorStepAfterStep) {
-  for (const Algorithm algorithm : algorithmsOf(GetParam())) {
+  for (const Algorithm algorithm : kAlgorithms) {
     const std::vector<TensorSpec> tensors = {{777, DType::kFloat32, ReduceOp::kMean, algorithm}};
     Cluster cluster(GetParam());
     cluster.start().addGroup(makePlan(1, numClients(), tensors, kShardElements));
@@ -123,7 +119,7 @@ TEST_P(Jobs, OneTensorStepAfterStep) {
 }
 
 TEST_P(Jobs, PullAllWaitsForEverythingThatWasPushed) {
-  const std::vector<TensorSpec> tensors = variousTensors(GetParam());
+  const std::vector<TensorSpec> tensors = variousTensors();
   const GroupPlan plan = makePlan(1, numClients(), tensors, kShardElements);
   cluster_.start().addToProxies(plan);
   const std::vector<std::size_t> all = everyClient(GetParam());
@@ -149,7 +145,7 @@ TEST_P(Jobs, PullAllWaitsForEverythingThatWasPushed) {
 }
 
 TEST_P(Jobs, BuffersOfAnyTypeAndLengthPassThroughDynamicShards) {
-  for (const Algorithm algorithm : algorithmsOf(GetParam())) {
+  for (const Algorithm algorithm : kAlgorithms) {
     Cluster cluster(GetParam());
     cluster.start().addGroup(makeDynamicPlan(1, numClients(), 3, 512, algorithm));
     const std::vector<std::size_t> all = everyClient(GetParam());
@@ -176,7 +172,7 @@ TEST_P(Jobs, AbsentAndJoinedContributions) {
   // Worker 0 gives nothing in odd steps, and has run out of inputs after step 4.
   std::vector<std::size_t> others = everyClient(GetParam());
   others.erase(others.begin());
-  const std::vector<TensorSpec> tensors = variousTensors(GetParam());
+  const std::vector<TensorSpec> tensors = variousTensors();
   cluster_.start().addGroup(makePlan(1, numClients(), tensors, kShardElements));
   together(numClients(), [&](std::size_t rank) {
     const Worker worker{cluster_, rank, 1, tensors};
@@ -212,11 +208,10 @@ TEST_P(Jobs, AnAbsentWorkerGetsTheResultOfADynamicShard) {
 
 TEST_P(Jobs, GroupsComeAndGoWhileOthersRun) {
   constexpr std::uint32_t kNumVisitors = 8, kStepsBetween = 4, kFirstVisitor = 100;
-  const std::vector<TensorSpec> residents = variousTensors(GetParam());
-  const std::vector<TensorSpec> visitors = {
-      {300, DType::kFloat32, ReduceOp::kSum, algorithmsOf(GetParam()).back()},
-      {7, DType::kInt32, ReduceOp::kMax, Algorithm::kGather},
-      {900, DType::kFloat64, ReduceOp::kMean, Algorithm::kDirect}};
+  const std::vector<TensorSpec> residents = variousTensors();
+  const std::vector<TensorSpec> visitors = {{300, DType::kFloat32, ReduceOp::kSum, Algorithm::kRing},
+                                            {7, DType::kInt32, ReduceOp::kMax, Algorithm::kGather},
+                                            {900, DType::kFloat64, ReduceOp::kMean, Algorithm::kDirect}};
   cluster_.start().addGroup(makePlan(1, numClients(), residents, kShardElements));
   const std::vector<std::size_t> all = everyClient(GetParam());
   std::atomic<std::uint32_t> numCome{0};

@@ -14,38 +14,13 @@
 #include "coarse/shard_reducer.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
-
-extern "C" coarse::cuda::Result cuModuleGetFunction(coarse::cuda::FunctionHandle* function,
-                                                    coarse::cuda::ModuleHandle module, const char* name);
+#include "stand_in_kernels.hpp"
 
 namespace coarse::test::cuda_tensor_memory_test {
 namespace {
 
 constexpr std::size_t kNumClients = 3;
 constexpr std::uint32_t kShardElements = 5000;
-
-CudaKernels::ByDType kernelsNamed(const std::string& name, const std::vector<DType>& dtypes) {
-  static const char* const names[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8"};
-  CudaKernels::ByDType kernels{};
-  for (const DType dtype : dtypes) {
-    const auto index = static_cast<std::size_t>(dtype);
-    EXPECT_EQ(cuModuleGetFunction(&kernels[index], nullptr, (name + "_" + names[index]).c_str()),
-              cuda::kSuccess);
-  }
-  return kernels;
-}
-
-CudaKernels allKernels() {
-  const std::vector<DType> all(std::begin(kEveryDType), std::end(kEveryDType));
-  const std::vector<DType> gradients = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-  CudaKernels kernels;
-  kernels.reduceSum = kernelsNamed("reduce_sum", all);
-  kernels.reduceMax = kernelsNamed("reduce_max", all);
-  kernels.measure = kernelsNamed("measure", gradients);
-  kernels.update = kernelsNamed("update", gradients);
-  EXPECT_EQ(cuModuleGetFunction(&kernels.holdUntil, nullptr, "hold_until"), cuda::kSuccess);
-  return kernels;
-}
 
 /// One group, with the memory that its plan asks for, and what computes there.
 class GroupIn {
@@ -143,7 +118,7 @@ class BothMemories {
   explicit BothMemories(const GroupPlan& plan)
       : plan_(plan),
         host_(plan, hostMemory(), context_),
-        gpu_(plan, std::make_shared<CudaTensorMemory>(context_, allKernels()), context_) {
+        gpu_(plan, std::make_shared<CudaTensorMemory>(context_, standInKernels()), context_) {
     forBoth([](GroupIn& each) { each.fill(7); });
   }
   template <class Action>
@@ -288,7 +263,7 @@ INSTANTIATE_TEST_SUITE_P(All, CudaUpdates,
 TEST(CudaTensorMemory, HoldsReductionsUntilLinksAreThrough) {
   const auto context = std::make_shared<cuda::Context>(0);
   const GroupPlan plan = makeGradientPlan();
-  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, allKernels()), context);
+  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, standInKernels()), context);
   EXPECT_EQ(gpu.lead(), 0) << "nothing is known of the GPU's clock";
   gpu.reduceHeld(0, monotonicNow());
   int numHeld = 0;
@@ -307,7 +282,7 @@ TEST(CudaTensorMemory, HoldsReductionsUntilLinksAreThrough) {
 TEST(CudaTensorMemory, BeginsNothingEarlyWithoutTheKernelThatHolds) {
   const auto context = std::make_shared<cuda::Context>(0);
   const GroupPlan plan = makeGradientPlan();
-  CudaKernels kernels = allKernels();
+  CudaKernels kernels = standInKernels();
   kernels.holdUntil = nullptr;
   GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, kernels), context);
   gpu.reduceHeld(0, monotonicNow());
@@ -315,14 +290,14 @@ TEST(CudaTensorMemory, BeginsNothingEarlyWithoutTheKernelThatHolds) {
 }
 
 TEST(CudaTensorMemory, NeedsAllKernels) {
-  CudaKernels kernels = allKernels();
+  CudaKernels kernels = standInKernels();
   kernels.update[static_cast<std::size_t>(DType::kFloat16)] = nullptr;
   EXPECT_THROW(CudaTensorMemory(std::make_shared<cuda::Context>(0), kernels), std::invalid_argument);
 }
 
 TEST(CudaTensorMemory, SaysWhatIsTooSmallOrNoMemoryOfAGpu) {
   const auto context = std::make_shared<cuda::Context>(0);
-  const CudaTensorMemory memory(context, allKernels());
+  const CudaTensorMemory memory(context, standInKernels());
   const cuda::DeviceMemory allocated = cuda::DeviceMemory::allocate(context, 1);
   const Fd fd(allocated.exportFd());
   EXPECT_NO_THROW(memory.map(Region(fd, 0, allocated.numBytes()), 1 << 20, "slots"));

@@ -4,9 +4,11 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -134,6 +136,32 @@ class ThreadRunner : public BatchRunner {
   std::thread thread_;
 };
 
+/// Does each step of a ring on a thread of its own.
+class ThreadRingCompute : public RingCompute {
+ public:
+  ~ThreadRingCompute() override { drain(); }
+  void begin(const RingStep& step, Done done) override {
+    done_ = std::move(done);
+    running_ = std::async(std::launch::async, [this, step] { host_->begin(step, [] {}); });
+  }
+  bool advance() override {
+    if (!isBusy() || running_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+    drain();
+    return true;
+  }
+  bool isBusy() const noexcept override { return static_cast<bool>(done_); }
+  void drain() override {
+    if (!isBusy()) return;
+    running_.get();
+    std::exchange(done_, nullptr)();
+  }
+
+ private:
+  std::unique_ptr<RingCompute> host_ = makeHostRingCompute();
+  std::future<void> running_;
+  Done done_;  // of the step under way
+};
+
 /// Nothing that the host computes on by itself, as far as memory devices know.
 class DeferredMemory : public TensorMemory {
  public:
@@ -144,6 +172,9 @@ class DeferredMemory : public TensorMemory {
   std::unique_ptr<TensorCopies> makeCopies() const override { return hostMemory()->makeCopies(); }
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
     return std::make_unique<BatchedCompute>(std::make_unique<ThreadRunner>(gate_), std::move(finish));
+  }
+  std::unique_ptr<RingCompute> makeRingCompute() const override {
+    return std::make_unique<ThreadRingCompute>();
   }
 
  private:

@@ -214,13 +214,13 @@ INSTANTIATE_TEST_SUITE_P(All, Exchanges,
 TEST(ExchangeSetUp, WithoutExchangeLogsRefusesAGroupThatNeedsThem) {
   const Memory doorbells(sizeof(Doorbell)), slots(4096), small(64);
   const Fd events(::eventfd(0, EFD_CLOEXEC));
-  Proxy proxy(ProxyConfig{}, doorbells.fd, -1, {}, events);
+  Proxy proxy(ProxyConfig{}, doorbells.fd, events);
   const GroupPlan plan = makePlan(1, 1, {{100, DType::kFloat32, ReduceOp::kSum, Algorithm::kExchange}});
   const Memory control(GroupControl::numBytes(1, 1));
   EXPECT_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true), std::invalid_argument);
   ProxyConfig config;
   config.exchangeLogsFd = small.fd;
-  EXPECT_THROW(Proxy(config, doorbells.fd, -1, {}, events), std::invalid_argument);
+  EXPECT_THROW(Proxy(config, doorbells.fd, events), std::invalid_argument);
 }
 
 }  // namespace

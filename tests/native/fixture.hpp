@@ -171,13 +171,16 @@ struct SharedState {
       : doorbells(shape.numDevices * sizeof(Doorbell)),
         ringLogs(sizeof(RingLogs)),
         exchangeLogs(shape.numDevices * sizeof(ExchangeLog)) {
-    for (std::size_t i = 0; i < shape.numDevices; ++i) rings.emplace_back(sizeof(RingSegment));
+    for (std::size_t i = 0; i < shape.numDevices; ++i) {
+      rings.emplace_back(sizeof(RingSegment));
+      messages.emplace_back(ringMessagesBytes(kHostMessageBytes));
+    }
     for (std::size_t i = 0; i < shape.numClients; ++i)
       segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
   }
   Memory doorbells, ringLogs, exchangeLogs;
   std::optional<Memory> linkTable;
-  std::vector<Memory> rings, segments;
+  std::vector<Memory> rings, messages, segments;
 };
 
 /// All proxies and clients of a job. Client c is local to device c % numDevices.
@@ -384,8 +387,9 @@ class Cluster {
     if (shared_.linkTable) config.linkTableFd = shared_.linkTable->fd;
     for (std::size_t client = device; client < shape_.numClients; client += shape_.numDevices)
       config.localClients.push_back(client);
-    auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, shared_.ringLogs.fd,
-                                         fdsOf(shared_.rings), eventFds_[device]);
+    RingMemory rings{shared_.ringLogs.fd, fdsOf(shared_.rings), regionsOf(shared_.messages),
+                     kHostMessageBytes, tensorMemory_};
+    auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, eventFds_[device], rings);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
       proxy->addClient(client, shared_.segments[client].fd);
     return proxy;

@@ -33,11 +33,11 @@ void forEveryThread(const Batch& batch, Body body) {
   }
 }
 
-template <class Element, class Op>
+template <class Element, class Op, bool kIsRing>
 void runReduce(const void* parameters) {
   const auto& batch = *static_cast<const cuda::ReduceBatch*>(parameters);
   forEveryThread(batch, [&](const cuda::ReduceShard& shard, std::uint32_t tile, unsigned thread) {
-    cuda::reduceTile<Element, Op, false>(batch, shard, tile, thread);
+    cuda::reduceTile<Element, Op, kIsRing>(batch, shard, tile, thread);
   });
 }
 
@@ -101,8 +101,10 @@ inline void runHold(const void* parameters) {
 
 template <class Element>
 void addReductions(std::map<std::string, HostKernel>& kernels, const std::string& dtype) {
-  kernels["reduce_sum_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Sum>};
-  kernels["reduce_max_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Max>};
+  kernels["reduce_sum_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Sum, false>};
+  kernels["reduce_max_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Max, false>};
+  kernels["ring_sum_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Sum, true>};
+  kernels["ring_max_" + dtype] = {sizeof(cuda::ReduceBatch), runReduce<Element, cuda::Max, true>};
 }
 
 template <class Element>

@@ -56,16 +56,20 @@ TEST(ProxyConfigs, RefuseNumbersThatCannotBe) {
 }
 
 TEST(ProxySetUp, RefusesMemoryThatIsUnsealedOrTooSmall) {
-  const Memory doorbells(sizeof(Doorbell)), ringLogs(sizeof(RingLogs)), rings(sizeof(RingSegment)), small(64);
+  const Memory doorbells(sizeof(Doorbell)), logs(sizeof(RingLogs)), rings(sizeof(RingSegment)), small(64);
+  const Memory messages(ringMessagesBytes(512));
   const Fd events(::eventfd(0, EFD_CLOEXEC));
-  const auto make = [&](int doorbellsFd, int ringLogsFd, std::vector<int> ringFds) {
-    return std::make_unique<Proxy>(ProxyConfig{}, doorbellsFd, ringLogsFd, ringFds, events);
+  const auto make = [&](int doorbellsFd, int logsFd, std::vector<int> ringFds, std::vector<Region> regions) {
+    const RingMemory memory{logsFd, std::move(ringFds), std::move(regions), 512};
+    return std::make_unique<Proxy>(ProxyConfig{}, doorbellsFd, events, memory);
   };
-  const auto proxy = make(doorbells.fd, ringLogs.fd, {rings.fd});
-  EXPECT_THROW(make(events, ringLogs.fd, {rings.fd}), std::invalid_argument);
-  EXPECT_THROW(make(doorbells.fd, small.fd, {rings.fd}), std::invalid_argument);
-  EXPECT_THROW(make(doorbells.fd, ringLogs.fd, {small.fd}), std::invalid_argument);
-  EXPECT_THROW(make(doorbells.fd, ringLogs.fd, {rings.fd, rings.fd}), std::invalid_argument);
+  const auto proxy = make(doorbells.fd, logs.fd, {rings.fd}, {messages.fd});
+  EXPECT_THROW(make(events, logs.fd, {rings.fd}, {messages.fd}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, small.fd, {rings.fd}, {messages.fd}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, logs.fd, {small.fd}, {messages.fd}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, logs.fd, {rings.fd}, {small.fd}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, logs.fd, {rings.fd}, {}), std::invalid_argument);
+  EXPECT_THROW(make(doorbells.fd, logs.fd, {rings.fd, rings.fd}, {messages.fd}), std::invalid_argument);
   EXPECT_THROW(proxy->addClient(0, small.fd), std::invalid_argument);
   EXPECT_THROW(proxy->start(), std::logic_error) << "its client is not known yet";
 }
@@ -75,7 +79,7 @@ TEST(ProxySetUp, WithoutRingsRefusesAGroupThatNeedsThem) {
   const Fd events(::eventfd(0, EFD_CLOEXEC));
   ProxyConfig config;
   config.numDevices = 2;
-  Proxy proxy(config, doorbells.fd, -1, {}, events);
+  Proxy proxy(config, doorbells.fd, events);
   GroupPlan plan = makePlan(1, 1, {{100}});
   const Memory control(GroupControl::numBytes(plan.shards.size(), 1));
   plan.shards[0].algorithm = Algorithm::kRing;

@@ -1,4 +1,5 @@
-/// RingCore: whatever the devices, clients and lengths, all slots get the one exact result.
+/// RingCore: whatever the devices, clients and lengths, all slots get the one exact result, whether the host
+/// or the kernels of cuda_stand_in.cpp add.
 #include "coarse/ring.hpp"
 
 #include <gtest/gtest.h>
@@ -8,22 +9,30 @@
 #include <numeric>
 #include <vector>
 
+#include "coarse/cuda_ring_compute.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
+#include "stand_in_kernels.hpp"
 
 namespace coarse::test::ring_test {
 namespace {
 
+constexpr std::size_t kMessageBytes = 4096;
+
+using MakeCompute = std::function<std::unique_ptr<RingCompute>()>;
+
 /// Every device's part in one ring, over one group. `clientsOf[d]` are local to device d.
 class Ring {
  public:
-  Ring(GroupPlan plan, std::vector<std::vector<std::size_t>> clientsOf, bool isForward = true)
+  Ring(GroupPlan plan, std::vector<std::vector<std::size_t>> clientsOf, bool isForward = true,
+       const MakeCompute& makeCompute = makeHostRingCompute)
       : plan_(std::move(plan)),
         control_(GroupControl::numBytes(plan_.shards.size(), plan_.numClients)),
         buffers_(new RecvBuf[clientsOf.size()]()),
         doorbells_(new Doorbell[clientsOf.size()]()),
         numDone_(clientsOf.size()) {
     for (std::size_t i = 0; i < plan_.numClients; ++i) slots_.emplace_back(plan_.slotBytes);
+    for (std::size_t i = 0; i < clientsOf.size(); ++i) messages_.emplace_back(kRingDepth * kMessageBytes);
     group_ = std::make_unique<TensorGroup>(plan_, control_.fd, regionsOf(slots_));
     group_->control().initialise();
     const std::size_t p = clientsOf.size();
@@ -33,12 +42,15 @@ class Ring {
       links.log = log_.get();
       links.own = &buffers_[device];
       links.next = &buffers_[isForward ? after : before];
+      links.ownMessages = messages_[device].data();
+      links.nextMessages = messages_[isForward ? after : before].data();
+      links.messageBytes = kMessageBytes;
       links.nextDoorbell = &doorbells_[isForward ? after : before];
       links.previousDoorbell = &doorbells_[isForward ? before : after];
       links.position = isForward ? device : (p - device) % p;
       links.numDevices = p;
       cores_.push_back(std::make_unique<RingCore>(
-          links, clientsOf[device],
+          links, makeCompute(), clientsOf[device],
           [this](std::uint32_t group) { return isKnown_ && group == plan_.id ? group_.get() : nullptr; },
           [this, device](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
             EXPECT_EQ(&group, group_.get());
@@ -76,7 +88,7 @@ class Ring {
     while (true) {
       bool hasProgressed = false, isFinished = true;
       for (std::size_t device = 0; device < numDevices(); ++device) {
-        hasProgressed |= cores_[device]->advance();
+        hasProgressed |= cores_[device]->advance() || cores_[device]->isBusy();
         isFinished &= numDone_[device] == numShards;
       }
       if (isFinished) return true;
@@ -119,6 +131,7 @@ class Ring {
   std::unique_ptr<RingLog> log_ = std::make_unique<RingLog>();
   std::unique_ptr<RecvBuf[]> buffers_;
   std::unique_ptr<Doorbell[]> doorbells_;
+  std::vector<Memory> messages_;
   std::vector<std::unique_ptr<RingCore>> cores_;
   std::vector<std::size_t> numDone_;  // each by its device's thread
   bool isKnown_ = true;
@@ -154,17 +167,25 @@ std::uint8_t allPresent(std::size_t) { return kPresent; }
 struct Drive {
   std::size_t numDevices;
   bool hasThreads;
+  bool isOnGpu = false;
 };
+
+/// Steps of rings as kernels.
+std::unique_ptr<RingCompute> makeStandInCompute() {
+  static const CudaKernels kernels = standInKernels();
+  return std::make_unique<CudaRingCompute>(std::make_shared<cuda::Context>(0), kernels);
+}
 
 class RingOf : public testing::TestWithParam<Drive> {
  protected:
   std::size_t numDevices() const { return GetParam().numDevices; }
+  static MakeCompute makeCompute() { return GetParam().isOnGpu ? makeStandInCompute : makeHostRingCompute; }
   void drive(Ring& ring, std::size_t numShards) {
     ASSERT_TRUE(GetParam().hasThreads ? ring.driveByThreads(numShards) : ring.driveByOneThread(numShards));
   }
   void check(const std::vector<TensorSpec>& tensors, std::vector<std::vector<std::size_t>> clientsOf,
              std::size_t numClients, bool isForward = true) {
-    Ring ring(makePlan(1, numClients, tensors), std::move(clientsOf), isForward);
+    Ring ring(makePlan(1, numClients, tensors), std::move(clientsOf), isForward, makeCompute());
     for (std::uint32_t step = 1; step <= 2; ++step) {
       ring.contribute(step, allPresent);
       ASSERT_NO_FATAL_FAILURE(drive(ring, step * tensors.size()));
@@ -189,7 +210,7 @@ TEST_P(RingOf, SeveralClientsPerDevice) {
 TEST_P(RingOf, ShardsOfMoreThanOneChunk) {
   std::vector<TensorSpec> tensors;
   for (const DType dtype : kEveryDType) {
-    const std::size_t perEntry = kRingEntryBytes / std::max<std::size_t>(itemBytes(dtype), 2);
+    const std::size_t perEntry = kMessageBytes / std::max<std::size_t>(itemBytes(dtype), 2);
     tensors.push_back(
         {static_cast<std::uint32_t>(numDevices() * perEntry + 13), dtype, ReduceOp::kMean, Algorithm::kRing});
   }
@@ -208,7 +229,7 @@ TEST_P(RingOf, AbsentContributionsAreNotReadButGetTheResult) {
   const std::size_t numClients = 2 * numDevices();
   const std::vector<TensorSpec> tensors = everyKindOf({3, 129});
   for (std::size_t only = 0; only < numClients; only += 3) {
-    Ring ring(makePlan(1, numClients, tensors), evenly(numDevices(), 2));
+    Ring ring(makePlan(1, numClients, tensors), evenly(numDevices(), 2), true, makeCompute());
     ring.contribute(1, [&](std::size_t client) -> std::uint8_t { return client == only ? kPresent : 0; });
     ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
     ASSERT_NO_FATAL_FAILURE(ring.expectResults(1, {only}, static_cast<std::uint32_t>(numClients)));
@@ -217,7 +238,7 @@ TEST_P(RingOf, AbsentContributionsAreNotReadButGetTheResult) {
 
 TEST_P(RingOf, WhoHasRunOutOfInputsDoesNotCountInAMean) {
   const std::vector<TensorSpec> tensors = everyKindOf({129});
-  Ring ring(makePlan(1, numDevices(), tensors), evenly(numDevices(), 1));
+  Ring ring(makePlan(1, numDevices(), tensors), evenly(numDevices(), 1), true, makeCompute());
   ring.contribute(1, [](std::size_t client) -> std::uint8_t { return client == 0 ? kJoined : kPresent; });
   ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
   std::vector<std::size_t> present = upTo(numDevices());
@@ -228,7 +249,7 @@ TEST_P(RingOf, WhoHasRunOutOfInputsDoesNotCountInAMean) {
 TEST_P(RingOf, NobodyPresentCompletesAndWritesNothing) {
   const std::vector<TensorSpec> tensors = everyKindOf({129});
   const GroupPlan plan = makePlan(1, numDevices(), tensors);
-  Ring ring(plan, evenly(numDevices(), 1));
+  Ring ring(plan, evenly(numDevices(), 1), true, makeCompute());
   ring.contribute(1, [](std::size_t) -> std::uint8_t { return 0; });
   ASSERT_NO_FATAL_FAILURE(drive(ring, tensors.size()));
   for (const Shard& shard : plan.shards) {
@@ -241,10 +262,12 @@ TEST_P(RingOf, NobodyPresentCompletesAndWritesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(All, RingOf,
                          testing::Values(Drive{2, false}, Drive{3, false}, Drive{4, false}, Drive{5, false},
-                                         Drive{2, true}, Drive{3, true}, Drive{4, true}, Drive{5, true}),
+                                         Drive{2, true}, Drive{3, true}, Drive{4, true}, Drive{5, true},
+                                         Drive{2, false, true}, Drive{3, true, true}),
                          [](const auto& info) {
                            return std::to_string(info.param.numDevices) + "devices_" +
-                                  (info.param.hasThreads ? "aThreadEach" : "oneThread");
+                                  (info.param.hasThreads ? "aThreadEach" : "oneThread") +
+                                  (info.param.isOnGpu ? "_gpu" : "");
                          });
 
 TEST(RingCoreAlone, SendsAheadAndThenReturnsWithoutWaiting) {

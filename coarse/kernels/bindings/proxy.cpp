@@ -51,11 +51,22 @@ void registerProxy(py::module_& module) {
            py::kw_only(), py::arg("control_fd"), py::arg("parameters"), py::arg("states"));
   module.def("undo_control_bytes", &UndoLog::controlBytes, py::arg("num_shards"));
   module.def("replica_control_bytes", &ReplicaControl::numBytes, py::arg("num_shards"));
+  py::class_<RingMemory>(module, "RingMemory")
+      .def(py::init([](int logsFd, std::vector<int> bufferFds, std::vector<Region> messages,
+                       std::size_t messageBytes, const std::shared_ptr<TensorMemory>& memory) {
+             return RingMemory{logsFd, std::move(bufferFds), std::move(messages), messageBytes,
+                               memory == nullptr ? hostMemory() : memory};
+           }),
+           py::kw_only(), py::arg("logs_fd"), py::arg("buffer_fds"), py::arg("messages"),
+           py::arg("message_bytes"), py::arg("memory") = nullptr);
+  module.def("ring_messages_bytes", &ringMessagesBytes, py::arg("message_bytes"));
+  module.attr("HOST_MESSAGE_BYTES") = kHostMessageBytes;
+  module.attr("CUDA_MESSAGE_BYTES") = kCudaMessageBytes;
   py::class_<Proxy>(module, "Proxy")
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
-                       std::uint32_t spinMicroseconds, int doorbellsFd, int ringLogsFd,
-                       const std::vector<int>& ringFds, int eventFd, int exchangeLogsFd, int linkTableFd) {
+                       std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
+                       int exchangeLogsFd, int linkTableFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -66,11 +77,11 @@ void registerProxy(py::module_& module) {
              config.spinMicroseconds = spinMicroseconds;
              config.exchangeLogsFd = exchangeLogsFd;
              config.linkTableFd = linkTableFd;
-             return std::make_unique<Proxy>(std::move(config), doorbellsFd, ringLogsFd, ringFds, eventFd);
+             return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
            py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
-           py::arg("doorbells_fd"), py::arg("ring_logs_fd"), py::arg("ring_fds"), py::arg("event_fd"),
+           py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))

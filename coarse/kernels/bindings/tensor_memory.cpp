@@ -30,18 +30,21 @@ void registerTensorMemory(py::module_& module) {
   py::class_<TensorMemory, std::shared_ptr<TensorMemory>>(module, "TensorMemory");
   py::class_<CudaTensorMemory, TensorMemory, std::shared_ptr<CudaTensorMemory>>(module, "CudaTensorMemory")
       .def(py::init([](std::shared_ptr<cuda::Context> context, const Handles& reduceSum,
-                       const Handles& reduceMax, const Handles& measure, const Handles& update,
-                       std::uintptr_t holdUntil) {
+                       const Handles& reduceMax, const Handles& ringSum, const Handles& ringMax,
+                       const Handles& measure, const Handles& update, std::uintptr_t holdUntil) {
              CudaKernels kernels;
              kernels.reduceSum = toFunctions(reduceSum);
              kernels.reduceMax = toFunctions(reduceMax);
+             kernels.ringSum = toFunctions(ringSum);
+             kernels.ringMax = toFunctions(ringMax);
              kernels.measure = toFunctions(measure);
              kernels.update = toFunctions(update);
              kernels.holdUntil = reinterpret_cast<cuda::FunctionHandle>(holdUntil);
              return std::make_shared<CudaTensorMemory>(std::move(context), kernels);
            }),
            py::arg("context"), py::kw_only(), py::arg("reduce_sum"), py::arg("reduce_max"),
-           py::arg("measure"), py::arg("update"), py::arg("hold_until"));
+           py::arg("ring_sum"), py::arg("ring_max"), py::arg("measure"), py::arg("update"),
+           py::arg("hold_until"));
   py::class_<SlotCopies, std::shared_ptr<SlotCopies>>(module, "SlotCopies");
   py::class_<CudaSlotCopies, SlotCopies, std::shared_ptr<CudaSlotCopies>>(module, "CudaSlotCopies")
       .def(py::init([](std::shared_ptr<cuda::DeviceMemory> slots, std::shared_ptr<Mapping> view) {

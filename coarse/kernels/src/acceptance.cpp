@@ -117,8 +117,6 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
       return "links to the memory of GPUs cannot be probed yet; set COARSE_PROFILE=off";
     if (!paths.isHostMemory && paths.hasNodes)
       return "memory devices on GPUs synchronise one node only; this session has several";
-    if (!paths.isHostMemory && algorithm == Algorithm::kRing)
-      return "memory devices on GPUs reduce by the algorithm auto, direct, gather or exchange";
     if (!paths.isHostMemory && plan.isTable(shard))
       return "memory devices on GPUs take whole gradients, not rows of tables";
     if (algorithm == Algorithm::kProbe) continue;
@@ -132,7 +130,7 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
       return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
              "starts";
     if (algorithm == Algorithm::kRing && !paths.hasRings && paths.numDevices > 1)
-      return "this session has no rings; choose the ring algorithm when it starts";
+      return "this session has no rings in such memory; choose the ring algorithm when it starts";
     if (algorithm == Algorithm::kExchange && !paths.hasExchange)
       return "this session has no exchange; choose the exchange algorithm when it starts";
     if (algorithm != Algorithm::kExchange && paths.isPaced)

@@ -8,7 +8,9 @@
 
 #include "batches.cuh"
 #include "coarse/batched_compute.hpp"
+#include "coarse/cuda_batches.hpp"
 #include "coarse/cuda_pinned_pages.hpp"
+#include "coarse/cuda_ring_compute.hpp"
 #include "coarse/gpu_clock.hpp"
 #include "coarse/shard_reducer.hpp"
 #include "coarse/shard_runs.hpp"
@@ -16,11 +18,6 @@
 
 namespace coarse {
 namespace {
-
-// A block reads several tiles at once where there are enough of them; more blocks than run at once gain
-// nothing.
-constexpr std::uint32_t kBlocksPerMultiprocessor = 8;
-constexpr auto kMultiprocessorCount = static_cast<cuda::DeviceAttribute>(16);
 
 // Of the largest shard that there can be, 4 GiB.
 constexpr std::size_t kMostMeasuredTiles = (std::size_t{1} << 32) / cuda::kTileBytes;
@@ -181,14 +178,9 @@ std::vector<Launch<Batch>> launchesOf(const CudaKernels::ByDType& kernels) {
   return launches;
 }
 
-std::uint32_t countBlocks(const cuda::Context& context) {
-  return kBlocksPerMultiprocessor *
-         static_cast<std::uint32_t>(cuda::deviceAttribute(context.device(), kMultiprocessorCount));
-}
-
 CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels)
     : context_(context),
-      mostBlocks_(countBlocks(*context)),
+      mostBlocks_(cuda::mostBlocks(*context)),
       stream_(context, context->priorities().second),
       sums_(launchesOf<cuda::ReduceBatch>(kernels.reduceSum)),
       maxima_(launchesOf<cuda::ReduceBatch>(kernels.reduceMax)),
@@ -330,10 +322,7 @@ void CudaRunner::launch(Launch<cuda::MeasureBatch>& next) {
 template <class Batch>
 void CudaRunner::launch(Launch<Batch>& next, std::uint32_t numTiles) {
   if (numTiles == 0) return;
-  cuda::LaunchShape shape;
-  shape.grid[0] = std::min(numTiles, mostBlocks_);
-  shape.block[0] = cuda::kThreads;
-  cuda::launchKernel(next.kernel, shape, stream_.handle(), {&next.batch});
+  cuda::launchBatch(next.kernel, numTiles, mostBlocks_, stream_.handle(), &next.batch);
   next.batch = Batch{};
 }
 
@@ -366,6 +355,8 @@ void CudaKernels::validate() const {
   for (std::size_t dtype = 0; dtype < kNumDTypes; ++dtype) {
     check(reduceSum, dtype);
     check(reduceMax, dtype);
+    check(ringSum, dtype);
+    check(ringMax, dtype);
     if (!isUpdatable(static_cast<DType>(dtype))) continue;
     check(measure, dtype);
     check(update, dtype);
@@ -399,6 +390,10 @@ std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {
 std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {
   return std::make_unique<BatchedCompute>(std::make_unique<CudaRunner>(context_, kernels_),
                                           std::move(finish));
+}
+
+std::unique_ptr<RingCompute> CudaTensorMemory::makeRingCompute() const {
+  return std::make_unique<CudaRingCompute>(context_, kernels_);
 }
 
 }  // namespace coarse

@@ -44,8 +44,7 @@ void ProxyConfig::validate() const {
     throw std::invalid_argument("every client needs a rank, or none has one");
 }
 
-Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds,
-             int eventFd)
+Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings)
     : config_(std::move(config)),
       intake_(
           intakeConfig(config_), links_, [this](std::uint32_t group) { return groups_.find(group); },
@@ -55,7 +54,7 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vec
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
-  if (!ringFds.empty()) openRings(ringLogsFd, ringFds);
+  if (!rings.bufferFds.empty()) openRings(rings);
   openLinks();
   stagings_.resize(config_.numSyncCores);
   SyncCoresConfig cores;
@@ -97,36 +96,14 @@ void Proxy::openLinks() {
       [this](TensorGroup& group, const RingEntry& entry) { runShard(group, entry); });
 }
 
-void Proxy::openRings(int ringLogsFd, const std::vector<int>& ringFds) {
-  if (ringFds.size() != config_.numDevices)
-    throw std::invalid_argument("a proxy needs the ring memory of every device");
-  constexpr auto kWritable = Mapping::Access::kReadWrite;
-  ringLogMapping_ = mapSealed(ringLogsFd, sizeof(RingLogs), kWritable, "ring logs");
-  ringLogs_ = reinterpret_cast<RingLogs*>(ringLogMapping_.data());
-  for (const int fd : ringFds) {
-    ringMappings_.push_back(mapSealed(fd, sizeof(RingSegment), kWritable, "ring buffers"));
-    ringSegments_.push_back(reinterpret_cast<RingSegment*>(ringMappings_.back().data()));
-  }
-  const std::size_t p = config_.numDevices;
-  for (std::size_t ring = 0; ring < kNumRings; ++ring) {
-    const bool isForward = ring % 2 == 0;
-    const std::size_t after = (config_.device + 1) % p;
-    const std::size_t before = (config_.device + p - 1) % p;
-    RingLinks links;
-    links.log = &(*ringLogs_)[ring];
-    links.own = &(*ringSegments_[config_.device])[ring];
-    links.next = &(*ringSegments_[isForward ? after : before])[ring];
-    links.nextDoorbell = &doorbells_[isForward ? after : before];
-    links.previousDoorbell = &doorbells_[isForward ? before : after];
-    links.position = isForward ? config_.device : (p - config_.device) % p;
-    links.numDevices = p;
-    ringCores_.push_back(std::make_unique<RingCore>(
-        links, config_.localClients, [this](std::uint32_t group) { return groups_.find(group); },
-        [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-          count(shape);
-          for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
-        }));
-  }
+void Proxy::openRings(const RingMemory& memory) {
+  rings_ = std::make_unique<DeviceRings>(
+      memory, config_.device, config_.numDevices, doorbells_, config_.localClients,
+      [this](std::uint32_t group) { return groups_.find(group); },
+      [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+        count(shape);
+        for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
+      });
 }
 
 Proxy::~Proxy() { stop(); }
@@ -163,6 +140,7 @@ void Proxy::stop() noexcept {
   }
   syncCores_->stop();
   for (const Compute& each : computes_) each.compute->drain();
+  if (rings_) rings_->drain();
   if (nodeExchange_) nodeExchange_->stop();
 }
 
@@ -212,7 +190,7 @@ SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
   SessionPaths paths;
   paths.numDevices = config_.numDevices;
   paths.hasNodes = nodeExchange_ != nullptr;
-  paths.hasRings = !ringCores_.empty();
+  paths.hasRings = rings_ != nullptr && &rings_->memory() == &memory;
   paths.hasExchange = deviceExchange_ != nullptr;
   paths.isPaced = links_.isPaced();
   paths.isHostMemory = memory.isHost();
@@ -229,9 +207,7 @@ void Proxy::removeGroup(std::uint32_t id) {
 bool Proxy::isWorkingOn(const TensorGroup& group) const noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
   // its last step around the ring before it.
-  for (const auto& ringCore : ringCores_) {
-    if (ringCore->isWorkingOn(group)) return true;
-  }
+  if (rings_ && rings_->isWorkingOn(group)) return true;
   return computeOf(group).isWorkingOn(group);
 }
 
@@ -319,17 +295,9 @@ bool Proxy::work(std::size_t core) {
   if (servesQueues) wakeOthers();
   progressed |= runReadyShard(core);
   if (servesQueues) progressed |= advanceComputes();
-  progressed |= advanceRings(core);
+  if (rings_) progressed |= rings_->advance(core, config_.numSyncCores);
   if (servesQueues) progressed |= links_.runDue();
   if (servesQueues && deviceExchange_ != nullptr) progressed |= deviceExchange_->advance();
-  return progressed;
-}
-
-bool Proxy::advanceRings(std::size_t core) {
-  bool progressed = false;
-  for (std::size_t ring = core; ring < ringCores_.size(); ring += config_.numSyncCores) {
-    progressed |= ringCores_[ring]->advance();
-  }
   return progressed;
 }
 
@@ -415,12 +383,12 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
     // If the queue is full, a device has died in it, and the session ends.
     [[maybe_unused]] const bool isQueued = pushReady(control, {entry.shard, entry.step});
     doorbells_[kHomeDevice].ring();
+  } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
+    rings_->append(entry);
+    hasPushedRing_ = true;
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
     // What computes elsewhere takes many shards at once: other sync cores could only divide them.
     runShard(group, entry);
-  } else if (algorithm == Algorithm::kRing && config_.numDevices > 1) {
-    appendToRing((*ringLogs_)[entry.shard % kNumRings], entry);
-    hasPushedRing_ = true;
   } else if (pushReady(control, {entry.shard, entry.step})) {
     ++numPushedReady_;
   } else {
@@ -479,6 +447,7 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
   for (const Compute& each : computes_) {
     if (each.compute->isBusy()) return 0;
   }
+  if (rings_ && rings_->isBusy()) return 0;
   return links_.untilNext();
 }
 

@@ -46,6 +46,7 @@ class HostMemory : public TensorMemory {
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
     return std::make_unique<HostCompute>(std::move(finish));
   }
+  std::unique_ptr<RingCompute> makeRingCompute() const override { return makeHostRingCompute(); }
 };
 
 }  // namespace

@@ -25,6 +25,7 @@ class CudaMemory:
 
     kind = "cuda"
     is_mappable = False
+    message_bytes = _native.CUDA_MESSAGE_BYTES
 
     def __init__(self, device: int) -> None:
         check_cuda(device)
@@ -86,6 +87,8 @@ class CudaMemory:
                 self._context,
                 reduce_sum=handles("reduce_sum"),
                 reduce_max=handles("reduce_max"),
+                ring_sum=handles("ring_sum"),
+                ring_max=handles("ring_max"),
                 measure=handles("measure", MEASURED_DTYPES),
                 update=handles("update", MEASURED_DTYPES),
                 hold_until=kernels.function("hold_until"),

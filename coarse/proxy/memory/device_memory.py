@@ -15,6 +15,8 @@ class DeviceMemory(Protocol):
     kind: str
     is_mappable: bool
     """Whether processors read and write it; else it is that of a GPU."""
+    message_bytes: int
+    """Of a message between neighbours of a ring, at most."""
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         """Takes `num_bytes` of zeroed memory, for tensors.

@@ -19,6 +19,7 @@ class HostMemory:
 
     kind = "host"
     is_mappable = True
+    message_bytes = _native.HOST_MESSAGE_BYTES
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         available = self.available_bytes()

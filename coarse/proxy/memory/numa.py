@@ -36,6 +36,7 @@ class NumaMemory:
 
     kind = "numa"
     is_mappable = True
+    message_bytes = _native.HOST_MESSAGE_BYTES
 
     def __init__(self, node: int) -> None:
         self.node = node

@@ -1,28 +1,13 @@
 #pragma once
 
-#include <array>
 #include <memory>
 #include <string>
 
 #include "coarse/cuda_driver.hpp"
-#include "coarse/dtype.hpp"
+#include "coarse/cuda_kernels.hpp"
 #include "coarse/tensor_memory.hpp"
 
 namespace coarse {
-
-/// The kernels of coarse/kernels/cuda/batches.cuh, as somebody else has loaded them in the primary context of
-/// a GPU. By dtype; null where there is none.
-struct CudaKernels {
-  using ByDType = std::array<cuda::FunctionHandle, kNumDTypes>;
-  ByDType reduceSum{};
-  ByDType reduceMax{};
-  ByDType measure{};
-  ByDType update{};
-  cuda::FunctionHandle holdUntil = nullptr;  // of delay.cuh; without it nothing is begun before it is due
-
-  /// @throws std::invalid_argument if there is none for a dtype that can be reduced or updated.
-  void validate() const;
-};
 
 /// Memory of GPUs behind file descriptors, as one GPU reaches it: its own, and that of those which it can
 /// access. Kernels reduce and update there.
@@ -35,6 +20,7 @@ class CudaTensorMemory : public TensorMemory {
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;
+  std::unique_ptr<RingCompute> makeRingCompute() const override;
 
  private:
   cuda::SharedContext context_;

@@ -246,24 +246,19 @@ using RingLogs = std::array<RingLog, kNumRings>;
 /// The shards of which one memory device reduces pieces, where memories are distinct (device_exchange.hpp).
 using ExchangeLog = RingLog;
 
-/// Bytes of one message between the sync cores of neighbouring memory devices.
-inline constexpr std::size_t kRingEntryBytes = 64 * 1024;
 /// Messages that a neighbour may send ahead.
 inline constexpr std::size_t kRingDepth = 4;
 
-struct RingMessage {
-  alignas(kCacheLineBytes) std::uint32_t isEmpty;  // the sender, and all before it, had nothing to contribute
-  alignas(kCacheLineBytes) std::array<std::byte, kRingEntryBytes> payload;
-};
-
-/// RecvBuf of one sync core: written by its neighbour, read by itself.
+/// RecvBuf of one sync core: written by its neighbour, read by itself. What its messages carry lies in memory
+/// of the device's own kind (device_rings.hpp).
 struct RecvBuf {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> sent;      // messages written, by the neighbour
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> consumed;  // messages read, by the owner
-  std::array<RingMessage, kRingDepth> messages;
+  // Of each message: the sender, and all before it, had nothing to contribute.
+  alignas(kCacheLineBytes) std::array<std::uint8_t, kRingDepth> isEmpty;
 };
 
-/// The memory of one device into which its neighbours write: a RecvBuf per ring.
+/// What neighbours of one device write into: a RecvBuf per ring.
 using RingSegment = std::array<RecvBuf, kNumRings>;
 
 }  // namespace coarse

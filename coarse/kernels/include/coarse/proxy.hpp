@@ -12,13 +12,13 @@
 #include "coarse/descriptor_intake.hpp"
 #include "coarse/device_exchange.hpp"
 #include "coarse/device_links.hpp"
+#include "coarse/device_rings.hpp"
 #include "coarse/group_table.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/node_exchange.hpp"
 #include "coarse/own_path.hpp"
 #include "coarse/probe.hpp"
 #include "coarse/recovery.hpp"
-#include "coarse/ring.hpp"
 #include "coarse/shard_compute.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/sync_cores.hpp"
@@ -63,11 +63,10 @@ struct ProxyStatistics {
 /// their own. Locks: eventsMutex_ alone.
 class Proxy {
  public:
-  /// Maps what the devices of a session share. `doorbellsFd`, `ringLogsFd` come from device 0, `ringFds` one
-  /// from each or none at all, if no group will use rings; all stay the caller's. `eventFd` is an eventfd
-  /// that is written when takeEvents() has something.
+  /// Maps what the devices of a session share. `doorbellsFd` comes from device 0; all descriptors stay the
+  /// caller's. `eventFd` is an eventfd that is written when takeEvents() has something.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small.
-  Proxy(ProxyConfig config, int doorbellsFd, int ringLogsFd, const std::vector<int>& ringFds, int eventFd);
+  Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings = {});
   /// Stops the sync cores and joins them.
   ~Proxy();
   Proxy(const Proxy&) = delete;
@@ -128,7 +127,7 @@ class Proxy {
     std::unique_ptr<ShardCompute> compute;
   };
 
-  void openRings(int ringLogsFd, const std::vector<int>& ringFds);
+  void openRings(const RingMemory& memory);
   void openLinks();
   SessionPaths paths(const TensorMemory& memory) const noexcept;
   void addCompute(const std::shared_ptr<const TensorMemory>& memory);
@@ -136,7 +135,6 @@ class Proxy {
   bool isWorkingOn(const TensorGroup& group) const noexcept;
 
   bool work(std::size_t core);
-  bool advanceRings(std::size_t core);
   bool accept(std::size_t client, const Descriptor& descriptor);
   void evict(std::size_t client, const std::string& reason);
   void record(TensorGroup& group, std::size_t client, const Descriptor& descriptor);
@@ -158,19 +156,15 @@ class Proxy {
 
   ProxyConfig config_;
   Mapping doorbellMapping_;
-  Mapping ringLogMapping_;
-  std::vector<Mapping> ringMappings_;
   Doorbell* doorbells_ = nullptr;
-  RingLogs* ringLogs_ = nullptr;
-  std::vector<RingSegment*> ringSegments_;
-  std::vector<std::unique_ptr<RingCore>> ringCores_;
   Mapping exchangeMapping_;
   GroupTable groups_;              // these two are read by sync cores, changed only while they are parked
   std::vector<Compute> computes_;  // of each memory, in the order in which groups came to lie there
   // Driven by core 0.
   DeviceLinks links_;
   DescriptorIntake intake_;
-  std::unique_ptr<DeviceExchange> deviceExchange_;  // null where no group is exchanged
+  std::unique_ptr<DeviceRings> rings_;              // null where no group is reduced by rings; any core's
+  std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, exchanged
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
 

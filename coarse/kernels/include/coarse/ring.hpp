@@ -1,12 +1,13 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "coarse/layout.hpp"
+#include "coarse/ring_step.hpp"
 #include "coarse/shard_queue.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -24,6 +25,9 @@ struct RingLinks {
   const RingLog* log = nullptr;
   RecvBuf* own = nullptr;
   RecvBuf* next = nullptr;
+  std::byte* ownMessages = nullptr;  // kRingDepth of them, as what computes there has them mapped
+  std::byte* nextMessages = nullptr;
+  std::size_t messageBytes = 0;  // of each, at most; a multiple of 512
   Doorbell* previousDoorbell = nullptr;
   Doorbell* nextDoorbell = nullptr;
   std::size_t position = 0;  // along the direction of the ring
@@ -34,38 +38,40 @@ struct RingLinks {
 ///
 /// A shard is worked through in chunks of one entry per device. In 2(p-1) iterations per chunk the core
 /// receives an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and
-/// writes the result (SendBuf) straight into its neighbour's RecvBuf. 16-bit types travel as float32 and are
-/// rounded once.
+/// has the result (SendBuf) written straight into its neighbour's RecvBuf: a RingStep.
 ///
 /// advance() never blocks, so one thread can drive several rings and still serve the queues of its clients.
 /// Thread safety: one caller at a time.
 class RingCore {
  public:
   /// @param localClients the clients whose contributions this device brings into the ring.
-  RingCore(RingLinks links, std::vector<std::size_t> localClients, FindGroup findGroup, ShardDone shardDone);
+  RingCore(RingLinks links, std::unique_ptr<RingCompute> compute, std::vector<std::size_t> localClients,
+           FindGroup findGroup, ShardDone shardDone);
 
-  /// Does at most one iteration. @returns whether there was anything to do.
+  /// Begins or ends at most one iteration. @returns whether there was anything to do.
   bool advance();
+  /// Whether an iteration was begun and is not ended.
+  bool isBusy() const noexcept { return compute_->isBusy(); }
+  /// Returns when no iteration is under way.
+  void drain() { compute_->drain(); }
   /// Whether a shard of `group` is being worked on: the group must stay until it is done.
   bool isWorkingOn(const TensorGroup& group) const noexcept { return group_ == &group; }
 
  private:
   bool start();
   void finish();
-  void iterate();
-  void receiveAndReduce(std::size_t entry, RingMessage& out);
-  void writeResult(std::size_t entry, const RingMessage& result);
-  void sendLocal(std::size_t entry, RingMessage& out);
+  void beginIteration();
+  void endIteration();
+  bool describe(std::size_t entry);
+  bool sends() const noexcept { return iteration_ < 2 * links_.numDevices - 2; }
+  bool receives() const noexcept { return iteration_ > 0; }
   bool canReceive() const noexcept;
   bool canSend() const noexcept;
-  RingMessage& received() const noexcept;
-  RingMessage& outgoing() const noexcept;
-  void published() noexcept;
-  void consumed() noexcept;
-  std::uint32_t entryStart(std::size_t entry) const noexcept;
-  std::uint32_t entryElements(std::size_t entry) const noexcept;
+  std::size_t entryStart(std::size_t entry) const noexcept;
+  std::size_t entryElements(std::size_t entry) const noexcept;
 
   RingLinks links_;
+  std::unique_ptr<RingCompute> compute_;
   std::vector<std::size_t> localClients_;
   FindGroup findGroup_;
   ShardDone shardDone_;
@@ -80,11 +86,10 @@ class RingCore {
   ShardShape shape_;
   std::vector<std::byte*> localInputs_;  // contributions of own clients
   std::vector<std::byte*> outputs_;      // slots of own clients
-  std::uint32_t divisor_ = 1;
-  std::uint32_t elementsPerEntry_ = 0;
-  std::uint32_t chunkStart_ = 0;
+  std::size_t elementsPerEntry_ = 0;
+  std::size_t chunkStart_ = 0;
   std::size_t iteration_ = 0;
-  std::vector<float> scratch_;
+  RingStep step_;  // of this iteration
 };
 
 }  // namespace coarse

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "coarse/ring_step.hpp"
 #include "coarse/shard_compute.hpp"
 #include "coarse/shared_memory.hpp"
 
@@ -47,6 +48,9 @@ class TensorMemory {
 
   /// What a memory device reduces and updates with. It must not outlive this.
   virtual std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const = 0;
+
+  /// What a memory device does the steps of one ring with. It must not outlive this.
+  virtual std::unique_ptr<RingCompute> makeRingCompute() const = 0;
 };
 
 /// Sealed memory of the host, on which sync cores work themselves.

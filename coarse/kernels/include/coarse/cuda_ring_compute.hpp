@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+
+#include "batches.cuh"
+#include "coarse/cuda_driver.hpp"
+#include "coarse/cuda_kernels.hpp"
+#include "coarse/ring_step.hpp"
+
+namespace coarse {
+
+/// Does steps of one ring in the memory of GPUs: each is a kernel on a stream of this object's own, with an
+/// event behind it. So rings run beside each other, and no kernel waits for another device.
+class CudaRingCompute : public RingCompute {
+ public:
+  /// @param kernels must outlive this.
+  CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels);
+  ~CudaRingCompute() override;
+
+  void begin(const RingStep& step, Done done) override;
+  bool advance() override;
+  bool isBusy() const noexcept override { return static_cast<bool>(done_); }
+  void drain() override;
+
+ private:
+  void finish();
+
+  cuda::SharedContext context_;
+  const CudaKernels& kernels_;
+  std::uint32_t mostBlocks_;
+  cuda::Stream stream_;
+  cuda::Event launched_;
+  Done done_;  // of the step under way
+};
+
+/// Appends what a step does to a batch, which must have room for it.
+/// @throws std::invalid_argument if it has not.
+void appendStep(cuda::ReduceBatch& batch, const RingStep& step);
+
+}  // namespace coarse
