@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -37,6 +39,16 @@ void registerNccl(py::module_& module) {
            py::arg("context"))
       .def_property_readonly("rank", &nccl::Communicator::rank)
       .def_property_readonly("num_ranks", &nccl::Communicator::numRanks)
+      .def(
+          "all_reduce",
+          [](nccl::Communicator& communicator, std::uintptr_t send, std::uintptr_t receive, std::size_t count,
+             std::uint8_t dtype, std::uint8_t op, std::uintptr_t stream) {
+            communicator.allReduce(reinterpret_cast<const void*>(send), reinterpret_cast<void*>(receive),
+                                   count, static_cast<DType>(dtype), static_cast<ReduceOp>(op),
+                                   reinterpret_cast<cuda::StreamHandle>(stream));
+          },
+          py::arg("send"), py::arg("receive"), py::arg("count"), py::arg("dtype"), py::arg("op"),
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def("check", &nccl::Communicator::check)
       .def("abort", &nccl::Communicator::abort, py::call_guard<py::gil_scoped_release>());
 }
