@@ -17,7 +17,11 @@ settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "coarse"))
 
 _ROOT = Path(__file__).parents[1]
-_CUDA_STAND_INS = {"cuda_stand_in.cpp": "libcuda.so.1", "nvrtc_stand_in.cpp": "libnvrtc.so.13"}
+_CUDA_STAND_INS = {
+    "cuda_stand_in.cpp": "libcuda.so.1",
+    "nvrtc_stand_in.cpp": "libnvrtc.so.13",
+    "nccl_stand_in.cpp": "libnccl.so.2",
+}
 
 
 def pytest_configure():
@@ -38,7 +42,7 @@ def own_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def cuda_stand_ins(tmp_path_factory):
-    """A folder with CUDA's driver and compiler as stood in for by tests/native, for LD_LIBRARY_PATH."""
+    """A folder with CUDA's driver, its compiler and NCCL as stood in for by tests/native, for LD_LIBRARY_PATH."""
     compiler = os.environ.get("CXX", "c++").split()
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"{compiler[0]} is missing, which compiles the stand-ins for CUDA")

@@ -34,6 +34,7 @@ GOOD, NOTE, FAILED = "ok", "note", "failed"
 
 _MARKS = {GOOD: "[green]ok[/]", NOTE: "[yellow]note[/]", FAILED: "[bold red]failed[/]"}
 _NATIVE_MODULE = "coarse.kernels._native"
+_NCCL_MODULE = "coarse.kernels.nccl"
 _TOOL_LIMIT_S = 10
 _ENOUGH_FILES = 4096
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -96,6 +97,7 @@ def examine(host: Host) -> list[Finding]:
         pool_finding(host.memory),
         *numa_findings(host.numa_nodes),
         *device_findings(host.dax_devices, host.gpus, host.gpus_note),
+        *nccl_findings(host.gpus),
         *transfer_findings(),
         *limit_findings(host.limits),
         *_runtime(),
@@ -318,6 +320,20 @@ def device_findings(
         *(cards or [Finding(topic=topic, name="GPU", value="none")]),
         *([Finding(topic=topic, name="GPUs missing", value=gpus_note)] if gpus_note else []),
     ]
+
+
+def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
+    """NCCL, which reduces between GPUs: nothing where it is neither there nor needed. Starts a process."""
+    topic, name = "devices", "NCCL"
+    # As _native_module(), which this needs.
+    code = f"from {_NCCL_MODULE} import describe, find_nccl; print(describe(find_nccl()))"
+    found = _first_line(sys.executable, "-c", code)
+    if found:
+        return [Finding(topic=topic, name=name, value=found.removeprefix("NCCL "))]
+    if len(gpus) < 2:
+        return []
+    advice = "for all-reduces between GPUs: pip install 'coarse[nccl]'"
+    return [Finding(topic=topic, name=name, value="none", status=NOTE, advice=advice)]
 
 
 def transfer_findings() -> list[Finding]:

@@ -6,64 +6,27 @@
 #include <cuda.h>
 
 #include <cstddef>
-#include <type_traits>
 
 #include "coarse/cuda_api.hpp"
+#include "declarations.hpp"
 
 #pragma GCC diagnostic ignored "-Wenum-compare"
 
 namespace coarse::cuda::cuda_api_test {
 namespace {
 
-/// Whether two types are passed alike: the same, enumerations for integers, structures of the same size.
-template <typename Ours, typename Theirs>
-constexpr bool arePassedAlike() {
-  if constexpr (std::is_same_v<Ours, Theirs>) {
-    return true;
-  } else if constexpr (std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>) {
-    using OurTarget = std::remove_pointer_t<Ours>;
-    using TheirTarget = std::remove_pointer_t<Theirs>;
-    if constexpr (std::is_const_v<OurTarget> != std::is_const_v<TheirTarget>) {
-      return false;
-    } else if constexpr (std::is_class_v<OurTarget>) {
-      return std::is_class_v<TheirTarget> && sizeof(OurTarget) == sizeof(TheirTarget) &&
-             alignof(OurTarget) == alignof(TheirTarget);
-    } else {
-      return arePassedAlike<std::remove_const_t<OurTarget>, std::remove_const_t<TheirTarget>>();
-    }
-  } else if constexpr (std::is_enum_v<Ours> || std::is_enum_v<Theirs>) {
-    return sizeof(Ours) == sizeof(Theirs) && !std::is_pointer_v<Ours> && !std::is_pointer_v<Theirs>;
-  } else if constexpr (std::is_integral_v<Ours> && std::is_integral_v<Theirs>) {
-    return sizeof(Ours) == sizeof(Theirs) && std::is_signed_v<Ours> == std::is_signed_v<Theirs>;
-  } else {
-    return false;
-  }
-}
+using test::areCalledAlike;
 
-template <typename Ours, typename Theirs>
-struct AreCalledAlike : std::false_type {};
-template <typename OurResult, typename... Ours, typename TheirResult, typename... Theirs>
-struct AreCalledAlike<OurResult (*)(Ours...), TheirResult (*)(Theirs...)> {
-  static constexpr bool compare() {
-    if constexpr (sizeof...(Ours) != sizeof...(Theirs)) {
-      return false;
-    } else {
-      return arePassedAlike<OurResult, TheirResult>() && (arePassedAlike<Ours, Theirs>() && ...);
-    }
-  }
-  static constexpr bool value = compare();
-};
-
-#define COARSE_CUDA_COMPARE(name, ...)                                               \
-  static_assert(AreCalledAlike<decltype(Api::name), decltype(&::name)>::value, #name \
-                " differs from "                                                     \
+#define COARSE_CUDA_COMPARE(name, ...)                                        \
+  static_assert(areCalledAlike<decltype(Api::name), decltype(&::name)>, #name \
+                " differs from "                                              \
                 "cuda.h");
 COARSE_CUDA_FUNCTIONS(COARSE_CUDA_COMPARE)
 
 // A comparison that holds for everything would say nothing.
-static_assert(!AreCalledAlike<decltype(Api::cuInit), decltype(&::cuDeviceGetCount)>::value);
-static_assert(!AreCalledAlike<decltype(Api::cuEventRecord), decltype(&::cuEventQuery)>::value);
-static_assert(!AreCalledAlike<decltype(Api::cuMemUnmap), decltype(&::cuMemMap)>::value);
+static_assert(!areCalledAlike<decltype(Api::cuInit), decltype(&::cuDeviceGetCount)>);
+static_assert(!areCalledAlike<decltype(Api::cuEventRecord), decltype(&::cuEventQuery)>);
+static_assert(!areCalledAlike<decltype(Api::cuMemUnmap), decltype(&::cuMemMap)>);
 
 static_assert(kSuccess == CUDA_SUCCESS && kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY &&
               kStubLibrary == CUDA_ERROR_STUB_LIBRARY && kNoDevice == CUDA_ERROR_NO_DEVICE &&

@@ -1,10 +1,11 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
-// real.
+// real. COARSE_STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -25,7 +26,9 @@
 
 using namespace coarse::cuda;
 
-struct CUctx_st {};
+struct CUctx_st {
+  DeviceOrdinal device;
+};
 struct CUevent_st {
   std::shared_ptr<std::atomic<bool>> isDone = std::make_shared<std::atomic<bool>>(true);
 };
@@ -68,8 +71,18 @@ struct CUstream_st {
 namespace {
 
 constexpr std::size_t kPageBytes = 2 << 20;
+constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
-CUctx_st theContext;
+constexpr int kMostDevices = 8;
+std::array<CUctx_st, kMostDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
+
+/// The contexts that a thread has made current; used by destructors to the end of a thread, so it has none.
+struct CurrentContexts {
+  std::array<ContextHandle, 16> stack;
+  std::size_t depth;
+};
+thread_local CurrentContexts current;
+
 std::mutex pooledMutex;
 std::map<void*, std::size_t> pooled;  // memory of the device's own pool, and its lengths
 std::atomic<std::size_t> pooledLimitBytes{std::size_t{1} << 30};
@@ -93,6 +106,11 @@ std::size_t standInFreeBytes() {
   return limit - std::min(limit, taken);
 }
 
+int numStandInDevices() {
+  const char* const text = std::getenv("COARSE_STAND_IN_GPUS");
+  return text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
+}
+
 Result number(int* result, int value) {
   *result = value;
   return kSuccess;
@@ -112,28 +130,49 @@ Result cuGetErrorString(Result, const char** text) {
   *text = "as the stand-in has it";
   return kSuccess;
 }
-Result cuDeviceGetCount(int* count) { return number(count, 1); }
+Result cuDeviceGetCount(int* count) { return number(count, numStandInDevices()); }
 Result cuDeviceGet(DeviceOrdinal* device, int ordinal) {
-  return ordinal == 0 ? number(device, 0) : kInvalidDevice;
+  return ordinal >= 0 && ordinal < numStandInDevices() ? number(device, ordinal) : kInvalidDevice;
 }
 Result cuDeviceGetName(char* name, int length, DeviceOrdinal) {
   std::strncpy(name, "stand-in", static_cast<std::size_t>(length));
   return kSuccess;
 }
-Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal) {
+Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal device) {
   for (int i = 0; i < 16; ++i) uuid->bytes[i] = static_cast<char>(0xf0 + i);
+  uuid->bytes[0] = static_cast<char>(0xf0 + device);
   return kSuccess;
 }
-Result cuDeviceGetAttribute(int* value, DeviceAttribute, DeviceOrdinal) { return number(value, 1); }
-Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal, DeviceOrdinal) { return number(can, 0); }
-Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal) {
-  *context = &theContext;
+Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal device) {
+  return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + device : 1);
+}
+Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
+  return number(can, device != peer ? 1 : 0);
+}
+Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal device) {
+  *context = &contexts[static_cast<std::size_t>(device)];
   return kSuccess;
 }
 Result cuDevicePrimaryCtxRelease_v2(DeviceOrdinal) { return kSuccess; }
-Result cuCtxSetCurrent(ContextHandle) { return kSuccess; }
-Result cuCtxPushCurrent_v2(ContextHandle) { return kSuccess; }
-Result cuCtxPopCurrent_v2(ContextHandle*) { return kSuccess; }
+Result cuCtxPushCurrent_v2(ContextHandle context) {
+  if (current.depth == current.stack.size()) return kNotPermitted;
+  current.stack[current.depth++] = context;
+  return kSuccess;
+}
+Result cuCtxPopCurrent_v2(ContextHandle* context) {
+  if (current.depth == 0) return kInvalidContext;
+  *context = current.stack[--current.depth];
+  return kSuccess;
+}
+Result cuCtxSetCurrent(ContextHandle context) {
+  if (current.depth > 0) --current.depth;
+  return cuCtxPushCurrent_v2(context);
+}
+/// Not called by COARSE, but by NCCL's stand-in.
+Result cuCtxGetDevice(DeviceOrdinal* device) {
+  if (current.depth == 0) return kInvalidContext;
+  return number(device, current.stack[current.depth - 1]->device);
+}
 Result cuCtxSynchronize() { return kNotSupported; }
 Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
@@ -255,7 +294,7 @@ Result cuLaunchHostFunc(StreamHandle stream, HostFunction function, void* data) 
 /// Functions are HostKernels: a module has all of them, whatever it is loaded from.
 Result cuModuleLoadData(ModuleHandle* module, const void* image) {
   if (std::strcmp(static_cast<const char*>(image), "no machine code") == 0) return kNotSupported;
-  *module = reinterpret_cast<ModuleHandle>(&theContext);
+  *module = reinterpret_cast<ModuleHandle>(&contexts);
   return kSuccess;
 }
 Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* name) {

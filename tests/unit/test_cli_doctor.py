@@ -23,6 +23,8 @@ MEMORY = Memory(
     transparent_shared="advise",
 )
 
+GPU = Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
+
 
 def values(findings: list[doctor.Finding]) -> dict[str, str]:
     return {finding.name: finding.value for finding in findings}
@@ -99,11 +101,26 @@ def test_what_the_firmware_says_of_memory_is_shown():
 
 def test_devices_are_listed():
     dax = DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2)
-    gpu = Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
-    assert values(doctor.device_findings([dax], [gpu])) == {
+    assert values(doctor.device_findings([dax], [GPU])) == {
         "dax0.0": "64 GiB, NUMA node 2 (--memory-devices dax:/dev/dax0.0)",
         "GPU 0": "NVIDIA H200, 139 GiB, driver 570.1",
     }
+
+
+@pytest.mark.parametrize("gpus", [[], [GPU, GPU]])
+def test_nccl_is_shown_with_version_and_place(monkeypatch, gpus):
+    monkeypatch.setattr(doctor, "_first_line", lambda *command: "NCCL 2.32.3 (/site/libnccl.so.2)")
+    (finding,) = doctor.nccl_findings(gpus)
+    assert (finding.name, finding.value) == ("NCCL", "2.32.3 (/site/libnccl.so.2)")
+    assert finding.status == doctor.GOOD
+
+
+def test_nccl_that_is_missing_is_noted_where_there_are_gpus_to_reduce_between(monkeypatch):
+    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+    assert doctor.nccl_findings([]) == doctor.nccl_findings([GPU]) == []
+    (finding,) = doctor.nccl_findings([GPU, GPU])
+    assert (finding.status, finding.value) == (doctor.NOTE, "none")
+    assert "coarse[nccl]" in finding.advice
 
 
 def test_few_open_files_are_noted():

@@ -6,6 +6,7 @@ namespace coarse {
 
 /// One function per header: each translates, none thinks.
 void registerCudaDriver(pybind11::module_& module);
+void registerNccl(pybind11::module_& module);
 void registerSharedMemory(pybind11::module_& module);
 void registerTensorMemory(pybind11::module_& module);
 void registerTensorGroup(pybind11::module_& module);

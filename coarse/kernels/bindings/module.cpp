@@ -16,6 +16,7 @@ PYBIND11_MODULE(_native, module) {
     }
   });
   coarse::registerCudaDriver(module);
+  coarse::registerNccl(module);
   coarse::registerSharedMemory(module);
   coarse::registerTensorMemory(module);
   coarse::registerTensorGroup(module);

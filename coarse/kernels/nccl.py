@@ -1,0 +1,43 @@
+"""NCCL, as it lies in a Python environment or on the machine: all-reduces between GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from coarse.kernels import _native
+
+_SONAME = "libnccl.so.2"
+_WHEEL = "nvidia/nccl/lib"
+
+
+def find_nccl() -> _native.NcclLibrary:
+    """Loads the NCCL of this environment, that of PyTorch or of `pip install 'coarse[nccl]'`; else the machine's.
+
+    It stays loaded, and needs neither a GPU nor a driver until somebody joins a communicator.
+
+    Raises:
+        NcclError: If there is none that can be loaded; it says why for each that is there, and what to install.
+    """
+    failures = []
+    for path in _candidates():
+        try:
+            return _native.NcclLibrary(path)
+        except _native.NcclError as error:
+            failures.append(str(error))
+    raise _native.NcclError("; ".join(failures))
+
+
+def describe(library: _native.NcclLibrary) -> str:
+    """Version and place, for people."""
+    return f"NCCL {'.'.join(map(str, library.version))} ({library.path})"
+
+
+def _candidates() -> Iterator[str]:
+    for entry in sys.path:
+        path = Path(entry) / _WHEEL / _SONAME
+        if path.exists():
+            yield os.fspath(path)
+    yield _SONAME

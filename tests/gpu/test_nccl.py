@@ -1,0 +1,68 @@
+"""NCCL between processes, one for each rank, with memory that is allocated as slots are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coarse.kernels import _native
+from coarse.kernels.nccl import find_nccl
+
+HERE = Path(__file__).parent
+LIMIT_S = 300
+SHARES_GPUS = (2, 30, 0)
+
+
+@pytest.fixture(scope="module")
+def library(cuda):
+    try:
+        return find_nccl()
+    except _native.NcclError as error:
+        pytest.skip(str(error))
+
+
+def run_two_ranks(library, gpus, **environment):
+    """What each of two ranks prints on the GPU of its own."""
+    unique_id = library.unique_id().hex()
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                HERE / "nccl_script.py",
+                library.path,
+                unique_id,
+                f"{rank}",
+                "2",
+                f"{gpu}",
+                "reduce",
+            ],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, gpu in enumerate(gpus)
+    ]
+    return [json.loads(rank.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for rank in ranks]
+
+
+def test_ranks_on_two_gpus_have_sums_and_maxima(library):
+    if _native.cuda_num_devices() < 2:
+        pytest.skip("there is one GPU")
+    assert run_two_ranks(library, [0, 1]) == [{"is_sum": True, "is_maximum": True}] * 2
+
+
+def test_ranks_on_one_gpu_have_sums_and_maxima_where_nccl_is_told(library):
+    if library.version < SHARES_GPUS:
+        pytest.skip("NCCL before 2.30 takes one rank on each GPU")
+    found = run_two_ranks(library, [0, 0], NCCL_MULTI_RANK_GPU_ENABLE="1")
+    assert found == [{"is_sum": True, "is_maximum": True}] * 2
+
+
+def test_ranks_on_one_gpu_are_refused_with_advice(library):
+    for message in run_two_ranks(library, [0, 0], NCCL_MULTI_RANK_GPU_ENABLE="0"):
+        assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in message
