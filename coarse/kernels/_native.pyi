@@ -20,6 +20,7 @@ UPDATE_SETTINGS_BYTES: int
 RING_LOGS_BYTES: int
 RING_SEGMENT_BYTES: int
 RING_LOG_CAPACITY: int
+COLLECTIVE_LOGS_BYTES: int
 HOST_MESSAGE_BYTES: int
 CUDA_MESSAGE_BYTES: int
 SNAPSHOT_REQUEST_BYTES: int
@@ -172,6 +173,12 @@ class CudaTensorMemory(TensorMemory):
         hold_until: int,
     ) -> None: ...
 
+class NcclRunner:
+    def __init__(
+        self, communicator: NcclCommunicator, memory: CudaTensorMemory, local_clients: Sequence[int]
+    ) -> None: ...
+    def connect(self) -> None: ...
+
 class SlotCopies:
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -236,6 +243,16 @@ class RingMemory:
         memory: TensorMemory | None = None,
     ) -> None: ...
 
+class CollectiveMemory:
+    def __init__(
+        self,
+        *,
+        logs_fd: int,
+        clients_of: Sequence[Sequence[int]],
+        runner: NcclRunner | None,
+        memory: TensorMemory | None,
+    ) -> None: ...
+
 def ring_messages_bytes(message_bytes: int) -> int: ...
 
 class Proxy:
@@ -252,6 +269,7 @@ class Proxy:
         doorbells_fd: int,
         event_fd: int,
         rings: RingMemory = ...,
+        collectives: CollectiveMemory = ...,
         exchange_logs_fd: int = -1,
         link_table_fd: int = -1,
     ) -> None: ...

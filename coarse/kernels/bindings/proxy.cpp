@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "bindings.hpp"
+#include "coarse/nccl_runner.hpp"
 
 namespace py = pybind11;
 
@@ -59,6 +60,13 @@ void registerProxy(py::module_& module) {
            }),
            py::kw_only(), py::arg("logs_fd"), py::arg("buffer_fds"), py::arg("messages"),
            py::arg("message_bytes"), py::arg("memory") = nullptr);
+  py::class_<CollectiveMemory>(module, "CollectiveMemory")
+      .def(py::init([](int logsFd, std::vector<std::vector<std::size_t>> clientsOf,
+                       std::shared_ptr<NcclRunner> runner, std::shared_ptr<TensorMemory> memory) {
+             return CollectiveMemory{logsFd, std::move(clientsOf), std::move(runner), std::move(memory)};
+           }),
+           py::kw_only(), py::arg("logs_fd"), py::arg("clients_of"), py::arg("runner"), py::arg("memory"));
+  module.attr("COLLECTIVE_LOGS_BYTES") = sizeof(CollectiveLogs);
   module.def("ring_messages_bytes", &ringMessagesBytes, py::arg("message_bytes"));
   module.attr("HOST_MESSAGE_BYTES") = kHostMessageBytes;
   module.attr("CUDA_MESSAGE_BYTES") = kCudaMessageBytes;
@@ -66,7 +74,7 @@ void registerProxy(py::module_& module) {
       .def(py::init([](std::size_t device, std::size_t numDevices, std::size_t numClients,
                        std::size_t numSyncCores, int scheduling, std::vector<std::size_t> localClients,
                        std::uint32_t spinMicroseconds, int doorbellsFd, int eventFd, const RingMemory& rings,
-                       int exchangeLogsFd, int linkTableFd) {
+                       const CollectiveMemory& collectives, int exchangeLogsFd, int linkTableFd) {
              ProxyConfig config;
              config.device = device;
              config.numDevices = numDevices;
@@ -77,11 +85,12 @@ void registerProxy(py::module_& module) {
              config.spinMicroseconds = spinMicroseconds;
              config.exchangeLogsFd = exchangeLogsFd;
              config.linkTableFd = linkTableFd;
-             return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings);
+             return std::make_unique<Proxy>(std::move(config), doorbellsFd, eventFd, rings, collectives);
            }),
            py::kw_only(), py::arg("device"), py::arg("num_devices"), py::arg("num_clients"),
            py::arg("num_sync_cores"), py::arg("scheduling"), py::arg("local_clients"), py::arg("spin_us"),
            py::arg("doorbells_fd"), py::arg("event_fd"), py::arg_v("rings", RingMemory(), "RingMemory()"),
+           py::arg_v("collectives", CollectiveMemory(), "CollectiveMemory()"),
            py::arg("exchange_logs_fd") = -1, py::arg("link_table_fd") = -1)
       .def("join_nodes", &Proxy::joinNodes, py::arg("node"), py::arg("ranks"), py::arg("fds"))
       .def("add_client", &Proxy::addClient, py::arg("client"), py::arg("segment_fd"))

@@ -8,6 +8,7 @@
 #include "bindings.hpp"
 #include "coarse/cuda_slot_copies.hpp"
 #include "coarse/cuda_tensor_memory.hpp"
+#include "coarse/nccl_runner.hpp"
 
 namespace py = pybind11;
 
@@ -45,6 +46,12 @@ void registerTensorMemory(py::module_& module) {
            py::arg("context"), py::kw_only(), py::arg("reduce_sum"), py::arg("reduce_max"),
            py::arg("ring_sum"), py::arg("ring_max"), py::arg("measure"), py::arg("update"),
            py::arg("hold_until"));
+  py::class_<NcclRunner, std::shared_ptr<NcclRunner>>(module, "NcclRunner")
+      .def(py::init<std::shared_ptr<nccl::Communicator>, std::shared_ptr<CudaTensorMemory>,
+                    std::vector<std::size_t>>(),
+           py::arg("communicator"), py::arg("memory"), py::arg("local_clients"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("connect", &NcclRunner::connect, py::call_guard<py::gil_scoped_release>());
   py::class_<SlotCopies, std::shared_ptr<SlotCopies>>(module, "SlotCopies");
   py::class_<CudaSlotCopies, SlotCopies, std::shared_ptr<CudaSlotCopies>>(module, "CudaSlotCopies")
       .def(py::init([](std::shared_ptr<cuda::DeviceMemory> slots, std::shared_ptr<Mapping> view) {

@@ -7,14 +7,17 @@
 
 namespace coarse {
 
-void appendStep(cuda::ReduceBatch& batch, const RingStep& step) {
+bool append(cuda::ReduceBatch& batch, const RingStep& step) {
   const auto* const inputs = reinterpret_cast<const void* const*>(step.inputs.data());
   auto* const outputs = reinterpret_cast<void* const*>(step.outputs.data());
-  const bool hasRoom = cuda::append(
-      batch, itemBytes(step.dtype), step.numElements, step.op == ReduceOp::kMean ? step.divisor : 0, inputs,
-      static_cast<std::uint32_t>(step.inputs.size()), outputs,
-      static_cast<std::uint32_t>(step.outputs.size()), step.received, step.sent);
-  if (!hasRoom) throw std::invalid_argument("a step of a ring has more contributions than a kernel takes");
+  return cuda::append(batch, itemBytes(step.dtype), step.numElements,
+                      step.op == ReduceOp::kMean ? step.divisor : 0, inputs,
+                      static_cast<std::uint32_t>(step.inputs.size()), outputs,
+                      static_cast<std::uint32_t>(step.outputs.size()), step.received, step.sent);
+}
+
+void throwTooManyContributions() {
+  throw std::invalid_argument("a shard has more contributions than a kernel takes");
 }
 
 CudaRingCompute::CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels)
@@ -35,7 +38,7 @@ CudaRingCompute::~CudaRingCompute() {
 void CudaRingCompute::begin(const RingStep& step, Done done) {
   const cuda::ContextScope scope(*context_);
   cuda::ReduceBatch batch{};
-  appendStep(batch, step);
+  if (!append(batch, step)) throwTooManyContributions();
   const auto& kernels = step.op == ReduceOp::kMax ? kernels_.ringMax : kernels_.ringSum;
   cuda::launchBatch(kernels[static_cast<std::size_t>(step.dtype)], batch.numTiles, mostBlocks_,
                     stream_.handle(), &batch);

@@ -299,7 +299,7 @@ template <class Batch, class Append>
 void CudaRunner::addTo(Launch<Batch>& next, Append append) {
   if (append(next.batch)) return;
   launch(next);
-  if (!append(next.batch)) throw std::invalid_argument("a shard has more contributions than a kernel takes");
+  if (!append(next.batch)) throwTooManyContributions();
 }
 
 void CudaRunner::flush() {

@@ -44,7 +44,8 @@ void ProxyConfig::validate() const {
     throw std::invalid_argument("every client needs a rank, or none has one");
 }
 
-Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings)
+Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings,
+             const CollectiveMemory& collectives)
     : config_(std::move(config)),
       intake_(
           intakeConfig(config_), links_, [this](std::uint32_t group) { return groups_.find(group); },
@@ -54,7 +55,7 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
   constexpr auto kWritable = Mapping::Access::kReadWrite;
   doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
-  if (!rings.bufferFds.empty()) openRings(rings);
+  openRings(rings, collectives);
   openLinks();
   stagings_.resize(config_.numSyncCores);
   SyncCoresConfig cores;
@@ -96,14 +97,21 @@ void Proxy::openLinks() {
       [this](TensorGroup& group, const RingEntry& entry) { runShard(group, entry); });
 }
 
-void Proxy::openRings(const RingMemory& memory) {
-  rings_ = std::make_unique<DeviceRings>(
-      memory, config_.device, config_.numDevices, doorbells_, config_.localClients,
-      [this](std::uint32_t group) { return groups_.find(group); },
-      [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-        count(shape);
-        for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
-      });
+/// Of both, each device finishes the shards for its own clients.
+void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
+  const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
+  const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+    count(shape);
+    for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
+  };
+  if (!rings.bufferFds.empty()) {
+    rings_ = std::make_unique<DeviceRings>(rings, config_.device, config_.numDevices, doorbells_,
+                                           config_.localClients, findGroup, finish);
+  }
+  if (collectives.logsFd >= 0) {
+    collectives_ = std::make_unique<DeviceCollectives>(collectives, config_.device, config_.numDevices,
+                                                       doorbells_, findGroup, finish);
+  }
 }
 
 Proxy::~Proxy() { stop(); }
@@ -141,6 +149,7 @@ void Proxy::stop() noexcept {
   syncCores_->stop();
   for (const Compute& each : computes_) each.compute->drain();
   if (rings_) rings_->drain();
+  if (collectives_) collectives_->drain();
   if (nodeExchange_) nodeExchange_->stop();
 }
 
@@ -191,6 +200,7 @@ SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
   paths.numDevices = config_.numDevices;
   paths.hasNodes = nodeExchange_ != nullptr;
   paths.hasRings = rings_ != nullptr && &rings_->memory() == &memory;
+  paths.hasCollectives = collectives_ != nullptr && &collectives_->memory() == &memory;
   paths.hasExchange = deviceExchange_ != nullptr;
   paths.isPaced = links_.isPaced();
   paths.isHostMemory = memory.isHost();
@@ -208,6 +218,7 @@ bool Proxy::isWorkingOn(const TensorGroup& group) const noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
   // its last step around the ring before it.
   if (rings_ && rings_->isWorkingOn(group)) return true;
+  if (collectives_ && collectives_->isWorkingOn(group)) return true;
   return computeOf(group).isWorkingOn(group);
 }
 
@@ -296,6 +307,7 @@ bool Proxy::work(std::size_t core) {
   progressed |= runReadyShard(core);
   if (servesQueues) progressed |= advanceComputes();
   if (rings_) progressed |= rings_->advance(core, config_.numSyncCores);
+  if (servesQueues && collectives_) progressed |= collectives_->advance();
   if (servesQueues) progressed |= links_.runDue();
   if (servesQueues && deviceExchange_ != nullptr) progressed |= deviceExchange_->advance();
   return progressed;
@@ -386,6 +398,8 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
     rings_->append(entry);
     hasPushedRing_ = true;
+  } else if (algorithm == Algorithm::kNccl && collectives_->canReduce(group, entry.shard)) {
+    collectives_->propose(entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
     // What computes elsewhere takes many shards at once: other sync cores could only divide them.
     runShard(group, entry);
@@ -447,7 +461,7 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
   for (const Compute& each : computes_) {
     if (each.compute->isBusy()) return 0;
   }
-  if (rings_ && rings_->isBusy()) return 0;
+  if ((rings_ && rings_->isBusy()) || (collectives_ && collectives_->isBusy())) return 0;
   return links_.untilNext();
 }
 

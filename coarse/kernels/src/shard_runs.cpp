@@ -57,7 +57,7 @@ void add(std::vector<ShardRun>& runs, const ShardTask& task, const ShardPiece& p
 std::vector<ShardRun> runsOf(const ShardBatch& batch) {
   ShardBatch inOrder = batch;
   std::sort(inOrder.begin(), inOrder.end(), [](const ShardTask& one, const ShardTask& other) {
-    if (one.group != other.group) return std::less<>()(one.group, other.group);
+    if (one.group != other.group) return one.group->plan().id < other.group->plan().id;
     return one.entry.shard < other.entry.shard;
   });
   std::vector<ShardRun> runs;

@@ -17,11 +17,12 @@ namespace coarse {
 /// By which ways the proxies of a session can synchronise.
 struct SessionPaths {
   std::size_t numDevices = 1;
-  bool hasNodes = false;     // workers of other nodes take part
-  bool hasRings = false;     // memory for rings over the devices
-  bool hasExchange = false;  // logs of an exchange between distinct memories
-  bool isPaced = false;      // emulated links
-  bool isHostMemory = true;  // the group's tensors lie where the host itself reads and writes
+  bool hasNodes = false;        // workers of other nodes take part
+  bool hasRings = false;        // memory for rings over the devices
+  bool hasCollectives = false;  // a library's, between the devices
+  bool hasExchange = false;     // logs of an exchange between distinct memories
+  bool isPaced = false;         // emulated links
+  bool isHostMemory = true;     // the group's tensors lie where the host itself reads and writes
 };
 
 /// Why a session cannot synchronise such a group.

@@ -33,8 +33,9 @@ class CudaRingCompute : public RingCompute {
   Done done_;  // of the step under way
 };
 
-/// Appends what a step does to a batch, which must have room for it.
-/// @throws std::invalid_argument if it has not.
-void appendStep(cuda::ReduceBatch& batch, const RingStep& step);
+/// Appends what a step does to a batch. @returns false, and nothing changes, if the batch has no room for it.
+bool append(cuda::ReduceBatch& batch, const RingStep& step);
+/// @throws std::invalid_argument for a step that no batch has room for.
+[[noreturn]] void throwTooManyContributions();
 
 }  // namespace coarse

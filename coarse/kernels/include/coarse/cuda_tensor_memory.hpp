@@ -16,6 +16,9 @@ class CudaTensorMemory : public TensorMemory {
   /// @throws std::invalid_argument as CudaKernels::validate().
   CudaTensorMemory(cuda::SharedContext context, const CudaKernels& kernels);
 
+  const cuda::SharedContext& context() const noexcept { return context_; }
+  const CudaKernels& kernels() const noexcept { return kernels_; }
+
   /// @param region all that a cuda::DeviceMemory exported, in this or another process.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;

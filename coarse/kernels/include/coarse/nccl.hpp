@@ -90,6 +90,7 @@ class Communicator {
   /// reading what this rank has for it when this rank's own streams are through.
   ~Communicator();
 
+  const SharedLibrary& library() const noexcept { return library_; }
   int rank() const noexcept { return rank_; }
   int numRanks() const noexcept { return numRanks_; }
 

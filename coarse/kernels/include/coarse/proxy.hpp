@@ -10,6 +10,7 @@
 
 #include "coarse/acceptance.hpp"
 #include "coarse/descriptor_intake.hpp"
+#include "coarse/device_collectives.hpp"
 #include "coarse/device_exchange.hpp"
 #include "coarse/device_links.hpp"
 #include "coarse/device_rings.hpp"
@@ -66,7 +67,8 @@ class Proxy {
   /// Maps what the devices of a session share. `doorbellsFd` comes from device 0; all descriptors stay the
   /// caller's. `eventFd` is an eventfd that is written when takeEvents() has something.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small.
-  Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings = {});
+  Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings = {},
+        const CollectiveMemory& collectives = {});
   /// Stops the sync cores and joins them.
   ~Proxy();
   Proxy(const Proxy&) = delete;
@@ -127,7 +129,7 @@ class Proxy {
     std::unique_ptr<ShardCompute> compute;
   };
 
-  void openRings(const RingMemory& memory);
+  void openRings(const RingMemory& rings, const CollectiveMemory& collectives);
   void openLinks();
   SessionPaths paths(const TensorMemory& memory) const noexcept;
   void addCompute(const std::shared_ptr<const TensorMemory>& memory);
@@ -164,6 +166,7 @@ class Proxy {
   DeviceLinks links_;
   DescriptorIntake intake_;
   std::unique_ptr<DeviceRings> rings_;              // null where no group is reduced by rings; any core's
+  std::unique_ptr<DeviceCollectives> collectives_;  // likewise, by collectives of a library
   std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, exchanged
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;

@@ -24,7 +24,8 @@ struct ShardRun {
 };
 
 /// Puts the shards of a batch together to the fewest runs. Shards to be measured stay alone: each has a
-/// measure of its own; so do pieces. @pre no shard is in the batch twice.
+/// measure of its own; so do pieces. The same in each process for the same batch. @pre no shard is in the
+/// batch twice.
 std::vector<ShardRun> runsOf(const ShardBatch& batch);
 
 }  // namespace coarse

@@ -28,6 +28,7 @@ enum class Algorithm : std::uint8_t {
   kRing = 2,      // the sync cores of all devices pass chunks around (paper, section IV-A)
   kExchange = 3,  // each device reduces pieces, of which it fetches the contributions that others hold
   kProbe = 4,     // nothing is reduced: a range of memory through which links are measured
+  kNccl = 5,      // NCCL adds up what each device has added up of its own clients' contributions
 };
 
 /// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "coarse/batched_compute.hpp"
+#include "coarse/cuda_driver.hpp"
+#include "coarse/cuda_tensor_memory.hpp"
+#include "coarse/nccl.hpp"
+#include "coarse/ring_step.hpp"
+
+namespace coarse {
+
+/// Adds up shards over memory devices on different GPUs by NCCL (paper, section IV-B): a kernel adds the
+/// contributions of the device's own clients, NCCL these sums, and a kernel finishes the result in the slots
+/// of the clients. Where a device has one client, and sums have the type of its elements, NCCL works in its
+/// slot.
+///
+/// All devices must start the same batches in the same order.
+class NcclRunner : public BatchRunner {
+ public:
+  /// Of sums that NCCL adds up in one operation, and in one launch.
+  static constexpr std::size_t kPieceBytes = 16 << 20;
+  static constexpr std::size_t kRoundBytes = 64 << 20;
+
+  /// @param localClients whose contributions this device brings.
+  /// @throws cuda::Error as streams and memory do.
+  NcclRunner(std::shared_ptr<nccl::Communicator> communicator, std::shared_ptr<const CudaTensorMemory> memory,
+             std::vector<std::size_t> localClients);
+  ~NcclRunner() override;
+
+  /// Has NCCL connect the devices, which takes a second, before there is anything to reduce. Blocks until all
+  /// devices do it. @throws nccl::Error, cuda::Error if that fails.
+  void connect();
+
+  void start(const ShardBatch& batch, MonotonicNs notBefore) override;
+  bool conclude() override;
+  /// @throws nccl::Error if the others do not come to it within some seconds; then nothing more can be
+  /// started.
+  void wait() override;
+
+ private:
+  std::deque<RingStep> piecesOf(const ShardBatch& batch) const;
+  std::vector<RingStep> takeRound(std::deque<RingStep>& pieces) const;
+  void addUp(const std::vector<RingStep>& round);
+  void launch(const std::vector<RingStep>& steps);
+
+  std::shared_ptr<nccl::Communicator> communicator_;
+  std::shared_ptr<const CudaTensorMemory> memory_;
+  cuda::SharedContext context_;
+  std::vector<std::size_t> localClients_;
+  std::uint32_t mostBlocks_;
+  cuda::Stream stream_;
+  cuda::DeviceMemory sums_;  // kRoundBytes
+  std::vector<std::unique_ptr<cuda::Event>> done_;
+  std::size_t numStarted_ = 0;
+  std::size_t numConcluded_ = 0;
+};
+
+}  // namespace coarse
