@@ -128,7 +128,7 @@ class Attempt:
 _PREFIX = "COARSE_"
 _OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read by setup.py and the Makefile
 
-ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange")
+ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "profile", "spread", "local")
 OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
@@ -148,7 +148,8 @@ class Settings:
             profile says, or 256 KiB.
         gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
         routing_threshold_bytes: Shards below go to the lowest-latency proxy, others to the widest one.
-        algorithm: "auto", "gather", "direct", "ring" or "exchange".
+        algorithm: "auto", "gather", "direct", "ring", "exchange" or, between GPUs, "nccl". There "auto" is what
+            is measured to be fastest when tensors are first registered.
         scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
         timeout_s: A wait longer than this is an error.
         heartbeat_s: A memory device that does no work at all for so long, although its process is there, is lost;

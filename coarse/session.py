@@ -410,7 +410,9 @@ class Session:
 
     def decisions(self) -> list[str]:
         """What was decided of this node's links at the start and since, and why: a line each."""
-        return [*self._decisions, *(line for each in self._replanners for line in each.decisions)]
+        chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
+        choices = () if chosen is None else (str(chosen),)
+        return [*self._decisions, *choices, *(line for each in self._replanners for line in each.decisions)]
 
     @property
     def node_workers(self) -> tuple[int, ...]:
@@ -475,8 +477,8 @@ class Session:
         """Why the workers of this session cannot reduce tensors themselves; "" if they can."""
         if len(self.node_workers) < self.identity.world_size:
             return "the workers of several nodes share no memory"
-        if self.settings.sync_algorithm == "ring":
-            return "a ring has contributions of all workers in all memory devices"
+        if self.settings.sync_algorithm in ("ring", "nccl"):
+            return f"{self.settings.sync_algorithm} has contributions of all workers in all memory devices"
         if self._profile is None and self.settings.dual_sync == "auto":
             return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
         return ""

@@ -38,7 +38,7 @@ def check_algorithm(nodes: NodeMap, settings: Settings) -> None:
         raise RendezvousError(
             f"memory devices are kept within one node, and this job has {nodes.num_nodes}; unset COARSE_KEEP_DEVICES"
         )
-    if settings.sync_algorithm in ("ring", "exchange") and nodes.num_nodes > 1:
+    if settings.sync_algorithm in ("ring", "exchange", "nccl") and nodes.num_nodes > 1:
         what = (
             f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
         )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, check_peers, collect_replies
@@ -37,6 +38,7 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
 from coarse.proxy.memory import Segment
@@ -51,6 +53,11 @@ from coarse.proxy.registration import (
     RecoveredUpdates,
     slots_of,
 )
+
+if TYPE_CHECKING:  # slow to import, and needed between GPUs only
+    from coarse.profiler.algorithm_choice import AlgorithmChoice
+
+logger = logging.getLogger(__name__)
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20
@@ -111,6 +118,8 @@ class Client:
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
         self._staging: TensorGroup | None = None
+        self.algorithm_choice: AlgorithmChoice | None = None
+        """Of the algorithms that this session could choose from, once it had to."""
         self._is_closed = False
         self._pid = os.getpid()
         self._native = _native.Client(
@@ -202,6 +211,7 @@ class Client:
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=self._algorithm_of(on_host=on_host),
+                large_algorithm=DIRECT if on_host or state_names is not None else self._large_algorithm(gpu),
                 state_names=None if state_names is None else tuple(state_names),
                 is_open=is_open,
                 on_host=on_host,
@@ -213,8 +223,34 @@ class Client:
     def _algorithm_of(self, *, on_host: bool) -> str:
         """How a group is reduced."""
         algorithm = self._settings.sync_algorithm
-        # What goes round between GPUs lies there.
-        return "auto" if algorithm == "ring" and on_host and self.table.is_on_gpus else algorithm
+        # What goes between GPUs lies there.
+        return "auto" if algorithm in (RING, NCCL) and on_host and self.table.is_on_gpus else algorithm
+
+    def _large_algorithm(self, gpu: str) -> str:
+        """What "auto" stands for; the first call may measure it, and so must be all workers' alike."""
+        if self.algorithm_choice is None:
+            algorithms = algorithms_of(self._settings, self.table)
+            if len(algorithms) == 1:
+                return DIRECT
+            from coarse.profiler.algorithm_choice import measure_algorithms
+
+            self.algorithm_choice = measure_algorithms(self, algorithms, gpu)
+            if self.rank == self.ranks[0]:
+                logger.info("[w%d] %s", self.rank, self.algorithm_choice)
+        return self.algorithm_choice.algorithm
+
+    def register_trial(self, name: str, spec: TensorSpec, algorithm: str, gpu: str) -> TensorGroup:
+        """Registers a tensor to be reduced by one algorithm, whatever the settings say; otherwise as register()."""
+        return self._register(
+            GroupSchema(
+                name=name,
+                specs=(spec,),
+                shard_bytes=self._shard_bytes,
+                gather_bytes=self._settings.gather_bytes,
+                algorithm=algorithm,
+            ),
+            gpu,
+        )
 
     def cannot_share_parameters(self, gpu: str) -> str:
         """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.

@@ -22,6 +22,7 @@ from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
+from coarse.proxy.algorithms import NCCL, check_nccl
 from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.memory import try_memory
@@ -172,6 +173,8 @@ def _start_missing(
     for device, memory in enumerate(table.memories):
         if lost is None or device in lost:
             try_memory(memory)
+    if settings.algorithm == NCCL:
+        check_nccl(table)
     kept_in = None
     if keeping is not None:
         kept_in = keeping.directory if lost else make_session_directory(keeping.attempt.job, keeping.session)

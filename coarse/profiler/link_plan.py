@@ -82,10 +82,9 @@ def _tables(
         return _local(local_devices), "local, because COARSE_ROUTING is"
     if profile is None:
         return _local(local_devices), "local, for want of a profile"
-    if settings.algorithm == "ring":
-        return _local(
-            local_devices
-        ), "local, because a ring takes each contribution from its own memory device"
+    if settings.algorithm in ("ring", "nccl"):
+        why = f"local, because {settings.algorithm} takes each contribution from its own memory device"
+        return _local(local_devices), why
     from coarse.profiler.routing import plan_routing
 
     if profile.is_of_this_machine and settings.routing != "profile":

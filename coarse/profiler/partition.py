@@ -11,7 +11,7 @@ from coarse.client.schema import ITEM_BYTES, TensorSpec
 SLOT_ALIGNMENT_BYTES = 64
 """Tensors start on a cache line, so that neighbours never share one between sync cores."""
 
-ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe")
+ALGORITHMS = ("gather", "direct", "ring", "exchange", "probe", "nccl")
 """Names of the synchronisation algorithms, and of what measures links; their positions are the native numbers."""
 
 _TABLE_SHARDS = 16
@@ -54,6 +54,7 @@ def plan_partition(
     shard_bytes: int,
     gather_bytes: int,
     algorithm: str = "auto",
+    large_algorithm: str = "direct",
     window_bytes: int = 0,
 ) -> PartitionPlan:
     """Lays tensors out and cuts them into shards.
@@ -67,6 +68,7 @@ def plan_partition(
         shard_bytes: Partition threshold, at least 1.
         gather_bytes: Under "auto", tensors of up to so many bytes are gathered by one sync core.
         algorithm: "auto", or one of ALGORITHMS for every tensor.
+        large_algorithm: That of larger tensors under "auto".
         window_bytes: Tensors, from the last to the first, take turns in slots of so many bytes, or of those of the
             largest tensor if that is more; 0 gives each one a slot of its own.
 
@@ -77,13 +79,19 @@ def plan_partition(
         raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if algorithm not in ("auto", *ALGORITHMS):
         raise ValueError(f"algorithm {algorithm!r} is none of auto, {', '.join(ALGORITHMS)}")
+    if large_algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"algorithm {large_algorithm!r} for large tensors is none of {', '.join(ALGORITHMS)}"
+        )
     cuts: dict[tuple[int, str, int], _Cut] = {}  # of each shape: models repeat theirs layer by layer
     cut_of: list[_Cut] = []
     for spec in specs:
         shape = (spec.num_elements, spec.dtype, spec.row_elements)
         cut = cuts.get(shape)
         if cut is None:
-            chosen = choose_algorithm(spec.nbytes, gather_bytes) if algorithm == "auto" else algorithm
+            chosen = algorithm
+            if algorithm == "auto":
+                chosen = "gather" if spec.nbytes <= gather_bytes else large_algorithm
             num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
             cut = cuts[shape] = (_cut_table if spec.row_elements else _cut)(spec, num_shards, chosen)
         cut_of.append(cut)
@@ -118,11 +126,6 @@ def _take_turns(lengths: Sequence[int], window_bytes: int) -> tuple[list[int], i
         offsets[index] = end
         end += lengths[index]
     return offsets, min(window_bytes, sum(lengths))
-
-
-def choose_algorithm(nbytes: int, gather_bytes: int) -> str:
-    """The fastest algorithm for a tensor in coherent shared memory, by its size."""
-    return "gather" if nbytes <= gather_bytes else "direct"
 
 
 def count_shards(nbytes: int, shard_bytes: int) -> int:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
-from coarse.proxy.job import DOORBELLS, EXCHANGE_LOGS, LINK_TABLE, RING_LOGS, DeviceJob
+from coarse.proxy.job import (
+    COLLECTIVE_LOGS,
+    DOORBELLS,
+    EXCHANGE_LOGS,
+    LINK_TABLE,
+    NCCL_ID,
+    RING_LOGS,
+    DeviceJob,
+)
 from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
 from coarse.proxy.paced_links import PacedLinks, write_link_table
 
 
@@ -22,11 +32,16 @@ class DataPath:
         job: The device's place in the session.
         memory: Where this device's share lies.
         event_fd: Is written when the proxy has something to report; stays the caller's.
+        look_again: Has open() called, from any thread.
     """
 
-    def __init__(self, job: DeviceJob, memory: DeviceMemory, event_fd: int) -> None:
+    def __init__(
+        self, job: DeviceJob, memory: DeviceMemory, event_fd: int, look_again: Callable[[], None]
+    ) -> None:
         self._job = job
         self._event_fd = event_fd
+        self._look_again = look_again
+        self._nccl: NcclJoin | None = None
         self._link_fds = [fd for fds in job.link_fds for fd in fds]
         self._client_segments: dict[int, Segment] = {}
         self._memory = memory
@@ -51,6 +66,8 @@ class DataPath:
             self._shared[name] = self._memory.allocate(name, num_bytes)
         if LINK_TABLE in self._shared:
             write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
+        if NCCL_ID in self._shared:
+            write_nccl_id(self._shared[NCCL_ID])
         return dict(self._shared)
 
     def take_shared(self, segments: dict[str, Segment]) -> None:
@@ -68,9 +85,23 @@ class DataPath:
         self._client_segments[client] = segment
 
     def open(self) -> None:
-        """Makes the proxy as soon as all shared memory is there. Idempotent."""
-        if self.proxy is None and self._shared.keys() >= self._job.shared_memory():
+        """Makes the proxy as soon as all shared memory is there, and what the devices join. Idempotent.
+
+        Raises:
+            NcclError, CudaError: If they cannot.
+        """
+        if self.proxy is None and self._shared.keys() >= self._job.shared_memory() and self._has_joined():
             self.proxy = self._make_proxy()
+
+    def _has_joined(self) -> bool:
+        if not self._job.has_nccl:
+            return True
+        if self._nccl is None:
+            from coarse.proxy.memory.cuda import CudaMemory
+
+            assert isinstance(self._memory, CudaMemory)
+            self._nccl = NcclJoin(self._job, self._memory, self._shared[NCCL_ID], self._look_again)
+        return self._nccl.result() is not None
 
     @property
     def is_ready(self) -> bool:
@@ -147,6 +178,14 @@ class DataPath:
             memory=self._memory.tensor_memory() if self._job.has_rings else None,
         )
 
+    def _collectives(self) -> _native.CollectiveMemory:
+        return _native.CollectiveMemory(
+            logs_fd=self._shared[COLLECTIVE_LOGS].fd if self._job.has_nccl else -1,
+            clients_of=self._job.clients_of,
+            runner=None if self._nccl is None else self._nccl.result(),
+            memory=self._memory.tensor_memory() if self._job.has_nccl else None,
+        )
+
     def _make_proxy(self) -> _native.Proxy:
         proxy = _native.Proxy(
             device=self._job.device,
@@ -159,6 +198,7 @@ class DataPath:
             doorbells_fd=self._shared[DOORBELLS].fd,
             event_fd=self._event_fd,
             rings=self._rings(),
+            collectives=self._collectives(),
             exchange_logs_fd=self._shared[EXCHANGE_LOGS].fd if self._job.has_exchange else -1,
             link_table_fd=self._shared[LINK_TABLE].fd if self._job.emulation else -1,
         )

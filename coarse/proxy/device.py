@@ -64,8 +64,10 @@ class MemoryDevice:
         self._loop.watch(self._event_fd, self._take_proxy_events)
         self._workers = Workers(job, self._loop, self)
         self._peers = Peers(job, self._loop, on_message=self._hear_peer, on_lost=self._lose_peer)
-        self._data_path = DataPath(job, memory, self._event_fd)
         self._mailbox = Mailbox(self._loop)
+        self._data_path = DataPath(
+            job, memory, self._event_fd, look_again=lambda: self._mailbox.post(self._progress)
+        )
         self._snapshots = SnapshotService(memory, self._workers.send, self._mailbox.post)
         self._registrar = Registrar(
             job,

@@ -19,7 +19,11 @@ DOORBELLS = "doorbells"
 RING_LOGS = "ring logs"
 EXCHANGE_LOGS = "exchange logs"
 LINK_TABLE = "link table"
+COLLECTIVE_LOGS = "collective logs"
+NCCL_ID = "nccl id"
 """Names of memory that all devices share (docs/design/arena.md)."""
+
+NCCL_ID_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class DeviceJob:
         spin_us: How long an idle sync core looks for work before it sleeps.
         has_rings: Whether the ring algorithm may be used; its buffers take some memory.
         has_exchange: Whether the exchange algorithm may be used.
+        has_nccl: Whether NCCL may be used, between GPUs.
         snapshot_pool_bytes: As in Settings.
         emulation: JSON of the Emulation; "" if links are those that are there.
         listen_fd: A listening SEQPACKET socket for workers.
@@ -69,6 +74,7 @@ class DeviceJob:
     spin_us: int
     has_rings: bool
     has_exchange: bool
+    has_nccl: bool
     snapshot_pool_bytes: int
     emulation: str
     listen_fd: int
@@ -116,6 +122,8 @@ class DeviceJob:
             own[RING_LOGS] = _native.RING_LOGS_BYTES
         if self.is_home and self.has_exchange:
             own[EXCHANGE_LOGS] = _native.exchange_logs_bytes(self.num_devices)
+        if self.is_home and self.has_nccl:
+            own |= {COLLECTIVE_LOGS: _native.COLLECTIVE_LOGS_BYTES, NCCL_ID: NCCL_ID_BYTES}
         if self.is_home and self.emulation:
             own[LINK_TABLE] = link_table_bytes(Emulation.from_json(self.emulation))
         if self.has_rings:
@@ -133,6 +141,8 @@ class DeviceJob:
             RING_LOGS: self.has_rings,
             EXCHANGE_LOGS: self.has_exchange,
             LINK_TABLE: bool(self.emulation),
+            COLLECTIVE_LOGS: self.has_nccl,
+            NCCL_ID: self.has_nccl,
         }
         return names | {name for name, is_there in optional.items() if is_there}
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from coarse.env import Settings
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
+from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
@@ -223,6 +224,7 @@ def _job_of(
     token: str,
     keep_s: float,
 ) -> DeviceJob:
+    algorithms = algorithms_of(settings, table)
     num_devices, num_clients, memory = table.num_devices, table.num_workers, table.memories[device]
     return DeviceJob(
         device=device,
@@ -236,8 +238,9 @@ def _job_of(
         num_sync_cores=count_sync_cores(settings, num_devices, num_clients),
         scheduling=settings.scheduling,
         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
-        has_rings=settings.algorithm == "ring" and num_devices > 1,
-        has_exchange=settings.sync_algorithm == "exchange",
+        has_rings=RING in algorithms and num_devices > 1,
+        has_exchange=EXCHANGE in algorithms,
+        has_nccl=NCCL in algorithms and num_devices > 1,
         snapshot_pool_bytes=settings.snapshot_pool_bytes,
         emulation=emulation,
         listen_fd=listen_fd,

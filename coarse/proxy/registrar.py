@@ -190,11 +190,11 @@ class Registrar:
             self._check_fits(schema)
         plan = schema.partition()
         if self._job.is_home:
-            num_ring_shards = sum(shard.algorithm in ("ring", "exchange") for shard in plan.shards)
+            num_ring_shards = sum(shard.algorithm in ("ring", "exchange", "nccl") for shard in plan.shards)
             if num_ring_shards > _native.RING_LOG_CAPACITY:
                 raise ValueError(
-                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} a ring "
-                    "keeps under way; raise COARSE_SHARD_BYTES"
+                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} that "
+                    "memory devices keep under way together; raise COARSE_SHARD_BYTES"
                 )
         native_plan = schema.native_plan(registration.group, self._job.num_clients)
         shared = {}

@@ -58,7 +58,7 @@ class GroupSchema:
     Args:
         name: What the workers call it.
         specs: Its tensors; of a staging group, its buffers as uint8.
-        shard_bytes, gather_bytes, algorithm: How it is cut (coarse.profiler.partition).
+        shard_bytes, gather_bytes, algorithm, large_algorithm: How it is cut (coarse.profiler.partition).
         is_staging: Its shards carry buffers whose length, dtype and op come with each push.
         is_open: Workers see each other's slots, so that they can reduce tensors themselves.
         on_host: Its tensors lie in the host's memory, whatever memory devices own: for what workers have there.
@@ -78,6 +78,7 @@ class GroupSchema:
     on_host: bool = False
     state_names: tuple[str, ...] | None = None
     window_bytes: int = 0
+    large_algorithm: str = "direct"
 
     @property
     def kept_bytes(self) -> int:
@@ -107,6 +108,7 @@ class GroupSchema:
             shard_bytes=self.shard_bytes,
             gather_bytes=self.gather_bytes,
             algorithm=self.algorithm,
+            large_algorithm=self.large_algorithm,
             window_bytes=self.window_bytes,
         )
 
@@ -146,6 +148,7 @@ class GroupSchema:
             "shard_bytes": self.shard_bytes,
             "gather_bytes": self.gather_bytes,
             "algorithm": self.algorithm,
+            "large_algorithm": self.large_algorithm,
             "is_staging": self.is_staging,
             "is_open": self.is_open,
             "on_host": self.on_host,
@@ -181,6 +184,7 @@ class GroupSchema:
                 shard_bytes=int_field(message, "shard_bytes", low=1),
                 gather_bytes=int_field(message, "gather_bytes"),
                 algorithm=str(message["algorithm"]),
+                large_algorithm=str(message["large_algorithm"]),
                 is_staging=message.get("is_staging") is True,
                 is_open=message.get("is_open") is True,
                 on_host=message.get("on_host") is True,
@@ -231,7 +235,9 @@ def _settings(schema: GroupSchema) -> str:
     optimizer = "" if schema.state_names is None else f", optimizer state ({', '.join(schema.state_names)})"
     return (
         f"{schema.name!r} with shard_bytes={schema.shard_bytes}, gather_bytes={schema.gather_bytes}, "
-        f"algorithm={schema.algorithm}{', dual synchronisation' if schema.is_open else ''}"
+        f"algorithm={schema.algorithm}"
+        f"{f' ({schema.large_algorithm} for large tensors)' if schema.large_algorithm != 'direct' else ''}"
+        f"{', dual synchronisation' if schema.is_open else ''}"
         f"{f', slots of {schema.window_bytes} bytes' if schema.window_bytes else ''}{optimizer}"
     )
 

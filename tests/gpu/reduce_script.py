@@ -81,6 +81,7 @@ def main() -> None:
                 results.update(slot.cpu().numpy())
         for value in stored_values(session):
             results.update(value)
+        print(*session.decisions(), sep="\n", file=sys.stderr)
     print(
         json.dumps({"rank": identity.rank, "hash": results.hexdigest(), "contributors": contributors}),
         flush=True,

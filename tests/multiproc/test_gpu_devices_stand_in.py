@@ -26,7 +26,11 @@ MARK = "MARK_OF_A_TEST"
 @pytest.fixture(scope="session")
 def stand_ins(cuda_stand_ins):
     """The environment of a process for which CUDA is a stand-in."""
-    return {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    return {
+        "LD_LIBRARY_PATH": str(cuda_stand_ins),
+        "XDG_CACHE_HOME": str(cuda_stand_ins),
+        "STAND_IN_GPUS": "2",
+    }
 
 
 def run_workers(tmp_path, memory_devices, script, *arguments, **environment):
@@ -81,13 +85,33 @@ def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
     assert found == expected
 
 
-def test_rings_have_the_bits_of_those_of_the_host(stand_ins, tmp_path):
-    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host", COARSE_ALGORITHM="ring")
+@pytest.mark.parametrize("algorithm", ["ring", "nccl"])
+def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, algorithm):
+    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
     found, errors = run_workers(
-        tmp_path, "cuda:0,cuda:0", "reduce_script.py", "host", COARSE_ALGORITHM="ring", **stand_ins
+        tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", COARSE_ALGORITHM=algorithm, **stand_ins
     )
     assert found[0] is not None, errors
     assert found == expected
+
+
+def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path):
+    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **stand_ins)
+    assert found[0] is not None, errors
+    assert found == expected
+    choices = [line for line in errors.splitlines() if "large tensors between memory devices by" in line]
+    assert len(choices) == 2  # of each worker
+    assert choices[0] == choices[1]
+    assert all(f"ms by {name}" in choices[0] for name in ("exchange", "direct", "ring", "nccl"))
+
+
+def test_nccl_refuses_a_gpu_with_two_memory_devices(stand_ins, tmp_path):
+    _, errors = run_workers(
+        tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", COARSE_ALGORITHM="nccl", **stand_ins
+    )
+    assert "memory devices 0 and 1 are both on cuda:0" in errors
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in errors
 
 
 def test_training_has_the_bits_of_the_host(stand_ins, tmp_path):

@@ -24,7 +24,7 @@ SHOW = "from coarse.kernels.nccl import *; print(describe(find_nccl()))"
 @pytest.fixture
 def stand_ins(cuda_stand_ins):
     """The environment of a process for which CUDA and NCCL are stand-ins."""
-    return {"LD_LIBRARY_PATH": str(cuda_stand_ins), "COARSE_STAND_IN_GPUS": "3"}
+    return {"LD_LIBRARY_PATH": str(cuda_stand_ins), "STAND_IN_GPUS": "3"}
 
 
 def printed_by(code, environment):

@@ -1,6 +1,6 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
-// real. COARSE_STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all.
+// real. STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -107,7 +107,7 @@ std::size_t standInFreeBytes() {
 }
 
 int numStandInDevices() {
-  const char* const text = std::getenv("COARSE_STAND_IN_GPUS");
+  const char* const text = std::getenv("STAND_IN_GPUS");
   return text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
 }
 

@@ -88,7 +88,7 @@ class Nccl : public testing::Test {
     });
   }
 
-  const Variable devices_{"COARSE_STAND_IN_GPUS", "3"};
+  const Variable devices_{"STAND_IN_GPUS", "3"};
   const std::shared_ptr<Library> library_ = std::make_shared<Library>();
 };
 

@@ -10,7 +10,6 @@ from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.profiler.partition import (
     ALGORITHMS,
     SLOT_ALIGNMENT_BYTES,
-    choose_algorithm,
     count_shards,
     plan_partition,
 )
@@ -33,6 +32,7 @@ partitions = st.fixed_dictionaries(
         "shard_bytes": st.integers(64, 1 << 18),
         "gather_bytes": st.integers(0, 1 << 18),
         "algorithm": st.sampled_from(["auto", *ALGORITHMS]),
+        "large_algorithm": st.sampled_from(ALGORITHMS),
     }
 )
 
@@ -89,9 +89,8 @@ def test_the_algorithm_is_the_one_asked_for_or_follows_from_the_size(specs, part
     for shard in plan.shards:
         asked = partition["algorithm"]
         size = specs[shard.tensor].nbytes
-        assert shard.algorithm == (
-            choose_algorithm(size, partition["gather_bytes"]) if asked == "auto" else asked
-        )
+        by_size = "gather" if size <= partition["gather_bytes"] else partition["large_algorithm"]
+        assert shard.algorithm == (by_size if asked == "auto" else asked)
     for shards in shards_by_tensor(plan, len(specs)):
         assert shards[0].algorithm != "gather" or len(shards) == 1
 
@@ -122,7 +121,8 @@ def test_as_many_shards_as_fit_the_threshold(tensor_bytes, threshold, num_shards
 
 @pytest.mark.parametrize(("size", "algorithm"), [(1, "gather"), (4096, "gather"), (4097, "direct")])
 def test_small_tensors_are_gathered(size, algorithm):
-    assert choose_algorithm(size, gather_bytes=4096) == algorithm
+    plan = plan_partition(specs_of([("uint8", size)]), shard_bytes=64, gather_bytes=4096)
+    assert {shard.algorithm for shard in plan.shards} == {algorithm}
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
@@ -149,6 +149,8 @@ def test_a_threshold_below_one_byte_is_refused():
 def test_an_unknown_algorithm_is_refused_with_the_choices():
     with pytest.raises(ValueError, match="'magic' is none of auto, gather, direct, ring"):
         plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, algorithm="magic")
+    with pytest.raises(ValueError, match="'auto' for large tensors is none of"):
+        plan_partition(specs_of([("float32", 1)]), shard_bytes=1, gather_bytes=0, large_algorithm="auto")
 
 
 def test_tables_have_no_slots_and_are_cut_at_rows():

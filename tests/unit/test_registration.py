@@ -38,6 +38,7 @@ schemas = st.builds(
     shard_bytes=st.integers(1, 1 << 40),
     gather_bytes=st.integers(0, 1 << 40),
     algorithm=st.sampled_from(["auto", "gather", "direct", "ring"]),
+    large_algorithm=st.sampled_from(["direct", "nccl"]),
     is_staging=st.booleans(),
     state_names=st.none() | st.lists(st.text(), max_size=2).map(tuple),
 )

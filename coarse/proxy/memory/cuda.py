@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES, CudaKernels
@@ -94,6 +96,19 @@ class CudaMemory:
                 hold_until=kernels.function("hold_until"),
             )
         return self._tensor_memory
+
+    def join_nccl(
+        self,
+        library: _native.NcclLibrary,
+        unique_id: bytes,
+        rank: int,
+        num_ranks: int,
+        local_clients: Sequence[int],
+    ) -> _native.NcclRunner:
+        """Joins the other memory devices on GPUs; waits until all have. As NcclCommunicator and NcclRunner."""
+        assert isinstance(self._tensor_memory, _native.CudaTensorMemory)
+        communicator = _native.NcclCommunicator(library, unique_id, rank, num_ranks, self._context)
+        return _native.NcclRunner(communicator, self._tensor_memory, local_clients)
 
     def snapshot_pool(self, plan: _native.GroupPlan) -> _native.SnapshotPool:
         return _native.CudaSnapshotPool(self._context, plan)

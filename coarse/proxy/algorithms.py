@@ -1,0 +1,62 @@
+"""By which algorithms the memory devices of a session can reduce, and those from which measuring chooses."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+from coarse.env import Settings
+from coarse.kernels import _native
+from coarse.kernels.nccl import describe, find_nccl
+from coarse.machine.partition_table import PartitionTable
+
+DIRECT, RING, EXCHANGE, NCCL = "direct", "ring", "exchange", "nccl"
+
+_SHARES_GPUS = (2, 30, 0)
+"""The first version of NCCL that takes several ranks on one GPU."""
+
+
+def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
+    """Those for which the memory devices of a node are set up, besides what needs nothing; the first is the default.
+
+    There is a choice between GPUs alone: what is fastest over their links is to be measured
+    (coarse.profiler.algorithm_choice). The host's memory is one, which sync cores read and write in place.
+
+    Args:
+        settings: Of the session.
+        table: Its memory devices.
+    """
+    if settings.sync_algorithm != "auto":
+        return (settings.sync_algorithm,)
+    if len(set(table.memories)) == 1 or not table.is_on_gpus or settings.keep_devices:
+        return (DIRECT,)
+    has_nccl = not _nccl_problem(table)
+    return (EXCHANGE, DIRECT, RING, *((NCCL,) if has_nccl else ()))
+
+
+def check_nccl(table: PartitionTable) -> None:
+    """Raises ValueError unless NCCL can reduce between these memory devices; says what to do."""
+    if problem := _nccl_problem(table):
+        raise ValueError(f"COARSE_ALGORITHM=nccl: {problem}")
+
+
+def _nccl_problem(table: PartitionTable) -> str:
+    if not table.is_on_gpus:
+        return (
+            f"memory devices are in {', '.join(table.memories)}, and NCCL reduces between GPUs; choose another "
+            "algorithm, or COARSE_MEMORY_DEVICES=cuda:0,cuda:1"
+        )
+    try:
+        library = find_nccl()
+    except _native.NcclError as error:
+        return str(error)
+    in_order = sorted((memory, device) for device, memory in enumerate(table.memories))
+    for (memory, first), (other, second) in pairwise(in_order):
+        shares = library.version >= _SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if memory == other and not shares:
+            return (
+                f"memory devices {first} and {second} are both on {memory}, which {describe(library)} refuses; 2.30 "
+                "and later can with NCCL_MULTI_RANK_GPU_ENABLE=1. Give each a GPU of its own, or choose another "
+                "algorithm"
+            )
+    return ""
