@@ -1,6 +1,6 @@
 """Reductions by memory devices on a GPU, the whole way from a push to the last pull.
 
-    python benchmarks/gpu_devices.py [--memory-devices cuda:0,cuda:0] [--place gpu|host] [--json FILE]
+    [COARSE_ALGORITHM=nccl] python benchmarks/gpu_devices.py [--memory-devices cuda:0,cuda:1] [--place gpu|host]
 
 Two workers push and pull one float32 mean of each size, with their tensors on the GPU or in the host's memory.
 Results are compared before times are believed. Not run on a GPU yet (docs/design/gpu.md).
@@ -73,6 +73,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 {
                     "bench": "GPU memory devices",
                     "memory_devices": arguments.memory_devices,
+                    "algorithm": os.environ.get("COARSE_ALGORITHM", "auto"),
                     "place": arguments.place,
                     "nbytes": spec.nbytes,
                     "min_us": times_s[0] * 1e6,

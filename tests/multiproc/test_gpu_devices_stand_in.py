@@ -152,14 +152,25 @@ def test_emulated_machines_take_their_time_and_change_no_bit(stand_ins, tmp_path
         assert each["num_arrivals"] > 0
 
 
-def test_survivors_of_a_device_are_told(stand_ins, tmp_path):
-    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "device", **stand_ins)
+ALGORITHMS = pytest.mark.parametrize(
+    "algorithm", ["direct", pytest.param("ring", marks=pytest.mark.slow), "nccl"]
+)
+
+
+@ALGORITHMS
+def test_survivors_of_a_device_are_told(stand_ins, tmp_path, algorithm):
+    told, _ = run_workers(
+        tmp_path, "cuda:0,cuda:1", "loss_script.py", "device", COARSE_ALGORITHM=algorithm, **stand_ins
+    )
     assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2
     assert "md1" in told[0]["text"]
 
 
-def test_survivors_of_a_worker_are_told(stand_ins, tmp_path):
-    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "worker", **stand_ins)
+@ALGORITHMS
+def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
+    told, _ = run_workers(
+        tmp_path, "cuda:0,cuda:1", "loss_script.py", "worker", COARSE_ALGORITHM=algorithm, **stand_ins
+    )
     assert told[0]["error"] == "WorkerLostError"
     assert told[1] is None
 
