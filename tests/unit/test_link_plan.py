@@ -57,7 +57,12 @@ def test_in_host_memory_shards_stay_where_they_are():
 
 
 @pytest.mark.parametrize(
-    ("settings", "word"), [({"routing": "local"}, "COARSE_ROUTING"), ({"algorithm": "ring"}, "a ring takes")]
+    ("settings", "word"),
+    [
+        ({"routing": "local"}, "COARSE_ROUTING"),
+        ({"algorithm": "ring"}, "ring takes"),
+        ({"algorithm": "nccl"}, "nccl takes"),
+    ],
 )
 def test_routes_can_be_kept_local(settings, word):
     made = plan(profile_of(local=(5, 4.5), remote=(10, 8), kind=EMULATED), **settings)

@@ -1,0 +1,97 @@
+"""By which algorithms memory devices can reduce, and from which measuring chooses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from coarse.env import Settings
+from coarse.kernels import _native
+from coarse.machine.memory_name import MemoryName
+from coarse.machine.partition_table import PartitionTable
+from coarse.profiler.algorithm_choice import AlgorithmChoice
+from coarse.proxy import algorithms
+
+
+def table(*memories):
+    names = [MemoryName.parse(memory) for memory in memories]
+    return PartitionTable.even(num_workers=len(names), num_devices=len(names), memories=names)
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Has NCCL be there, in a version."""
+
+    def install(*version):
+        library = SimpleNamespace(version=version, path="libnccl.so.2")
+        monkeypatch.setattr(algorithms, "find_nccl", lambda: library)
+
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    install(2, 27, 3)
+    return install
+
+
+@pytest.fixture
+def no_nccl(monkeypatch):
+    def fail():
+        raise _native.NcclError("there is no NCCL: install it")
+
+    monkeypatch.setattr(algorithms, "find_nccl", fail)
+
+
+@pytest.mark.parametrize("memories", [("host",), ("host", "numa:0"), ("cuda:0",), ("cuda:0", "cuda:0")])
+def test_in_one_memory_there_is_nothing_to_choose(nccl, memories):
+    assert algorithms.algorithms_of(Settings(), table(*memories)) == ("direct",)
+
+
+def test_between_gpus_all_are_tried(nccl):
+    found = algorithms.algorithms_of(Settings(), table("cuda:0", "cuda:1"))
+    assert sorted(found) == ["direct", "exchange", "nccl", "ring"]
+
+
+def test_without_nccl_the_others_are_tried(no_nccl):
+    found = algorithms.algorithms_of(Settings(), table("cuda:0", "cuda:1"))
+    assert sorted(found) == ["direct", "exchange", "ring"]
+
+
+def test_where_gpus_have_several_memory_devices_nccl_is_not_tried(nccl):
+    assert "nccl" not in algorithms.algorithms_of(Settings(), table("cuda:0", "cuda:1", "cuda:0"))
+
+
+def test_devices_that_are_kept_need_coherent_memory(nccl):
+    settings = Settings(keep_devices=60)
+    assert algorithms.algorithms_of(settings, table("cuda:0", "cuda:1")) == ("direct",)
+
+
+@pytest.mark.parametrize("algorithm", ["gather", "ring", "nccl"])
+def test_what_was_asked_for_is_not_measured(nccl, algorithm):
+    settings = Settings(algorithm=algorithm)
+    assert algorithms.algorithms_of(settings, table("cuda:0", "cuda:1")) == (algorithm,)
+
+
+def test_nccl_needs_gpus(nccl):
+    with pytest.raises(ValueError, match="memory devices are in host, numa:0, and NCCL reduces between GPUs"):
+        algorithms.check_nccl(table("host", "numa:0"))
+
+
+def test_nccl_needs_a_library(no_nccl):
+    with pytest.raises(ValueError, match="COARSE_ALGORITHM=nccl: there is no NCCL: install it"):
+        algorithms.check_nccl(table("cuda:0", "cuda:1"))
+
+
+def test_nccl_takes_several_devices_on_one_gpu_where_it_can(nccl, monkeypatch):
+    memories = table("cuda:1", "cuda:0", "cuda:1")
+    with pytest.raises(ValueError, match=r"memory devices 0 and 2 are both on cuda:1, which NCCL 2\.27\.3"):
+        algorithms.check_nccl(memories)
+    nccl(2, 30, 0)
+    with pytest.raises(ValueError, match="NCCL_MULTI_RANK_GPU_ENABLE=1"):
+        algorithms.check_nccl(memories)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    algorithms.check_nccl(memories)
+
+
+def test_a_choice_names_all_times():
+    choice = AlgorithmChoice(seconds={"exchange": 0.002, "nccl": 0.0015})
+    assert choice.algorithm == "nccl"
+    assert str(choice).endswith("by nccl: 32 MiB took 2.00 ms by exchange, 1.50 ms by nccl")
