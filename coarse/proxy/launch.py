@@ -207,7 +207,7 @@ def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
 
 
 _EAGER = Pace(spin_us=100, bytes_per_ring=1 << 20)
-_SPARING = Pace(spin_us=10, bytes_per_ring=16 << 20)
+_SPARING = Pace(spin_us=30, bytes_per_ring=16 << 20)
 
 
 def _job_of(
