@@ -30,7 +30,8 @@ std::vector<std::uint32_t> shuffled(std::size_t count, std::uint64_t seed) {
   return order;
 }
 
-constexpr Algorithm kAlgorithms[] = {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing};
+constexpr Algorithm kAlgorithms[] = {Algorithm::kGather, Algorithm::kDirect, Algorithm::kRing,
+                                     Algorithm::kNccl};
 
 /// Tensors of every type, operation and algorithm, of one shard and of many.
 std::vector<TensorSpec> variousTensors() {

@@ -28,6 +28,7 @@
 #include "coarse/client.hpp"
 #include "coarse/proxy.hpp"
 #include "deferred_memory.hpp"
+#include "host_collectives.hpp"
 
 namespace coarse::test {
 
@@ -64,6 +65,18 @@ void together(std::size_t count, Function function) {
   for (std::size_t i = 0; i < count; ++i) threads.emplace_back([&function, i] { function(i); });
   for (std::thread& thread : threads) thread.join();
 }
+
+/// A variable of the environment, until the end of a scope.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+  ~Variable() { ::unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
 
 /// A file descriptor that closes itself.
 class Fd {
@@ -170,6 +183,7 @@ struct SharedState {
   explicit SharedState(const ClusterShape& shape)
       : doorbells(shape.numDevices * sizeof(Doorbell)),
         ringLogs(sizeof(RingLogs)),
+        collectiveLogs(sizeof(CollectiveLogs)),
         exchangeLogs(shape.numDevices * sizeof(ExchangeLog)) {
     for (std::size_t i = 0; i < shape.numDevices; ++i) {
       rings.emplace_back(sizeof(RingSegment));
@@ -178,7 +192,7 @@ struct SharedState {
     for (std::size_t i = 0; i < shape.numClients; ++i)
       segments.emplace_back(ClientSegment::numBytes(shape.numDevices));
   }
-  Memory doorbells, ringLogs, exchangeLogs;
+  Memory doorbells, ringLogs, collectiveLogs, exchangeLogs;
   std::optional<Memory> linkTable;
   std::vector<Memory> rings, messages, segments;
 };
@@ -190,7 +204,7 @@ class Cluster {
  public:
   /// @param links those that are emulated; none without.
   explicit Cluster(ClusterShape shape, const std::optional<LinkTableValues>& links = std::nullopt)
-      : shape_(shape), shared_(shape) {
+      : shape_(shape), meeting_(std::make_shared<HostMeeting>(shape.numDevices, gate_)), shared_(shape) {
     if (shape.isDeferred) tensorMemory_ = std::make_shared<DeferredMemory>(gate_);
     if (links) {
       shared_.linkTable.emplace(Pacer::numBytes(links->paths.size(), links->gbytesPerSecond.size()));
@@ -385,11 +399,15 @@ class Cluster {
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
     if (shared_.linkTable) config.linkTableFd = shared_.linkTable->fd;
-    for (std::size_t client = device; client < shape_.numClients; client += shape_.numDevices)
-      config.localClients.push_back(client);
+    CollectiveMemory collectives{
+        shared_.collectiveLogs.fd, {}, std::make_shared<HostCollectives>(meeting_, device), tensorMemory_};
+    collectives.clientsOf.resize(shape_.numDevices);
+    for (std::size_t client = 0; client < shape_.numClients; ++client)
+      collectives.clientsOf[client % shape_.numDevices].push_back(client);
+    config.localClients = collectives.clientsOf[device];
     RingMemory rings{shared_.ringLogs.fd, fdsOf(shared_.rings), regionsOf(shared_.messages),
                      kHostMessageBytes, tensorMemory_};
-    auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, eventFds_[device], rings);
+    auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, eventFds_[device], rings, collectives);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
       proxy->addClient(client, shared_.segments[client].fd);
     return proxy;
@@ -398,6 +416,7 @@ class Cluster {
   ClusterShape shape_;
   Gate gate_;
   std::shared_ptr<const TensorMemory> tensorMemory_ = hostMemory();
+  std::shared_ptr<HostMeeting> meeting_;
   NodeIndex index_;
   SharedState shared_;
   std::vector<Fd> clientSockets_, deviceSockets_, eventFds_;

@@ -29,18 +29,6 @@ using nccl::GroupScope;
 using nccl::Library;
 using nccl::UniqueId;
 
-/// A variable of the environment, until the end of a scope.
-class Variable {
- public:
-  Variable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
-  Variable(const Variable&) = delete;
-  Variable& operator=(const Variable&) = delete;
-  ~Variable() { ::unsetenv(name_); }
-
- private:
-  const char* name_;
-};
-
 template <typename Exception, typename Call>
 std::string messageOf(Call call) {
   try {

@@ -60,9 +60,10 @@ bool DeviceCollectives::advance() {
 
 bool DeviceCollectives::conclude() {
   if (started_.empty() || !runner_->conclude()) return false;
-  const std::vector<Begun> done = std::move(started_.front());
+  const Begun done = std::move(started_.front());
   started_.pop_front();
-  for (const Begun& each : done) shardDone_(*each.task.group, each.task.entry, each.shape);
+  for (std::size_t i = 0; i < done.batch.size(); ++i)
+    shardDone_(*done.batch[i].group, done.batch[i].entry, done.shapes[i]);
   return true;
 }
 
@@ -99,16 +100,15 @@ bool DeviceCollectives::readBatch() {
 }
 
 bool DeviceCollectives::startBatch() {
-  std::vector<Begun> batch;
-  ShardBatch tasks;
+  Begun begun;
   for (const RingEntry& entry : next_) {
     TensorGroup* group = findGroup_(entry.group);
     if (group == nullptr) return false;  // announced by a peer before our own control thread has mapped it
-    tasks.push_back({group, entry, {}, 0});
-    batch.push_back({tasks.back(), group->shape(entry.shard)});
+    begun.batch.push_back({group, entry, {}, 0});
+    begun.shapes.push_back(group->shape(entry.shard));
   }
-  runner_->start(tasks, 0);
-  started_.push_back(std::move(batch));
+  started_.push_back(std::move(begun));
+  runner_->start(started_.back().batch, 0);
   next_.clear();
   isNextWhole_ = false;
   return true;
@@ -126,11 +126,13 @@ void DeviceCollectives::drain() noexcept {
 }
 
 bool DeviceCollectives::isWorkingOn(const TensorGroup& group) const noexcept {
-  const auto isOfGroup = [&](const Begun& each) { return each.task.group == &group; };
+  const auto isOfGroup = [&](const ShardTask& task) { return task.group == &group; };
+  const auto hasSome = [&](const Begun& begun) {
+    return std::any_of(begun.batch.begin(), begun.batch.end(), isOfGroup);
+  };
   const auto hasId = [&](const RingEntry& entry) { return entry.group == group.plan().id; };
   return std::any_of(next_.begin(), next_.end(), hasId) ||
-         std::any_of(started_.begin(), started_.end(),
-                     [&](const auto& batch) { return std::any_of(batch.begin(), batch.end(), isOfGroup); });
+         std::any_of(started_.begin(), started_.end(), hasSome);
 }
 
 }  // namespace coarse

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 
@@ -15,8 +15,6 @@
 namespace coarse {
 namespace {
 
-// Who waits longer for the others at the end of a session waits for somebody who is gone.
-constexpr std::chrono::seconds kPatience{10};
 // Sums begin where a kernel moves vectors.
 constexpr std::size_t kAlignment = 512;
 
@@ -39,43 +37,53 @@ std::byte* pointerTo(const cuda::DeviceMemory& memory) noexcept {
 
 }  // namespace
 
+void NcclLimits::validate() const {
+  if (pieceBytes < sizeof(std::int64_t) || roundUp(pieceBytes, kAlignment) > roundBytes)
+    throw std::invalid_argument("a round of NCCL has room for a piece at least, and that for a number");
+}
+
 NcclRunner::NcclRunner(std::shared_ptr<nccl::Communicator> communicator,
-                       std::shared_ptr<const CudaTensorMemory> memory, std::vector<std::size_t> localClients)
+                       std::shared_ptr<const CudaTensorMemory> memory, std::vector<std::size_t> localClients,
+                       const NcclLimits& limits)
     : communicator_(std::move(communicator)),
       memory_(std::move(memory)),
       context_(memory_->context()),
       localClients_(std::move(localClients)),
+      limits_(limits),
       mostBlocks_(cuda::mostBlocks(*context_)),
       stream_(context_, context_->priorities().second),
-      sums_(cuda::DeviceMemory::allocate(context_, kRoundBytes)) {
+      sums_(cuda::DeviceMemory::allocate(context_, limits_.roundBytes)) {
+  limits_.validate();
   for (std::size_t i = 0; i < BatchedCompute::kMostStarted; ++i)
     done_.push_back(std::make_unique<cuda::Event>(context_));
 }
 
-/// Nothing may work in memory that goes with this; what waits for others that are gone is ended.
+/// Nothing may work in memory that goes with this.
 NcclRunner::~NcclRunner() {
   try {
     for (; numConcluded_ < numStarted_; ++numConcluded_) wait();
   } catch (const std::exception&) {
-    // The communicator was aborted, which has ended its kernels.
+    // What waited for others that are gone was ended.
   }
 }
 
 void NcclRunner::connect() {
-  const cuda::ContextScope scope(*context_);
-  std::byte* const sums = pointerTo(sums_);
-  for (std::size_t numBytes = sizeof(float); numBytes <= kRoundBytes; numBytes *= 64)
-    communicator_->allReduce(sums, sums, numBytes / sizeof(float), DType::kFloat32, ReduceOp::kSum,
-                             stream_.handle());
-  stream_.synchronize();
-  communicator_->check();
+  attempt([&] {
+    std::byte* const sums = pointerTo(sums_);
+    for (std::size_t numBytes = sizeof(float); numBytes <= limits_.roundBytes; numBytes *= 64)
+      communicator_->allReduce(sums, sums, numBytes / sizeof(float), DType::kFloat32, ReduceOp::kSum,
+                               stream_.handle());
+    stream_.synchronize();
+    communicator_->check();
+  });
 }
 
 void NcclRunner::start(const ShardBatch& batch, MonotonicNs) {
-  const cuda::ContextScope scope(*context_);
-  std::deque<RingStep> pieces = piecesOf(batch);
-  while (!pieces.empty()) addUp(takeRound(pieces));
-  done_[numStarted_++ % done_.size()]->record(stream_.handle());
+  attempt([&] {
+    std::deque<RingStep> pieces = piecesOf(batch);
+    while (!pieces.empty()) addUp(takeRound(pieces));
+    done_[numStarted_++ % done_.size()]->record(stream_.handle());
+  });
 }
 
 /// What each piece of the shards takes and gives here. On all devices there are as many, of the same lengths.
@@ -85,7 +93,7 @@ std::deque<RingStep> NcclRunner::piecesOf(const ShardBatch& batch) const {
     const TensorGroup& group = *run.group;
     const Shard& shard = group.plan().shards[run.firstShard];
     const ShardShape shape = group.shape(run.firstShard);
-    const std::size_t most = kPieceBytes / accumulatorBytes(shape.dtype);
+    const std::size_t most = limits_.pieceBytes / accumulatorBytes(shape.dtype);
     for (std::size_t first = 0; first < run.numElements; first += most) {
       RingStep& piece = pieces.emplace_back();
       piece.dtype = shape.dtype;
@@ -106,7 +114,7 @@ std::deque<RingStep> NcclRunner::piecesOf(const ShardBatch& batch) const {
 std::vector<RingStep> NcclRunner::takeRound(std::deque<RingStep>& pieces) const {
   std::vector<RingStep> round;
   std::size_t numBytes = 0;
-  while (!pieces.empty() && numBytes + sumBytes(pieces.front()) <= kRoundBytes) {
+  while (!pieces.empty() && numBytes + sumBytes(pieces.front()) <= limits_.roundBytes) {
     round.push_back(std::move(pieces.front()));
     pieces.pop_front();
     round.back().sent = pointerTo(sums_) + numBytes;
@@ -166,15 +174,37 @@ bool NcclRunner::conclude() {
 }
 
 void NcclRunner::wait() {
-  const cuda::ContextScope scope(*context_);
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (!done_[numConcluded_ % done_.size()]->isDone()) {
-    communicator_->check();
-    if (std::chrono::steady_clock::now() > deadline) {
-      communicator_->abort();
-      throw nccl::Error("other memory devices have not come to a collective of NCCL");
+  attempt([&] {
+    const auto deadline = std::chrono::steady_clock::now() + limits_.patience;
+    while (!done_[numConcluded_ % done_.size()]->isDone()) {
+      communicator_->check();
+      if (std::chrono::steady_clock::now() > deadline) {
+        throw nccl::Error("other memory devices have not come to a collective of NCCL within " +
+                          std::to_string(limits_.patience.count()) + " ms");
+      }
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  });
+}
+
+/// Does some work; nothing is under way any more if it fails.
+template <typename Work>
+void NcclRunner::attempt(Work work) {
+  const cuda::ContextScope scope(*context_);
+  try {
+    work();
+  } catch (const std::exception&) {
+    end();
+    throw;
+  }
+}
+
+void NcclRunner::end() noexcept {
+  communicator_->abort();
+  try {
+    stream_.synchronize();  // kernels that stood behind NCCL's work in slots and sums
+  } catch (const cuda::Error&) {
+    // The GPU has failed, and does nothing more.
   }
 }
 

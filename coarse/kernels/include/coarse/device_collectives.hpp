@@ -66,8 +66,9 @@ class DeviceCollectives {
 
  private:
   struct Begun {
-    ShardTask task;
-    ShardShape shape;  // in this step: its clients may have pushed the next one when the batch is concluded
+    ShardBatch batch;
+    // In this step: clients may have pushed the next one when the batch is concluded.
+    std::vector<ShardShape> shapes;
   };
 
   bool conclude();
@@ -90,7 +91,7 @@ class DeviceCollectives {
   std::uint64_t numEntriesRead_ = 0;    // of batches
   std::vector<RingEntry> next_;         // the batch that comes next, as far as it was read
   bool isNextWhole_ = false;
-  std::deque<std::vector<Begun>> started_;
+  std::deque<Begun> started_;
 };
 
 }  // namespace coarse

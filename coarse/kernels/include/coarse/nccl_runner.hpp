@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -14,6 +15,17 @@
 
 namespace coarse {
 
+struct NcclLimits {
+  // Of sums that NCCL adds up in one operation, and in one launch.
+  std::size_t pieceBytes = 16 << 20;
+  std::size_t roundBytes = 64 << 20;
+  // Who waits longer for the others at the end of a session waits for somebody who is gone.
+  std::chrono::milliseconds patience{10'000};
+
+  /// @throws std::invalid_argument unless a round has room for a piece, and that for a number.
+  void validate() const;
+};
+
 /// Adds up shards over memory devices on different GPUs by NCCL (paper, section IV-B): a kernel adds the
 /// contributions of the device's own clients, NCCL these sums, and a kernel finishes the result in the slots
 /// of the clients. Where a device has one client, and sums have the type of its elements, NCCL works in its
@@ -22,14 +34,11 @@ namespace coarse {
 /// All devices must start the same batches in the same order.
 class NcclRunner : public BatchRunner {
  public:
-  /// Of sums that NCCL adds up in one operation, and in one launch.
-  static constexpr std::size_t kPieceBytes = 16 << 20;
-  static constexpr std::size_t kRoundBytes = 64 << 20;
-
   /// @param localClients whose contributions this device brings.
-  /// @throws cuda::Error as streams and memory do.
+  /// @param limits on all devices the same.
+  /// @throws std::invalid_argument as NcclLimits; cuda::Error as streams and memory do.
   NcclRunner(std::shared_ptr<nccl::Communicator> communicator, std::shared_ptr<const CudaTensorMemory> memory,
-             std::vector<std::size_t> localClients);
+             std::vector<std::size_t> localClients, const NcclLimits& limits = {});
   ~NcclRunner() override;
 
   /// Has NCCL connect the devices, which takes a second, before there is anything to reduce. Blocks until all
@@ -38,8 +47,8 @@ class NcclRunner : public BatchRunner {
 
   void start(const ShardBatch& batch, MonotonicNs notBefore) override;
   bool conclude() override;
-  /// @throws nccl::Error if the others do not come to it within some seconds; then nothing more can be
-  /// started.
+  /// @throws nccl::Error if it failed, or the others do not come to it within some seconds: then it was
+  /// ended, its results are arbitrary, and nothing more can be started.
   void wait() override;
 
  private:
@@ -47,14 +56,18 @@ class NcclRunner : public BatchRunner {
   std::vector<RingStep> takeRound(std::deque<RingStep>& pieces) const;
   void addUp(const std::vector<RingStep>& round);
   void launch(const std::vector<RingStep>& steps);
+  template <typename Work>
+  void attempt(Work work);
+  void end() noexcept;
 
   std::shared_ptr<nccl::Communicator> communicator_;
   std::shared_ptr<const CudaTensorMemory> memory_;
   cuda::SharedContext context_;
   std::vector<std::size_t> localClients_;
+  NcclLimits limits_;
   std::uint32_t mostBlocks_;
   cuda::Stream stream_;
-  cuda::DeviceMemory sums_;  // kRoundBytes
+  cuda::DeviceMemory sums_;  // of a round
   std::vector<std::unique_ptr<cuda::Event>> done_;
   std::size_t numStarted_ = 0;
   std::size_t numConcluded_ = 0;
