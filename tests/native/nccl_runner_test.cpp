@@ -157,7 +157,7 @@ class Devices {
            std::to_string(static_cast<int>(shard.op));
   }
 
-  const Variable numGpus_{"COARSE_STAND_IN_GPUS", "3"};
+  const Variable numGpus_{"STAND_IN_GPUS", "3"};
   GroupPlan plan_;
   Memory control_;
   std::vector<Fd> fds_;

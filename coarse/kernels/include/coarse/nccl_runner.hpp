@@ -20,7 +20,7 @@ struct NcclLimits {
   std::size_t pieceBytes = 16 << 20;
   std::size_t roundBytes = 64 << 20;
   // Who waits longer for the others at the end of a session waits for somebody who is gone.
-  std::chrono::milliseconds patience{10'000};
+  std::chrono::milliseconds patience{3000};
 
   /// @throws std::invalid_argument unless a round has room for a piece, and that for a number.
   void validate() const;
