@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from coarse.machine.memory_name import MemoryName
+from coarse.machine.partition_table import PartitionTable
+from coarse.proxy.algorithms import check_nccl
+
 HERE = Path(__file__).parent
 LIMIT_S = 300
 
@@ -57,6 +61,24 @@ def test_results_have_the_bits_of_the_host(cuda, tmp_path, memory_devices, place
     expected = reports(tmp_path, "2", "reduce_script.py", new_folder(tmp_path, "expected"), "host")
     found = reports(tmp_path, memory_devices, "reduce_script.py", new_folder(tmp_path, "found"), place)
     assert found == expected
+
+
+@pytest.mark.parametrize("algorithm", ["exchange", "ring", "nccl"])
+def test_algorithms_between_devices_have_the_bits_of_the_host(cuda, tmp_path, monkeypatch, algorithm):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    memory_devices = "cuda:0,cuda:1" if cuda.device_count() > 1 else "cuda:0,cuda:0"
+    if algorithm == "nccl":
+        memories = [MemoryName.parse(name) for name in memory_devices.split(",")]
+        try:
+            check_nccl(PartitionTable.even(num_workers=2, num_devices=2, memories=memories))
+        except ValueError as error:
+            pytest.skip(str(error))
+    expected = reports(tmp_path, "2", "reduce_script.py", new_folder(tmp_path, "expected"), "host")
+    folder = new_folder(tmp_path, "found")
+    assert (
+        reports(tmp_path, memory_devices, "reduce_script.py", folder, "host", COARSE_ALGORITHM=algorithm)
+        == expected
+    )
 
 
 def test_training_has_the_bits_of_memory_devices_on_the_host(cuda, tmp_path):
