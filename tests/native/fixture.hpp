@@ -399,14 +399,15 @@ class Cluster {
     config.scheduling = shape_.scheduling;
     config.exchangeLogsFd = shared_.exchangeLogs.fd;
     if (shared_.linkTable) config.linkTableFd = shared_.linkTable->fd;
-    CollectiveMemory collectives{
-        shared_.collectiveLogs.fd, {}, std::make_shared<HostCollectives>(meeting_, device), tensorMemory_};
-    collectives.clientsOf.resize(shape_.numDevices);
+    std::vector<std::vector<std::size_t>> clientsOf(shape_.numDevices);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
-      collectives.clientsOf[client % shape_.numDevices].push_back(client);
-    config.localClients = collectives.clientsOf[device];
+      clientsOf[client % shape_.numDevices].push_back(client);
+    config.localClients = clientsOf[device];
     RingMemory rings{shared_.ringLogs.fd, fdsOf(shared_.rings), regionsOf(shared_.messages),
                      kHostMessageBytes, tensorMemory_};
+    const CollectiveMemory collectives{
+        shared_.collectiveLogs.fd, clientsOf,
+        std::make_shared<HostCollectives>(meeting_, device, config.localClients), tensorMemory_};
     auto proxy = std::make_unique<Proxy>(config, shared_.doorbells.fd, eventFds_[device], rings, collectives);
     for (std::size_t client = 0; client < shape_.numClients; ++client)
       proxy->addClient(client, shared_.segments[client].fd);

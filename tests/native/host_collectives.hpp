@@ -3,12 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "coarse/batched_compute.hpp"
@@ -59,13 +61,22 @@ class HostMeeting {
   ThreadRunner runner_;
 };
 
-/// One device's part.
+/// One device's part. As NCCL, it adds what each device has a contribution to.
 class HostCollectives : public BatchRunner {
  public:
-  HostCollectives(std::shared_ptr<HostMeeting> meeting, std::size_t device)
-      : meeting_(std::move(meeting)), device_(device) {}
+  HostCollectives(std::shared_ptr<HostMeeting> meeting, std::size_t device,
+                  std::vector<std::size_t> localClients)
+      : meeting_(std::move(meeting)), device_(device), localClients_(std::move(localClients)) {}
 
-  void start(const ShardBatch& batch, MonotonicNs) override { meeting_->start(device_, batch); }
+  void start(const ShardBatch& batch, MonotonicNs) override {
+    for (const ShardTask& task : batch) {
+      EXPECT_NE(task.group->shape(task.entry.shard).op, ReduceOp::kMax);
+      EXPECT_TRUE(std::any_of(localClients_.begin(), localClients_.end(), [&](std::size_t client) {
+        return task.group->isPresent(task.entry.shard, client);
+      }));
+    }
+    meeting_->start(device_, batch);
+  }
   bool conclude() override {
     if (!meeting_->isDone(numConcluded_)) return false;
     ++numConcluded_;
@@ -82,6 +93,7 @@ class HostCollectives : public BatchRunner {
  private:
   std::shared_ptr<HostMeeting> meeting_;
   std::size_t device_;
+  std::vector<std::size_t> localClients_;
   std::size_t numConcluded_ = 0;
 };
 

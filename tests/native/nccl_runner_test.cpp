@@ -48,8 +48,8 @@ class Device {
     runner_->start(batch, 0);
   }
   void finish() {
-    runner_->wait();
-    ASSERT_TRUE(runner_->conclude());
+    ASSERT_NO_THROW(runner_->wait());
+    ASSERT_NO_THROW(EXPECT_TRUE(runner_->conclude()));
   }
 
  private:
