@@ -21,7 +21,7 @@ from coarse.client.questions import Questions
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
-from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, gpu_uuid, host_view, import_memory
+from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, gpu_uuid, host_view, import_memory, reach
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
@@ -456,7 +456,7 @@ class Client:
         partition = schema.partition()
         routes = route_shards(self._routing, partition, schema.specs)
         try:
-            slots = self._open_slots(plan, shared, routes, gpu)
+            slots, reached = self._open_slots(plan, shared, routes, gpu)
             if schema.is_open:
                 peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
                 self._native.add_peers(group, peers)
@@ -466,26 +466,30 @@ class Client:
             for segment in shared.values():
                 segment.close()
         self._groups[group] = TensorGroup(
-            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered, rows
+            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered, rows, reached
         )
         self._partitions[group] = partition
         return self._groups[group]
 
     def _open_slots(
         self, plan: _native.GroupPlan, shared: Mapping[str, Segment], routes: Sequence[int], gpu: str
-    ) -> TensorBytes:
-        """This worker's slots where it sees them, of a group that the data path then knows."""
+    ) -> tuple[TensorBytes, _native.CudaMemory | None]:
+        """This worker's slots where it sees them, of a group that the data path then knows.
+
+        And as its GPU reaches them, if they lie on another one.
+        """
         control_fd, segment = shared[CONTROL].fd, shared[SLOTS]
         if not segment.gpu:
             mapping = self._native.add_group(plan, self._number, control_fd, segment.region, routes)
-            return memoryview(mapping)  # type: ignore[arg-type,unused-ignore]
+            return memoryview(mapping), None  # type: ignore[arg-type,unused-ignore]
         if segment.gpu == gpu:
             self._native.add_group_elsewhere(plan, self._number, control_fd, None, None, routes)
-            return gpu_bytes(segment)
+            return gpu_bytes(segment), None
+        reached = reach(segment, gpu) if gpu else None
         view = host_view(plan.client_bytes)
-        copies = _native.CudaSlotCopies(import_memory(segment), view)
+        copies = _native.CudaSlotCopies(reached or import_memory(segment), view)
         self._native.add_group_elsewhere(plan, self._number, control_fd, view, copies, routes)
-        return memoryview(view)  # type: ignore[arg-type,unused-ignore]
+        return memoryview(view), reached  # type: ignore[arg-type,unused-ignore]
 
     def _collect_memory(
         self, group: int, schema: GroupSchema

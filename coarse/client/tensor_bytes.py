@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from typing import Any, TypeAlias
@@ -9,6 +10,8 @@ from typing import Any, TypeAlias
 from coarse.errors import CoarseError
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
+
+logger = logging.getLogger(__name__)
 
 
 class GpuBytes:
@@ -79,16 +82,31 @@ def host_view(num_bytes: int) -> _native.Mapping:
         os.close(fd)
 
 
-def import_memory(segment: Segment) -> _native.CudaMemory:
+def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
     """Maps a segment that is memory of a GPU, for that GPU to work on.
+
+    Args:
+        segment: The memory.
+        gpu: Another GPU that is to work on it instead, by UUID.
 
     Raises:
         CoarseError: If this process does not see the GPU.
-        _native.CudaError: If CUDA cannot map it.
+        _native.CudaError: If CUDA cannot map it, or the other GPU cannot reach it.
     """
     region = segment.extent
     assert region is not None
-    return _native.CudaMemory.import_fd(_context(segment.gpu), segment.fd, region.num_bytes)
+    return _native.CudaMemory.import_fd(_context(gpu or segment.gpu), segment.fd, region.num_bytes)
+
+
+def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
+    """Maps memory of a GPU for another one to work on; None if that cannot reach it, which is logged."""
+    try:
+        return import_memory(segment, gpu)
+    except _native.CudaError as error:
+        logger.warning(
+            "%s cannot reach the memory of %s, so tensors go through the host: %s", gpu, segment.gpu, error
+        )
+        return None
 
 
 def gpu_uuid(device: int) -> str:

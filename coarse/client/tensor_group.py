@@ -86,6 +86,7 @@ class TensorGroup:
         kept: OptimizerMemory | None = None,
         recovered: RecoveredUpdates | None = None,
         rows: RowMemory | None = None,
+        reached: _native.CudaMemory | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
@@ -107,6 +108,7 @@ class TensorGroup:
         self._slots: TensorBytes | None = slots
         self._kept = kept
         self._rows = rows
+        self._reached = reached  # slots on another GPU, as this worker's reaches them
 
     @property
     def is_on_gpu(self) -> bool:
@@ -233,21 +235,24 @@ class TensorGroup:
         """From now on tensors are in the memory of a GPU: push_from_gpu() and join_gpu() take the place of push().
 
         Slots in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the slots and reads
-        them. pull_all() works as before; it waits for results, not for what the GPU does with them.
+        them. To slots on another GPU this one copies, and buffer() must not be used any more. pull_all() works as
+        before; it waits for results, not for what the GPU does with them.
 
         Args:
             context: Of the GPU.
 
         Raises:
             CudaError: If memory cannot be pinned, streams of the GPU cannot wait for the host's memory, or the slots
-                lie on another GPU.
+                lie on a GPU that this one cannot reach.
         """
         if self._slots is None:
             raise self._closed_error()
-        if not self.is_on_gpu and self._client.table.is_on_gpus:
-            raise _native.CudaError("memory devices are on another GPU, to which tensors go through the host")
         slots = (0, 0)
-        if isinstance(self._slots, memoryview):
+        if self._reached is not None:
+            slots = self._reached.address, self._reached.num_bytes
+        elif not self.is_on_gpu and self._client.table.is_on_gpus:
+            raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
+        elif isinstance(self._slots, memoryview):
             slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes
         self._gpu = _native.GpuTransfers(
             self._native,
@@ -257,7 +262,10 @@ class TensorGroup:
             [],
             self._client.timeout_s,
             _GPU_BATCH_BYTES,
+            are_slots_on_gpu=self._reached is not None,
         )
+        if self._reached is not None:
+            self._native.give_up_view(self.id)
 
     def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
@@ -436,7 +444,7 @@ class TensorGroup:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
             self.close_gpu_transfers()
-            self._slots = self._kept = self._rows = None
+            self._slots = self._kept = self._rows = self._reached = None
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)

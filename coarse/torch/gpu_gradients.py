@@ -73,6 +73,7 @@ class GpuGradients:
         self._batch_stream = 0
         self._held: list[torch.Tensor] = []  # the allocator must not give their memory away
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker does not have
 
     def can_write_in_place(self, index: int) -> bool:
         return False
@@ -89,7 +90,11 @@ class GpuGradients:
         self._add((index, flags, address, address, 0), self._nbytes[index])
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        self._add((index, int(kind) | (_native.PRESENT if present else 0), 0, 0, 0), 0)
+        if present:
+            return self._add((index, int(kind) | _native.PRESENT, 0, 0, 0), 0)
+        # Others may have one, and then .grad will be the average.
+        self._others[index] = average = self._layout.empty(index, self._gpu.device)
+        self._add((index, int(kind), 0, average.data_ptr(), 0), self._nbytes[index])
 
     def flush(self) -> None:
         if self._batch:
@@ -118,8 +123,8 @@ class GpuGradients:
             torch._foreach_copy_([gradient.detach() for gradient in gradients], list(averages))
         for index in absent:
             if contributors[index]:
-                parameter = self._parameters[index]
-                parameter.grad = torch.empty_like(parameter).copy_(self.slot(index))
+                self._parameters[index].grad = self._others[index]
+        self._others.clear()
         self._staged.clear()
         self._held.clear()
 

@@ -57,6 +57,9 @@ class GpuSlotGradients(GpuGradients):
             self._parameters[index].grad = None  # it lies in the slot now
         self._add((index, _native.PRESENT | kind, 0, 0, 0), self._nbytes[index])
 
+    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        self._add((index, int(kind) | (_native.PRESENT if present else 0), 0, 0, 0), 0)
+
     def bring(self, index: int, gradient: torch.Tensor) -> None:
         self._copy_to_slot(index, gradient)
 

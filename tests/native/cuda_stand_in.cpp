@@ -1,6 +1,7 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
-// real. STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all.
+// real. STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all, unless
+// STAND_IN_GPUS_ARE_APART is set.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -73,6 +75,7 @@ namespace {
 constexpr std::size_t kPageBytes = 2 << 20;
 constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
+constexpr Result kPeerAccessUnsupported = 217;
 constexpr int kMostDevices = 8;
 std::array<CUctx_st, kMostDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
 
@@ -109,6 +112,20 @@ std::size_t standInFreeBytes() {
 int numStandInDevices() {
   const char* const text = std::getenv("STAND_IN_GPUS");
   return text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
+}
+
+std::mutex ownersMutex;
+std::map<DeviceAddress, DeviceOrdinal> owners;  // of mapped memory: the device in which it lies
+
+constexpr const char* kMemoryName = "device memory ";
+
+/// The device in whose memory a segment lies, whichever process has allocated it: its name says so.
+DeviceOrdinal ownerOf(int fd) {
+  std::array<char, 128> target{};
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  if (::readlink(link.c_str(), target.data(), target.size() - 1) < 0) return -1;
+  const char* const name = std::strstr(target.data(), kMemoryName);
+  return name == nullptr ? -1 : std::atoi(name + std::strlen(kMemoryName));
 }
 
 Result number(int* result, int value) {
@@ -320,9 +337,11 @@ Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocati
   *granularity = kPageBytes;
   return kSuccess;
 }
-Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp*, unsigned long long) {
+Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp* properties,
+                   unsigned long long) {
   if (numBytes > std::size_t{1} << 30) return kOutOfMemory;
-  const int fd = ::memfd_create("device memory", MFD_CLOEXEC);
+  const std::string name = kMemoryName + std::to_string(properties->location.id);
+  const int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) return kOutOfMemory;
   *handle = static_cast<MemoryHandle>(fd);
   return kSuccess;
@@ -352,14 +371,21 @@ Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, Memory
   const int fd = static_cast<int>(handle);
   if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(numBytes)) return kNotPermitted;
   void* mapped = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
-  return mapped == MAP_FAILED ? kNotPermitted : kSuccess;
+  if (mapped == MAP_FAILED) return kNotPermitted;
+  const std::lock_guard lock(ownersMutex);
+  owners[address] = ownerOf(fd);
+  return kSuccess;
 }
 Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
   void* reserved = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return reserved == MAP_FAILED ? kNotPermitted : kSuccess;
 }
-Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc*, std::size_t) {
+Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* access, std::size_t) {
+  if (std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr) {
+    const std::lock_guard lock(ownersMutex);
+    if (owners.at(address) != access->location.id) return kPeerAccessUnsupported;
+  }
   return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                              : kNotPermitted;
 }

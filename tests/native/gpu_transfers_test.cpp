@@ -36,17 +36,20 @@ HostMemory memoryOf(const Mapping& mapping) { return {mapping.data(), mapping.nu
 /// A worker with a stream that computes, and gradients in its GPU's memory.
 class GpuWorker {
  public:
+  /// @param areSlotsOnGpu whether slots are taken for those of another GPU.
   GpuWorker(Cluster& cluster, const GroupPlan& plan, std::size_t rank,
-            double timeoutSeconds = kPatienceSeconds)
+            double timeoutSeconds = kPatienceSeconds, bool areSlotsOnGpu = false)
       : rank_(rank),
         context_(std::make_shared<cuda::Context>(0)),
         compute_(context_),
         gradients_(someTensors().size()),
         slots_(cluster.addToClient(plan, rank)),
-        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kBatchBytes}, context_, memoryOf(*slots_)) {
-  }
+        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kBatchBytes, areSlotsOnGpu}, context_,
+                   memoryOf(*slots_)) {}
 
   GpuTransfers& transfers() { return transfers_; }
+  /// @throws cuda::Error if they are pinned already.
+  void pinSlots() { cuda::HostRegistration(context_, slots_->data(), slots_->numBytes()); }
   cuda::Stream& compute() { return compute_; }
   const Bytes& gradient(std::size_t tensor) const { return gradients_[tensor]; }
 
@@ -113,6 +116,17 @@ TEST_F(GpuJob, ComesBackReducedStepAfterStep) {
   together(2, [&](std::size_t rank) {
     GpuWorker worker(cluster_, plan_, rank);
     for (std::uint32_t step = 1; step <= 20; ++step) {
+      ASSERT_NO_FATAL_FAILURE(worker.step(step));
+      ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, step, 2));
+    }
+  });
+}
+
+TEST_F(GpuJob, ComesBackFromSlotsOnAnotherGpuWhichAreNotPinned) {
+  together(2, [&](std::size_t rank) {
+    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, true);
+    EXPECT_NO_THROW(worker.pinSlots());
+    for (std::uint32_t step = 1; step <= 5; ++step) {
       ASSERT_NO_FATAL_FAILURE(worker.step(step));
       ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, step, 2));
     }

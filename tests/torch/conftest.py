@@ -57,6 +57,11 @@ def stand_in_gpu_with_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> W
 
 
 @pytest.fixture(scope="session")
+def stand_in_gpu_beside_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU beside slots", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
 def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
 

@@ -18,7 +18,8 @@ class WorkerPool(ProcessPool):
     Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
-    aws-p3. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
+    aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one. "ddp, cuda" and "coarse, cuda"
+    have the models of both workers on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """
@@ -31,6 +32,8 @@ class WorkerPool(ProcessPool):
             environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = str(stand_ins)
         if strategy.startswith("coarse, stand-in GPU that has slots"):
             environment["COARSE_MEMORY_DEVICES"] = "cuda:0,cuda:0"
+        if strategy == "coarse, stand-in GPU beside slots":
+            environment |= {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"}
         if strategy.endswith(", emulated machine"):
             environment |= {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "2"}
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -40,5 +40,21 @@ def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand
     check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(cuda_stand_ins)))
 
 
+def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_ins):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    printed = run_script("stand-in", STAND_IN_GPUS="2", COARSE_MEMORY_DEVICES="cuda:1,cuda:1", **libraries)
+    check_loss(printed)
+    assert "go through the host" not in printed
+    assert "while the processor waits" not in printed
+
+
+def test_where_a_gpu_does_not_reach_another_one_a_warning_says_so(cuda_stand_ins):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    apart = {"STAND_IN_GPUS": "2", "STAND_IN_GPUS_ARE_APART": "1"}
+    printed = run_script("stand-in", COARSE_MEMORY_DEVICES="cuda:1,cuda:1", **apart, **libraries)
+    assert "so tensors go through the host" in printed
+    assert "while the processor waits, which takes longer" in printed
+
+
 def test_parameters_on_the_processor_take_no_way_of_a_gpu():
     assert find_gpu([torch.nn.Parameter(torch.zeros(1))]) is None

@@ -91,6 +91,13 @@ def test_equals_torch_where_memory_devices_are_on_that_gpu(
     assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, PARITY_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_memory_devices_are_on_another_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_beside_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, PARITY_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch_where_links_to_that_gpu_are_another_machines(

@@ -78,6 +78,7 @@ void registerClient(py::module_& module) {
            py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
                &Client::addGroup),
            py::arg("plan"), py::arg("client"), py::arg("control_fd"), py::arg("slots"), py::arg("routes"))
+      .def("give_up_view", &Client::giveUpView, py::arg("group"))
       .def("add_group_elsewhere",
            py::overload_cast<GroupPlan, std::size_t, int, std::shared_ptr<Mapping>,
                              std::shared_ptr<SlotCopies>, std::vector<std::uint16_t>>(&Client::addGroup),

@@ -37,18 +37,20 @@ void registerGpuTransfers(py::module_& module) {
   py::class_<GpuTransfers>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
                        MemoryTuple slots, const std::vector<MemoryTuple>& results, double timeoutSeconds,
-                       std::size_t batchBytes) {
+                       std::size_t batchBytes, bool areSlotsOnGpu) {
              GpuTransfersConfig config;
              config.group = group;
              config.timeoutSeconds = timeoutSeconds;
              config.batchBytes = batchBytes;
+             config.areSlotsOnGpu = areSlotsOnGpu;
              std::vector<HostMemory> memories;
              for (const MemoryTuple& each : results) memories.push_back(toMemory(each));
              return std::make_unique<GpuTransfers>(client, config, std::move(context), toMemory(slots),
                                                    memories);
            }),
            py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
-           py::arg("timeout_s"), py::arg("batch_bytes"), py::keep_alive<1, 2>(), ReleaseGil())
+           py::arg("timeout_s"), py::arg("batch_bytes"), py::arg("are_slots_on_gpu") = false,
+           py::keep_alive<1, 2>(), ReleaseGil())
       .def("push", &push, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def(
           "join",

@@ -106,6 +106,12 @@ void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>
   }
 }
 
+void Client::giveUpView(std::uint32_t groupId) {
+  Group& group = find(groupId);
+  group.copies = nullptr;
+  group.slots = nullptr;
+}
+
 WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags,
                         const void* source) {
   if (isForked()) return WaitStatus::kForked;

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "coarse/cuda_pinned_pages.hpp"
+
 namespace coarse {
 namespace {
 
@@ -58,7 +60,8 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
       pullStream_(context_, context_->priorities().second),
       computed_(context_),
       fetched_(context_) {
-  if (slots_.data != nullptr) pinned_.emplace_back(context_, slots_.data, slots_.numBytes);
+  if (slots_.data != nullptr && !config_.areSlotsOnGpu)
+    pinned_.emplace_back(context_, slots_.data, slots_.numBytes);
   for (const HostMemory& memory : results) pinned_.emplace_back(context_, memory.data, memory.numBytes);
   tryWords();
   thread_ = std::make_unique<std::thread>([this] { run(); });
@@ -185,7 +188,12 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
 
 void GpuTransfers::bring(const Batch& batch) {
   for (const Piece& piece : batch.pieces) {
-    if (piece.source != 0) pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
+    if (piece.source == 0) continue;
+    if (config_.areSlotsOnGpu) {
+      pushStream_.copyOnDevice(cuda::addressOf(piece.slot), piece.source, piece.numBytes);
+    } else {
+      pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
+    }
   }
   pushStream_.writeValue(words_.brought(), batch.number);
 }
@@ -194,7 +202,12 @@ void GpuTransfers::fetch(const Batch& batch) {
   // Where streams are let go before their time, what is read may still be on its way to the slots.
   pullStream_.waitValue(words_.brought(), batch.number);
   for (const Piece& piece : batch.pieces) {
-    if (piece.destination != 0) pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
+    if (piece.destination == 0) continue;
+    if (config_.areSlotsOnGpu && piece.result == piece.slot) {
+      pullStream_.copyOnDevice(piece.destination, cuda::addressOf(piece.slot), piece.numBytes);
+    } else {
+      pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
+    }
   }
 }
 

@@ -85,6 +85,9 @@ class Client {
   /// @throws std::invalid_argument for dynamic shards.
   void addGroup(GroupPlan plan, std::size_t client, int controlFd, std::shared_ptr<Mapping> view,
                 std::shared_ptr<SlotCopies> copies, std::vector<std::uint16_t> routes);
+  /// Gives up the view of such a group: from now on somebody else brings tensors to the slots and fetches
+  /// them (GpuTransfers). @pre nothing of the group is under way.
+  void giveUpView(std::uint32_t group);
   void removeGroup(std::uint32_t group);
   const GroupPlan& plan(std::uint32_t group) const { return find(group).plan; }
   /// Changes the memory devices that take shards which are pushed from now on.

@@ -31,6 +31,7 @@ struct GpuTransfersConfig {
   // Memory devices are told once per so many bytes; larger tensors are cut, so that their first shards come
   // back while the last ones are on their way.
   std::size_t batchBytes = 4 << 20;
+  bool areSlotsOnGpu = false;  // not those of the host's memory, but of another GPU, which this one reaches
 };
 
 /// A tensor in the memory of a GPU, on its way to the memory devices and back.
@@ -39,7 +40,7 @@ struct GpuTensor {
   std::uint8_t flags = 0;               // of its contribution
   cuda::DeviceAddress source = 0;       // what is copied to its slot first; 0 for nothing
   cuda::DeviceAddress destination = 0;  // where its result is copied; 0 for nowhere
-  const std::byte* result = nullptr;    // where that lies in pinned memory; null for its slot
+  const std::byte* result = nullptr;    // where that lies in pinned memory of the host; null for its slot
 };
 
 /// Brings the tensors of one group from a GPU to their slots and results back, while the GPU computes and the
@@ -61,9 +62,10 @@ struct GpuTensor {
 class GpuTransfers {
  public:
   /// @param client has the group; must outlive this, and so must the group.
-  /// @param slots of the group, as Client::addGroup() returned them; pinned from now on. They stay the
-  /// caller's, and must outlive this, or its close(). Without data where slots lie on the GPU: then whoever
-  /// computes writes to them, and GpuTensor has neither source nor destination.
+  /// @param slots of the group: as Client::addGroup() returned them, and pinned from now on; or as the GPU
+  /// has mapped them, where they are another one's. They stay the caller's, and must outlive this, or its
+  /// close(). Without data where slots lie on this GPU: then whoever computes writes to them, and GpuTensor
+  /// has neither source nor destination.
   /// @param results further memory in which results lie, pinned too; stays the caller's, and must outlive
   /// this.
   /// @throws cuda::Error if the memory cannot be pinned, or streams of the device cannot wait for words.
