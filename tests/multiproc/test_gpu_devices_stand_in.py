@@ -77,29 +77,33 @@ def marked_processes(mark):
             continue
 
 
+@pytest.fixture(scope="module")
+def host_results(tmp_path_factory):
+    """What memory devices on the host reduce to."""
+    results, _ = run_workers(tmp_path_factory.mktemp("host"), "2", "reduce_script.py", "host")
+    return results
+
+
 @pytest.mark.parametrize("memory_devices", [pytest.param("cuda:0", marks=pytest.mark.slow), "cuda:0,cuda:0"])
-def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
-    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
+def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, host_results, memory_devices):
     found, errors = run_workers(tmp_path, memory_devices, "reduce_script.py", "host", **stand_ins)
     assert found[0] is not None, errors
-    assert found == expected
+    assert found == host_results
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "nccl"])
-def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, algorithm):
-    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
+@pytest.mark.parametrize("algorithm", [pytest.param("ring", marks=pytest.mark.slow), "nccl"])
+def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, host_results, algorithm):
     found, errors = run_workers(
         tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", COARSE_ALGORITHM=algorithm, **stand_ins
     )
     assert found[0] is not None, errors
-    assert found == expected
+    assert found == host_results
 
 
-def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path):
-    expected, _ = run_workers(tmp_path, "2", "reduce_script.py", "host")
+def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, host_results):
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **stand_ins)
     assert found[0] is not None, errors
-    assert found == expected
+    assert found == host_results
     choices = [line for line in errors.splitlines() if "large tensors between memory devices by" in line]
     assert len(choices) == 2  # of each worker
     assert choices[0] == choices[1]

@@ -180,7 +180,7 @@ MISBEHAVIOURS = {
 def registration(**changes):
     specs = [["a", "float32", 1, "sum", 0]]
     sizes = {"shard_bytes": 1, "gather_bytes": 1, "window_bytes": 0}
-    usual = {"name": "x", "specs": specs, **sizes, "algorithm": "auto"}
+    usual = {"name": "x", "specs": specs, **sizes, "algorithm": "auto", "large_algorithm": "direct"}
     return {"type": "register", "group": 7, **usual, **changes}
 
 
@@ -227,6 +227,7 @@ def test_a_worker_that_breaks_the_protocol_is_evicted_and_named(job, message):
 
 PLAN_ERRORS = {
     "algorithm": registration(algorithm="magic"),
+    "large algorithm": registration(large_algorithm="auto"),
     "staging": registration(is_staging=True, shard_bytes=64),
 }
 
