@@ -110,6 +110,14 @@ def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, hos
     assert all(f"ms by {name}" in choices[0] for name in ("exchange", "direct", "ring", "nccl"))
 
 
+def test_one_memory_device_reduces_by_itself_whatever_the_algorithm(stand_ins, tmp_path, host_results):
+    found, errors = run_workers(
+        tmp_path, "cuda:0", "reduce_script.py", "host", COARSE_ALGORITHM="nccl", **stand_ins
+    )
+    assert found[0] is not None, errors
+    assert found == host_results
+
+
 def test_nccl_refuses_a_gpu_with_two_memory_devices(stand_ins, tmp_path):
     _, errors = run_workers(
         tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", COARSE_ALGORITHM="nccl", **stand_ins

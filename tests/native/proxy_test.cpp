@@ -74,7 +74,19 @@ TEST(ProxySetUp, RefusesMemoryThatIsUnsealedOrTooSmall) {
   EXPECT_THROW(proxy->start(), std::logic_error) << "its client is not known yet";
 }
 
-TEST(ProxySetUp, WithoutRingsRefusesAGroupThatNeedsThem) {
+TEST(ProxySetUp, WithoutOthersReducesByItselfWhateverTheAlgorithm) {
+  const Memory doorbells(sizeof(Doorbell));
+  const Fd events(::eventfd(0, EFD_CLOEXEC));
+  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kNccl}) {
+    Proxy proxy(ProxyConfig{}, doorbells.fd, events);
+    GroupPlan plan = makePlan(1, 1, {{100}});
+    plan.shards[0].algorithm = algorithm;
+    const Memory control(GroupControl::numBytes(plan.shards.size(), 1)), slots(plan.slotBytes);
+    EXPECT_NO_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true));
+  }
+}
+
+TEST(ProxySetUp, WithoutRingsOrCollectivesRefusesAGroupThatNeedsThem) {
   const Memory doorbells(2 * sizeof(Doorbell)), slots(4096);
   const Fd events(::eventfd(0, EFD_CLOEXEC));
   ProxyConfig config;
@@ -83,6 +95,8 @@ TEST(ProxySetUp, WithoutRingsRefusesAGroupThatNeedsThem) {
   GroupPlan plan = makePlan(1, 1, {{100}});
   const Memory control(GroupControl::numBytes(plan.shards.size(), 1));
   plan.shards[0].algorithm = Algorithm::kRing;
+  EXPECT_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true), std::invalid_argument);
+  plan.shards[0].algorithm = Algorithm::kNccl;
   EXPECT_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true), std::invalid_argument);
   plan.shards[0].algorithm = Algorithm::kDirect;
   EXPECT_NO_THROW(proxy.addGroup(plan, control.fd, {slots.fd}, true));

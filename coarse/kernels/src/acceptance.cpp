@@ -131,7 +131,7 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
              "starts";
     if (algorithm == Algorithm::kRing && !paths.hasRings && paths.numDevices > 1)
       return "this session has no rings in such memory; choose the ring algorithm when it starts";
-    if (algorithm == Algorithm::kNccl && !paths.hasCollectives)
+    if (algorithm == Algorithm::kNccl && !paths.hasCollectives && paths.numDevices > 1)
       return "this session has no NCCL between memory devices; choose the algorithm nccl when it starts";
     if (algorithm == Algorithm::kExchange && !paths.hasExchange)
       return "this session has no exchange; choose the exchange algorithm when it starts";

@@ -398,7 +398,8 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
     rings_->append(entry);
     hasPushedRing_ = true;
-  } else if (algorithm == Algorithm::kNccl && collectives_->canReduce(group, entry.shard)) {
+  } else if (algorithm == Algorithm::kNccl && config_.numDevices > 1 &&
+             collectives_->canReduce(group, entry.shard)) {
     collectives_->propose(entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
     // What computes elsewhere takes many shards at once: other sync cores could only divide them.
