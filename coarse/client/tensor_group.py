@@ -266,6 +266,8 @@ class TensorGroup:
         )
         if self._reached is not None:
             self._native.give_up_view(self.id)
+            # Pinning has taken all pages of the view, which nobody needs any more.
+            self._slots = GpuBytes(self._reached, context.device, 0, self._slots.nbytes)
 
     def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
