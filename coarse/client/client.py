@@ -21,7 +21,7 @@ from coarse.client.questions import Questions
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
-from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, gpu_uuid, host_view, import_memory, reach
+from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, host_view, import_memory, reach
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
@@ -258,14 +258,10 @@ class Client:
         Args:
             gpu: Where the model is, by UUID; "" for the host.
         """
-        if not self.table.is_on_gpus:
-            return "the model is on a GPU, and memory devices are not" if gpu else ""
-        home = f"cuda:{self.table.devices[HOME_DEVICE].memory.place}"
-        if not gpu:
-            return f"the parameters would lie on {home}, and the model does not"
-        if gpu != gpu_uuid(int(self.table.devices[HOME_DEVICE].memory.place)):
-            return f"the parameters would lie on {home}, and the model is on {gpu}"
-        return ""
+        if not self.table.is_on_gpus or gpu:
+            return ""
+        place = self.table.devices[HOME_DEVICE].memory.place
+        return f"the parameters would lie on cuda:{place}, and the model is in the host's memory"
 
     def open_meeting(self, name: str, most_numbers: int) -> Meeting:
         """Makes a place where the workers of the node meet; every worker must do so alike.
@@ -460,7 +456,7 @@ class Client:
             if schema.is_open:
                 peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
                 self._native.add_peers(group, peers)
-            kept = None if schema.state_names is None else OptimizerMemory(plan, shared)
+            kept = None if schema.state_names is None else OptimizerMemory(plan, shared, gpu)
             rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
         finally:
             for segment in shared.values():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 
-from coarse.client.tensor_bytes import TensorBytes, map_tensors
+from coarse.client.tensor_bytes import TensorBytes, map_tensors, reach
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
@@ -16,12 +17,17 @@ class OptimizerMemory:
     Args:
         plan: Of the group.
         shared: Segments by name; stay the caller's.
+        gpu: On which this worker has its model, by UUID; "" for the host.
     """
 
-    def __init__(self, plan: _native.GroupPlan, shared: Mapping[str, Segment]) -> None:
+    def __init__(self, plan: _native.GroupPlan, shared: Mapping[str, Segment], gpu: str = "") -> None:
         self.settings = shared[SETTINGS].map()
         """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
         self._parameters = map_tensors(shared[PARAMETERS])
+        self.are_parameters_elsewhere = shared[PARAMETERS].gpu != gpu
+        """Whether parameters lie where the model does not."""
+        is_on_another_gpu = self.are_parameters_elsewhere and bool(shared[PARAMETERS].gpu)
+        self._reached = reach(shared[PARAMETERS], gpu) if is_on_another_gpu else None
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
         request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
@@ -32,6 +38,20 @@ class OptimizerMemory:
         """The parameter of a tensor."""
         start = self._parameter_offsets[tensor]
         return self._parameters[start : start + num_bytes]
+
+    def results(self) -> tuple[int, int, bool]:
+        """Where the model's GPU copies parameters from: address, bytes, whether on a GPU; zeros where it does not."""
+        if self._reached is not None:
+            return self._reached.address, self._reached.num_bytes, True
+        if self.are_parameters_elsewhere and isinstance(self._parameters, memoryview):
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._parameters))
+            return address, self._parameters.nbytes, False
+        return 0, 0, False
+
+    def result(self, tensor: int) -> int:
+        """Where it copies one of them from; 0 where it does not."""
+        address, *_ = self.results()
+        return address and address + self._parameter_offsets[tensor]
 
     def kept_array(self, tensor: int, number: int) -> TensorBytes:
         """The `number`-th float32 array kept for a tensor, mapped anew: its states, then its master weights.

@@ -33,8 +33,8 @@ _GPU_BATCH_BYTES = 4 << 20
 
 GpuTensor = tuple[int, int, int, int, int]
 """A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
-slot (0 for none), that to which its result is copied (0 for none), and where the result lies in the host's memory
-(0 for the slot)."""
+slot (0 for none), that to which its result is copied (0 for none), and TensorGroup.updated_parameter() if that is the
+result (0 for the slot)."""
 
 
 class UpdateKind(enum.IntEnum):
@@ -150,6 +150,15 @@ class TensorGroup:
         """
         return self._memory_kept().parameter(index, self.specs[index].nbytes)
 
+    @property
+    def are_parameters_elsewhere(self) -> bool:
+        """Whether parameters lie where this worker's model does not: on the host, or on another GPU."""
+        return self._memory_kept().are_parameters_elsewhere
+
+    def updated_parameter(self, index: int) -> int:
+        """Where a GPU copies a parameter from that lies elsewhere, for GpuTensor; 0 if it cannot."""
+        return self._memory_kept().result(index)
+
     def slot(self, index: int) -> tuple[int, int]:
         """The first byte of a tensor's slot, counted from this worker's first, and the first one behind it."""
         return self._offsets[index], self._offsets[index] + self.specs[index].slot_bytes
@@ -234,9 +243,9 @@ class TensorGroup:
     def open_gpu_transfers(self, context: _native.CudaContext) -> None:
         """From now on tensors are in the memory of a GPU: push_from_gpu() and join_gpu() take the place of push().
 
-        Slots in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the slots and reads
-        them. To slots on another GPU this one copies, and buffer() must not be used any more. pull_all() works as
-        before; it waits for results, not for what the GPU does with them.
+        Slots and parameters in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the
+        slots and reads them. To slots on another GPU this one copies, and buffer() must not be used any more.
+        pull_all() works as before; it waits for results, not for what the GPU does with them.
 
         Args:
             context: Of the GPU.
@@ -247,27 +256,34 @@ class TensorGroup:
         """
         if self._slots is None:
             raise self._closed_error()
-        slots = (0, 0)
+        slots = (0, 0, False)
         if self._reached is not None:
-            slots = self._reached.address, self._reached.num_bytes
+            slots = self._reached.address, self._reached.num_bytes, True
         elif not self.is_on_gpu and self._client.table.is_on_gpus:
             raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
         elif isinstance(self._slots, memoryview):
-            slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes
+            slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False
         self._gpu = _native.GpuTransfers(
             self._native,
             self.id,
             context,
             slots,
-            [],
+            (0, 0, False) if self._kept is None else self._kept.results(),
             self._client.timeout_s,
             _GPU_BATCH_BYTES,
-            are_slots_on_gpu=self._reached is not None,
         )
         if self._reached is not None:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
             self._slots = GpuBytes(self._reached, context.device, 0, self._slots.nbytes)
+
+    def bring_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
+        """Copies tensors to their slots as `stream` computes them, before what is pushed later is announced.
+
+        Arguments and errors are those of push_from_gpu().
+        """
+        self._is_joined = False
+        self._check_gpu(self._open_gpu().bring(tensors, stream))
 
     def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
@@ -285,6 +301,14 @@ class TensorGroup:
                 self._on_push(tensor[0])
         self._is_joined = False
         self._check_gpu(self._open_gpu().push(tensors, stream))
+
+    def num_pushed_from_gpu(self) -> int:
+        """Counts what was pushed from a GPU, for has_left_gpu()."""
+        return self._open_gpu().num_pushed
+
+    def has_left_gpu(self, num_pushed: int) -> bool:
+        """Whether everything that was pushed by then is in its slot, so that its memory may change."""
+        return self._open_gpu().has_brought(num_pushed)
 
     def join_gpu(self, stream: int) -> None:
         """Has what `stream` is given from now on wait for all results of what was pushed; raises as that does."""

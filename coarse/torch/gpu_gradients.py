@@ -7,6 +7,7 @@ gradients that were not averaged, and parameters are to be restored from a check
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from coarse.client.tensor_group import GpuTensor, TensorGroup, UpdateKind
 from coarse.kernels import _native
 from coarse.torch.gradient_path import GradientLayout
 from coarse.torch.layout import slot_tensor
+from coarse.torch.mirrored_parameters import MirroredParameters
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,6 @@ class Gpu:
     def current_stream(self) -> int:
         """Handle of the stream to which torch gives the device's work in this thread."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
-
-    def synchronise(self) -> None:
-        """Returns when the device has done what the current stream was given."""
-        torch.cuda.current_stream(self.device).synchronize()
 
 
 def find_gpu(parameters: Sequence[torch.nn.Parameter]) -> Gpu | None:
@@ -71,7 +69,12 @@ class GpuGradients:
         self._batch: list[GpuTensor] = []
         self._batch_bytes = 0
         self._batch_stream = 0
-        self._held: list[torch.Tensor] = []  # the allocator must not give their memory away
+        self._mirror: MirroredParameters | None = None
+        # The allocator must not give their memory away: averages come back to the ones, the others only leave.
+        self._held: list[torch.Tensor] = []
+        self._next_to_leave: list[torch.Tensor] = []
+        self._leaving: deque[tuple[int, list[torch.Tensor]]] = deque()
+        self._brought: list[GpuTensor] = []
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker does not have
 
@@ -81,25 +84,41 @@ class GpuGradients:
     def slot(self, index: int) -> torch.Tensor:
         return slot_tensor(self._group.buffer(index), self._parameters[index])
 
+    def mirror(self, parameters: MirroredParameters) -> bool:
+        if not self._group.updated_parameter(0):
+            return False
+        self._mirror = parameters
+        return True
+
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         flags = _native.PRESENT | kind
-        if not self._layout.is_plain(index, gradient) or gradient.device != self._gpu.device:
-            gradient = self._stage(index, gradient, self._layout.empty(index, self._gpu.device))
+        if kind is UpdateKind.UPDATE:
+            source = self._leave(index, gradient)
+            self._parameters[index].grad = None
+            return self._add((index, flags, source, *self._mirrored(index)), self._nbytes[index])
+        if not self._is_plain(index, gradient):
+            staged = self._copy(index, gradient)
+            self._staged.append((gradient, staged))  # the average is copied back to the gradient itself
+            gradient = staged
         self._held.append(gradient)
         address = gradient.data_ptr()
         self._add((index, flags, address, address, 0), self._nbytes[index])
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        flags = kind | (_native.PRESENT if present else 0)
+        if kind & UpdateKind.UPDATE:
+            return self._add((index, flags, 0, *self._mirrored(index)), self._nbytes[index])
         if present:
-            return self._add((index, int(kind) | _native.PRESENT, 0, 0, 0), 0)
+            return self._add((index, flags, 0, 0, 0), 0)
         # Others may have one, and then .grad will be the average.
         self._others[index] = average = self._layout.empty(index, self._gpu.device)
-        self._add((index, int(kind), 0, average.data_ptr(), 0), self._nbytes[index])
+        self._add((index, flags, 0, average.data_ptr(), 0), self._nbytes[index])
 
     def flush(self) -> None:
         if self._batch:
             batch, self._batch, self._batch_bytes = self._batch, [], 0
             self._group.push_from_gpu(batch, self._batch_stream)
+            self._let_go()
 
     def is_late(self, index: int) -> bool:
         if any(tensor[0] == index for tensor in self._batch):
@@ -107,14 +126,17 @@ class GpuGradients:
         return self._group.is_late(index)
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
-        raise RuntimeError("optimizers in the memory devices update parameters in host memory")
+        self._brought.append((index, 0, self._leave(index, gradient), 0, 0))
 
     def finish_bringing(self) -> None:
-        self._gpu.synchronise()
+        if self._brought:
+            self._group.bring_from_gpu(self._brought, self._gpu.current_stream())
+            self._brought = []
 
     def collect(self, *, counts: bool) -> Sequence[int]:
         self.flush()
         self._group.join_gpu(self._gpu.current_stream())
+        self._leaving.clear()  # whatever gets their memory comes behind
         return self._group.pull_all() if counts or self._group.is_watched else ()
 
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
@@ -145,12 +167,34 @@ class GpuGradients:
         if self._batch_bytes >= _BATCH_BYTES:
             self.flush()
 
-    def _stage(self, index: int, gradient: torch.Tensor, staged: torch.Tensor) -> torch.Tensor:
-        """Copies a gradient to where its average will be, which is copied back to the gradient itself."""
+    def _is_plain(self, index: int, gradient: torch.Tensor) -> bool:
+        return self._layout.is_plain(index, gradient) and gradient.device == self._gpu.device
+
+    def _copy(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The same gradient, plain."""
         self._layout.check(index, gradient)
-        staged.copy_(gradient.detach())
-        self._staged.append((gradient, staged))
-        return staged
+        return self._layout.empty(index, self._gpu.device).copy_(gradient.detach())
+
+    def _leave(self, index: int, gradient: torch.Tensor) -> int:
+        """The address of a gradient, plain, whose memory stays until it is in its slot."""
+        if not self._is_plain(index, gradient):
+            gradient = self._copy(index, gradient)
+        self._next_to_leave.append(gradient)
+        return int(gradient.data_ptr())
+
+    def _let_go(self) -> None:
+        """Frees what has left."""
+        if self._next_to_leave:
+            self._leaving.append((self._group.num_pushed_from_gpu(), self._next_to_leave))
+            self._next_to_leave = []
+        while self._leaving and self._group.has_left_gpu(self._leaving[0][0]):
+            self._leaving.popleft()
+
+    def _mirrored(self, index: int) -> tuple[int, int]:
+        """Where the result of an update is copied to, and from; zeros where parameters are used as they lie."""
+        if self._mirror is None:
+            return 0, 0
+        return self._mirror.address(index), self._group.updated_parameter(index)
 
 
 def try_gpu(

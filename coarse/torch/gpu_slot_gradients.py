@@ -49,19 +49,24 @@ class GpuSlotGradients(GpuGradients):
 
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         self._copy_to_slot(index, gradient)
-        if self._is_view:
-            self._parameters[index].grad = self._slots[index]
-        elif self._keeps_gradients:
-            self._sent.append(index)
-        else:
+        if kind is UpdateKind.UPDATE or not self._keeps_gradients:
             self._parameters[index].grad = None  # it lies in the slot now
-        self._add((index, _native.PRESENT | kind, 0, 0, 0), self._nbytes[index])
+        elif self._is_view:
+            self._parameters[index].grad = self._slots[index]
+        else:
+            self._sent.append(index)
+        self._contribute(index, kind, present=True)
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        self._add((index, int(kind) | (_native.PRESENT if present else 0), 0, 0, 0), 0)
+        self._contribute(index, kind, present=present)
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
         self._copy_to_slot(index, gradient)
+
+    def _contribute(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        flags = kind | (_native.PRESENT if present else 0)
+        brought = self._mirrored(index) if kind & UpdateKind.UPDATE else (0, 0)
+        self._add((index, flags, 0, *brought), self._nbytes[index])
 
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
         if not self._keeps_gradients:

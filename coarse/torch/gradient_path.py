@@ -10,6 +10,7 @@ import torch
 
 from coarse.client.tensor_group import UpdateKind
 from coarse.torch.layout import contiguous_strides, is_dense
+from coarse.torch.mirrored_parameters import MirroredParameters
 
 
 class GradientPath(Protocol):
@@ -37,7 +38,10 @@ class GradientPath(Protocol):
         """Has a gradient copied to its slot, if it is not there."""
 
     def finish_bringing(self) -> None:
-        """Waits until all gradients that were brought are in their slots."""
+        """Has all gradients that were brought be in their slots before any that is contributed later."""
+
+    def mirror(self, parameters: MirroredParameters) -> bool:
+        """Has the results of updates be copied to these; returns False if they are to be pulled instead."""
 
     def collect(self, *, counts: bool) -> Sequence[int]:
         """Waits for all averages: the processor does, or the current stream.

@@ -31,6 +31,7 @@ from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.host_gradients import HostGradients
 from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import fingerprints, measure_gradient
+from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
 from coarse.torch.static_graph import StaticGraph
@@ -108,7 +109,9 @@ class GradientSynchroniser:
         self.num_updates = 0
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
-        self._overlapped: OffloadedParameters | None = None
+        self._offloaded: OffloadedParameters | None = None
+        self._mirror: MirroredParameters | None = None
+        self._updates_in_backward = False
         self._before_update: Callable[[], object] = lambda: None
         self._waits_for_update = True
         self._is_update_under_way = False
@@ -116,7 +119,7 @@ class GradientSynchroniser:
         self._delivered: list[tuple[int, int] | None] = []
         self._tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._path = self._choose_path(gradient_as_view=gradient_as_view, updates=state_names is not None)
+        self._path = self._choose_path(gradient_as_view=gradient_as_view)
         self._find_unused = find_unused
         self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
@@ -131,7 +134,7 @@ class GradientSynchroniser:
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
 
-    def _choose_path(self, *, gradient_as_view: bool, updates: bool) -> GradientPath:
+    def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:
         on_gpu: GradientPath | None = None
         if isinstance(self.group, TensorGroup) and self.group.is_on_gpu:
             return GpuSlotGradients(
@@ -141,7 +144,7 @@ class GradientSynchroniser:
                 gradient_as_view=gradient_as_view,
                 keeps_gradients=not self._shares_slots,
             )
-        if isinstance(self.group, TensorGroup) and self._may_use_streams and not updates:
+        if isinstance(self.group, TensorGroup) and self._may_use_streams:
             on_gpu = try_gpu(self.group, self._names, self._parameters)
         return on_gpu or HostGradients(
             self.group,
@@ -152,28 +155,57 @@ class GradientSynchroniser:
             tables=self._tables,
         )
 
-    def update_in_backward(
-        self, offloaded: OffloadedParameters, *, waits: bool, before_update: Callable[[], object]
-    ) -> None:
-        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
+    def update(self, offloaded: OffloadedParameters, *, waits: bool) -> None:
+        """From now on memory devices update these parameters by their gradients: push_update().
 
         Args:
             offloaded: The parameters.
-            waits: Whether backward ends when updates are complete, instead of finish_update().
+            waits: Whether whoever uses parameters next waits for the update, and not for finish_update() alone.
+        """
+        self._offloaded = offloaded
+        self._waits_for_update = waits
+
+    def mirror(self, parameters: MirroredParameters) -> None:
+        """From now on every update brings its results to these copies."""
+        if not self._path.mirror(parameters):
+            self._mirror = parameters
+
+    def update_in_backward(self, before_update: Callable[[], object]) -> None:
+        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
+
+        Args:
             before_update: Called as a backward begins that updates, before any gradient is pushed.
         """
+        self._updates_in_backward = True
         self._before_update = before_update
-        self._overlapped = offloaded
         self._kind = UpdateKind.UPDATE
-        self._waits_for_update = waits
 
     def finish_update(self) -> int:
         """Waits for the updates that this worker has pushed; returns how many there were."""
         if self._is_update_under_way:
-            assert self._overlapped is not None
-            self._is_update_under_way = False
-            self._overlapped.finish(self._path.collect(counts=True))
+            self._note_update(self._path.collect(counts=True))
         return self.num_updates
+
+    def _note_update(self, contributors: Sequence[int]) -> None:
+        assert self._offloaded is not None
+        self._is_update_under_way = False
+        if self._mirror is not None:
+            self._mirror.pull()
+        self._offloaded.finish(contributors)
+
+    def _end_update(self) -> None:
+        """Has whoever uses parameters next wait for the update that was pushed."""
+        assert self._offloaded is not None
+        self._is_update_under_way = True
+        if not self._waits_for_update:
+            return self._path.flush()
+        self._pass_by("step.pull")
+        contributors = self._path.collect(counts=self._mirror is not None)
+        if contributors:
+            self._note_update(contributors)
+        else:  # a stream waits
+            self._offloaded.expect()
+        self._pass_by("step.done")
 
     def measured(self, *, num_changes: int = 0) -> list[MeasuredGradient]:
         """The averaged gradients of the last backward, those that there are, as memory devices measured them.
@@ -184,6 +216,7 @@ class GradientSynchroniser:
             num_changes: How often each of them was changed in place to the values that it had.
         """
         assert isinstance(self.group, TensorGroup)
+        self._path.settle()
         gradients = [parameter.grad for parameter in self._parameters]
         if fingerprints(gradients, num_changes) == self._delivered:
             return [
@@ -203,6 +236,7 @@ class GradientSynchroniser:
 
     def bring_to_slots(self) -> list[bool]:
         """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one."""
+        self.finish_update()
         self.num_updates += 1
         self._pass_by("step.prepare")
         self._path.settle()
@@ -216,23 +250,18 @@ class GradientSynchroniser:
         self._path.finish_bringing()
         return [parameter.grad is not None for parameter in self._parameters]
 
-    def update(self, present: Sequence[bool]) -> list[int]:
+    def push_update(self, present: Sequence[bool]) -> None:
         """Has the memory devices update each parameter by its slot, which holds the same on every worker.
 
         Args:
             present: As bring_to_slots() returned it.
-
-        Returns:
-            How many workers had a gradient of each parameter.
         """
-        assert isinstance(self.group, TensorGroup)
         for index, has_gradient in enumerate(present):
-            self._pass_by("step.push", index)
-            self.group.push(index, present=has_gradient, update=UpdateKind.UPDATE_BY_MEAN)
-        self._pass_by("step.pull")
-        contributors = self.group.pull_all()
-        self._pass_by("step.done")
-        return contributors
+            if self._failpoints:
+                self._path.flush()
+                self._pass_by("step.push", index)
+            self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
+        self._end_update()
 
     def _pass_by(self, place: str, count: int = 0) -> None:
         if self._failpoints:
@@ -355,9 +384,10 @@ class GradientSynchroniser:
 
     def _arm(self) -> None:
         self._armed = True
-        if self._overlapped is not None and not self._num_pushed:
+        if self._updates_in_backward and not self._num_pushed:
+            assert self._offloaded is not None
             self._before_update()
-            self._overlapped.begin()
+            self._offloaded.begin()
         Variable._execution_engine.queue_callback(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor) -> None:
@@ -415,12 +445,12 @@ class GradientSynchroniser:
                 return
             if self._waiting:
                 self._send_all_waiting()
-            for index in self._tables.bring_rows(are_averaged=self._overlapped is None):
+            for index in self._tables.bring_rows(are_averaged=not self._updates_in_backward):
                 self._take_part(index, present=True)
             self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
-            if self._overlapped is None:
+            if not self._updates_in_backward:
                 contributors = self._path.collect(counts=bool(self._absent))
                 self._path.deliver(frozenset(self._absent), contributors)
                 self._tables.deliver(contributors)
@@ -431,15 +461,9 @@ class GradientSynchroniser:
 
     def _end_updates(self) -> None:
         self.num_updates += 1
-        self._is_update_under_way = True
         for parameter in self._parameters:
             parameter.grad = None
-        if self._waits_for_update:
-            self._pass_by("step.pull")
-            self.finish_update()
-            self._pass_by("step.done")
-        else:
-            self._path.flush()
+        self._end_update()
 
     def _push_remaining(self) -> None:
         """Pushes what may be left over: unused parameters, and a static graph's first iteration."""

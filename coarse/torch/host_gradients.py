@@ -10,6 +10,7 @@ from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import AnyTensorGroup
 from coarse.torch.gradient_path import GradientLayout
 from coarse.torch.layout import slot_tensor
+from coarse.torch.mirrored_parameters import MirroredParameters
 
 
 class HostGradients:
@@ -79,6 +80,9 @@ class HostGradients:
 
     def finish_bringing(self) -> None:
         pass  # bring() has waited
+
+    def mirror(self, parameters: MirroredParameters) -> bool:
+        return False
 
     def collect(self, *, counts: bool) -> Sequence[int]:
         return self._group.pull_all()

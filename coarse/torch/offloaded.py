@@ -13,6 +13,7 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.layout import slot_tensor
+from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
 
 MASTER = "master"
@@ -26,12 +27,13 @@ class OffloadedParameters:
 
     Args:
         group: Registered with the rule's states.
-        parameters: In the order of the group; from now on views of its memory.
+        parameters: In the order of the group; share(), mirror() or cache() makes them what the memory devices have.
         optimizer: Its parameter groups have the settings, now and later. State that it has is moved to the memory
             devices, unless these have kept a newer one.
         rule: What the optimizer does.
         writes: Whether this worker's values are those of the node: one worker's are. The others must not read
             parameters before it has returned from here.
+        finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class OffloadedParameters:
         rule: UpdateRule,
         *,
         writes: bool,
+        finish_update: Callable[[], int],
     ) -> None:
         self._group = group
         self._parameters = parameters
@@ -50,8 +53,9 @@ class OffloadedParameters:
         self._writes = writes
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
-        self._is_shared = self._is_cached = False
-        self._finish_update: Callable[[], object] = lambda: None
+        self._is_shared = self._is_cached = self._is_expected = False
+        self._mirror: MirroredParameters | None = None
+        self._finish_update = finish_update
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
         """The step after which the memory devices have kept parameters and states for this worker; 0 for none."""
         self._settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
@@ -76,13 +80,18 @@ class OffloadedParameters:
             self._settle()
         self.adopt_state()
 
-    def cache(self, *, staleness: int, finish_update: Callable[[], int]) -> CachedParameters:
-        """Makes every parameter a copy of the shared memory, instead of share(); arguments as of CachedParameters."""
+    def cache(self, *, staleness: int) -> CachedParameters:
+        """Makes every parameter a copy that may be `staleness` updates old, instead of share()."""
         self._is_shared = self._is_cached = True
-        self._finish_update = finish_update
         return CachedParameters(
-            self._parameters, self._views, staleness=staleness, finish_update=finish_update
+            self._parameters, self._views, staleness=staleness, finish_update=self._finish_update
         )
+
+    def mirror(self) -> MirroredParameters:
+        """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share()."""
+        self._mirror = MirroredParameters(self._parameters, self._views, writes=self._writes)
+        self._is_shared = True
+        return self._mirror
 
     def share(self) -> None:
         """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
@@ -104,6 +113,7 @@ class OffloadedParameters:
             present: For which parameters this worker has a gradient, if that is known.
             gradient_scale: What gradients are multiplied with, the same on every worker.
         """
+        self._publish()
         self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
             numbers = self._num_updates[members] + 1
@@ -117,16 +127,35 @@ class OffloadedParameters:
         if present is not None:
             self._settings["has_gradient"] = present
 
+    def expect(self) -> None:
+        """Notes that whatever the current stream is given next uses updated parameters; finish() comes later."""
+        self._note_update(self._parameters)
+        self._is_expected = True
+
     def finish(self, contributors: Sequence[int]) -> None:
         """Notes that parameters with contributors were updated."""
         updated = np.asarray(contributors) > 0
         self._num_updates += updated
-        if self._is_cached:
+        if not self._is_expected:
+            self._note_update([p for p, changed in zip(self._parameters, updated, strict=True) if changed])
+        self._is_expected = False
+
+    def _note_update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self._mirror is not None:
+            self._mirror.note_update()
+        elif not self._is_cached:
+            # They changed in place: a graph that saved them before must not be run backward any more.
+            torch.autograd.graph.increment_version(parameters)
+
+    def _publish(self) -> None:
+        """Gives what somebody has written to copies to the memory devices; no update is under way."""
+        if self._mirror is None:
             return
-        # They changed in place: a graph that saved them before must not be run backward any more.
-        torch.autograd.graph.increment_version(
-            [p for p, changed in zip(self._parameters, updated, strict=True) if changed]
-        )
+        if changed := self._mirror.changed():
+            if self._writes:
+                self._group.keep_snapshots()
+            self._mirror.publish(changed)
+            self._settle()
 
     def adopt_state(self, loaded: LoadedState | None = None) -> None:
         """Moves the optimizer's own state, if it has any, to the memory devices.
@@ -177,6 +206,7 @@ class OffloadedParameters:
             SnapshotsBusyError: If as many as there can be are held.
         """
         self._finish_update()
+        self._publish()
         return self._group.snapshot()
 
     @property

@@ -97,21 +97,30 @@ class Offloading(Refusals):
         writes = self._session.identity.rank == self._session.node_workers[0]
         parameters = [parameter for _, parameter in self._trainable]
         assert isinstance(gradients.group, TensorGroup)
-        self._offloaded = OffloadedParameters(gradients.group, parameters, optimizer, rule, writes=writes)
-        gradients.num_updates = self._offloaded.recovered_step
+        offloaded = OffloadedParameters(
+            gradients.group,
+            parameters,
+            optimizer,
+            rule,
+            writes=writes,
+            finish_update=gradients.finish_update,
+        )
+        gradients.update(offloaded, waits=not staleness)
+        gradients.num_updates = offloaded.recovered_step
+        self._offloaded = offloaded
         self._session.barrier()
         if staleness:
-            self.cached_parameters = self._offloaded.cache(
-                staleness=staleness, finish_update=gradients.finish_update
-            )
+            self.cached_parameters = offloaded.cache(staleness=staleness)
             self.cached_parameters.follow(self.module)
+        elif gradients.group.are_parameters_elsewhere:
+            gradients.mirror(offloaded.mirror())
         else:
-            self._offloaded.share()
+            offloaded.share()
         # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
         reference = weakref.ref(self._offloaded)
         self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
         if overlap:
-            gradients.update_in_backward(self._offloaded, waits=not staleness, before_update=before_update)
+            gradients.update_in_backward(before_update)
         self._groups[0] = gradients.group
         self._gradients = gradients
         self._watch_end()
@@ -129,7 +138,7 @@ class Offloading(Refusals):
         # can finish it without any worker (docs/design/recovery.md).
         present = gradients.bring_to_slots()
         offloaded.begin(present, gradient_scale=gradient_scale)
-        offloaded.finish(gradients.update(present))
+        gradients.push_update(present)
 
     def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
         """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""

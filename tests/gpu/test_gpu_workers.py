@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 comparison = pytest.importorskip("comparison")
 parity_pool = pytest.importorskip("parity_pool")
 parity_scenarios = pytest.importorskip("parity_scenarios")
+optimizer_scenarios = pytest.importorskip("optimizer_scenarios")
 
 PARITY = (
     "averages_gradients",
@@ -29,6 +30,17 @@ PARITY = (
     "no_sync_accumulates_locally",
     "branches_may_differ_between_workers",
     "two_models_trained_in_turn",
+)
+OPTIMIZER_PARITY = (
+    "adamw_in_step",
+    "adamw_overlapped",
+    "adamw_bfloat16_in_step",
+    "adamw_bfloat16_overlapped",
+    "sgd_with_momentum_in_step",
+    "accumulates_gradients_overlapped",
+    "leaves_unused_parameters_alone_in_step",
+    "clamps_weights_in_step",
+    "unscales_and_clips_within_the_update",
 )
 WORKERS = 2
 LIMIT_S = 120
@@ -65,6 +77,12 @@ def run(script: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
     tolerance = parity_scenarios.PARITY_SCENARIOS[name].tolerance
+    comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_PARITY)
+def test_an_optimizer_in_the_memory_devices_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
+    tolerance = optimizer_scenarios.OPTIMIZER_SCENARIOS[name].tolerance
     comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
 
 

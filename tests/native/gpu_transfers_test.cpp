@@ -31,21 +31,24 @@ const std::vector<TensorSpec>& someTensors() {
   return tensors;
 }
 
-HostMemory memoryOf(const Mapping& mapping) { return {mapping.data(), mapping.numBytes()}; }
+MappedMemory memoryOf(const Mapping& mapping, bool isOnGpu = false) {
+  return {mapping.data(), mapping.numBytes(), isOnGpu};
+}
 
 /// A worker with a stream that computes, and gradients in its GPU's memory.
 class GpuWorker {
  public:
   /// @param areSlotsOnGpu whether slots are taken for those of another GPU.
+  /// @param results where other results than those of slots lie.
   GpuWorker(Cluster& cluster, const GroupPlan& plan, std::size_t rank,
-            double timeoutSeconds = kPatienceSeconds, bool areSlotsOnGpu = false)
+            double timeoutSeconds = kPatienceSeconds, bool areSlotsOnGpu = false, MappedMemory results = {})
       : rank_(rank),
         context_(std::make_shared<cuda::Context>(0)),
         compute_(context_),
         gradients_(someTensors().size()),
         slots_(cluster.addToClient(plan, rank)),
-        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kBatchBytes, areSlotsOnGpu}, context_,
-                   memoryOf(*slots_)) {}
+        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kBatchBytes}, context_,
+                   memoryOf(*slots_, areSlotsOnGpu), results) {}
 
   GpuTransfers& transfers() { return transfers_; }
   /// @throws cuda::Error if they are pinned already.
@@ -74,6 +77,15 @@ class GpuWorker {
       ASSERT_EQ(transfers_.push({describe(tensor)}, compute_.handle()), WaitStatus::kDone);
     }
     ASSERT_EQ(transfers_.join(compute_.handle()), WaitStatus::kDone);
+  }
+  /// All tensors as the stream computes them, for bring().
+  std::vector<GpuTensor> computeAll(std::uint32_t step) {
+    std::vector<GpuTensor> tensors;
+    for (std::uint32_t tensor = 0; tensor < someTensors().size(); ++tensor) {
+      computeGradient(tensor, step);
+      tensors.push_back(describe(tensor));
+    }
+    return tensors;
   }
   void expectResults(const std::vector<std::size_t>& present, std::uint32_t step, std::uint32_t divisor) {
     compute_.synchronize();
@@ -160,6 +172,47 @@ TEST_F(GpuJob, TakesPartWithoutAGradient) {
   });
 }
 
+TEST_F(GpuJob, AnnouncesWhatWasBroughtBeforeIt) {
+  together(2, [&](std::size_t rank) {
+    GpuWorker worker(cluster_, plan_, rank);
+    worker.compute().waitValue(gateAddress(), 1);
+    std::vector<GpuTensor> tensors = worker.computeAll(1);
+    ASSERT_EQ(worker.transfers().bring(tensors, worker.compute().handle()), WaitStatus::kDone);
+    for (GpuTensor& tensor : tensors) tensor.source = 0;  // it is on its way to its slot
+    ASSERT_EQ(worker.transfers().push(tensors, worker.compute().handle()), WaitStatus::kDone);
+    EXPECT_FALSE(worker.transfers().hasBrought(worker.transfers().numPushed()));
+    if (rank == 1) openGate();
+    ASSERT_EQ(worker.transfers().join(worker.compute().handle()), WaitStatus::kDone);
+    ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, 1, 2));
+    EXPECT_TRUE(worker.transfers().hasBrought(worker.transfers().numPushed()));
+  });
+}
+
+/// Results that are not those of slots come from the host's memory, or from another GPU.
+class GpuJobWithResults : public GpuJob, public testing::WithParamInterface<bool> {};
+
+TEST_P(GpuJobWithResults, TakesThemWhereTheyLie) {
+  const std::size_t cut = 1;  // a tensor of several batches
+  together(2, [&](std::size_t rank) {
+    const Bytes updated = contribution(DType::kFloat32, someTensors()[cut].numElements, 7 + rank, 1);
+    const Memory memory(updated.size());
+    std::copy(updated.begin(), updated.end(), memory.data());
+    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, false,
+                     {memory.data(), updated.size(), GetParam()});
+    std::vector<GpuTensor> tensors = worker.computeAll(1);
+    tensors[cut].result = memory.data();
+    ASSERT_EQ(worker.transfers().push(tensors, worker.compute().handle()), WaitStatus::kDone);
+    ASSERT_EQ(worker.transfers().join(worker.compute().handle()), WaitStatus::kDone);
+    worker.compute().synchronize();
+    EXPECT_TRUE(worker.gradient(cut) == updated);
+    EXPECT_TRUE(worker.gradient(0) == result(DType::kFloat32, ReduceOp::kMean, 7, {0, 1}, 1, 2));
+    worker.transfers().close();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Memories, GpuJobWithResults, testing::Bool(),
+                         [](const auto& info) { return info.param ? "OfAnotherGpu" : "OfTheHost"; });
+
 TEST_F(GpuJob, LeavesTheClientToItsOwner) {
   // Another group of the same client is pushed and pulled meanwhile.
   const std::vector<TensorSpec> others = {{777, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect}};
@@ -221,8 +274,9 @@ TEST_F(GpuJob, RefusesToBeCaptured) {
 
 TEST_F(GpuJob, RefusesTensorsThatDoNotExist) {
   GpuWorker worker(cluster_, plan_, 0);
-  EXPECT_THROW(worker.transfers().push({{99, kPresent, 0, 0, nullptr}}, worker.compute().handle()),
-               std::invalid_argument);
+  const std::vector<GpuTensor> unknown = {{99, kPresent, 0, 0, nullptr}};
+  EXPECT_THROW(worker.transfers().push(unknown, worker.compute().handle()), std::invalid_argument);
+  EXPECT_THROW(worker.transfers().bring(unknown, worker.compute().handle()), std::invalid_argument);
 }
 
 }  // namespace

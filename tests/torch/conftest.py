@@ -62,6 +62,16 @@ def stand_in_gpu_beside_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) ->
 
 
 @pytest.fixture(scope="session")
+def stand_in_gpu_apart_from_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU apart from slots", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
+def stand_in_gpu_with_some_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU that has some slots", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
 def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
 

@@ -28,9 +28,6 @@ class StandInGpu(gpu_gradients.Gpu):
     def current_stream(self) -> int:
         return self.stream.handle
 
-    def synchronise(self) -> None:
-        self.stream.synchronize()
-
 
 def install() -> StandInGpu:
     """Has this process take its processor for a GPU, by the driver that tests/conftest.py builds; returns that."""

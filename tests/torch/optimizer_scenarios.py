@@ -521,6 +521,32 @@ def leaves_unused_parameters_alone_overlapped(context: Context) -> Any:
     return use_branches(context, overlap=True)
 
 
+def clamp_weights(context: Context, *, overlap: bool) -> Any:
+    """What somebody writes to parameters between two steps is what training goes on with."""
+    module = wide_mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, overlap=overlap)
+    for step in range(10):
+        optimizer.zero_grad()
+        loss_of(model, context, step).backward()
+        optimizer.step()
+        if step % 3 == 0:
+            with torch.no_grad():
+                for parameter in list(module.parameters())[::2]:
+                    parameter.clamp_(-0.02, 0.02)
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clamps_weights_in_step(context: Context) -> Any:
+    return clamp_weights(context, overlap=False)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clamps_weights_overlapped(context: Context) -> Any:
+    return clamp_weights(context, overlap=True)
+
+
 class Parallel(nn.Module):
     """Layers side by side, whose gradients come in the reverse of the order in which they are called."""
 

@@ -11,6 +11,22 @@ from process_pool import ProcessPool
 WORLD_SIZE = 2
 _HERE = Path(__file__).parent
 
+# The workers are on cuda:0.
+_GPU_ENVIRONMENTS = {
+    "coarse, stand-in GPU that has slots": {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
+    "coarse, stand-in GPU beside slots": {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"},
+    "coarse, stand-in GPU apart from slots": {
+        "COARSE_MEMORY_DEVICES": "cuda:1,cuda:1",
+        "STAND_IN_GPUS": "2",
+        "STAND_IN_GPUS_ARE_APART": "1",
+    },
+    "coarse, stand-in GPU that has some slots": {
+        "COARSE_MEMORY_DEVICES": "cuda:1,cuda:0",
+        "STAND_IN_GPUS": "2",
+        "COARSE_ALGORITHM": "direct",
+    },
+}
+
 
 class WorkerPool(ProcessPool):
     """Two workers of one strategy that run scenarios together, on one node or on one each.
@@ -18,8 +34,9 @@ class WorkerPool(ProcessPool):
     Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
-    aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one. "ddp, cuda" and "coarse, cuda"
-    have the models of both workers on the first GPU.
+    aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
+    from slots" cannot reach. "coarse, stand-in GPU that has some slots" has one on each, the home device on the
+    second. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """
@@ -30,10 +47,7 @@ class WorkerPool(ProcessPool):
             environment["COARSE_DUAL_SYNC"] = "0"
         if stand_ins is not None:
             environment["LD_LIBRARY_PATH"] = environment["XDG_CACHE_HOME"] = str(stand_ins)
-        if strategy.startswith("coarse, stand-in GPU that has slots"):
-            environment["COARSE_MEMORY_DEVICES"] = "cuda:0,cuda:0"
-        if strategy == "coarse, stand-in GPU beside slots":
-            environment |= {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"}
+        environment |= _GPU_ENVIRONMENTS.get(strategy.removesuffix(", emulated machine"), {})
         if strategy.endswith(", emulated machine"):
             environment |= {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "2"}
         environment["PYTHONPATH"] = os.pathsep.join(

@@ -38,6 +38,12 @@ ON_A_GPU_IN_EVERY_RUN = [
     "mixed_with_float16",
     "unscales_and_clips_within_the_update",
 ]
+COPIED_TO_A_GPU_IN_EVERY_RUN = [
+    "adamw_in_step",
+    "adamw_overlapped",
+    "adamw_bfloat16_in_step",
+    "unscales_and_clips_within_the_update",
+]
 CHECKPOINTS_ON_A_GPU = [
     "adamw_resumed_in_memory_devices",
     "adamw_resumed_overlapped",
@@ -71,12 +77,50 @@ def test_equals_torch_where_memory_devices_are_on_a_gpu(
     assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_updates_are_copied_to_a_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_updates_are_copied_from_another_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_beside_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(["adamw_in_step"], PARITY))
+def test_equals_torch_where_updates_go_through_the_host_to_a_gpu(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_apart_from_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(
+        name, ddp_pool, stand_in_gpu_apart_from_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance
+    )
+
+
+@pytest.mark.parametrize("name", slow_but_for(["adamw_overlapped"], PARITY))
+def test_equals_torch_where_slots_are_on_one_gpu_and_parameters_on_another(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_with_some_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(
+        name, ddp_pool, stand_in_gpu_with_some_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance
+    )
+
+
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
 def test_checkpoints_hold_where_memory_devices_are_on_a_gpu(
     name: str, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
     stand_in_gpu_with_slots_pool.submit(name)
     stand_in_gpu_with_slots_pool.collect()
+
+
+@pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
+def test_checkpoints_hold_where_updates_are_copied_to_a_gpu(name: str, stand_in_gpu_pool: WorkerPool) -> None:
+    stand_in_gpu_pool.submit(name)
+    stand_in_gpu_pool.collect()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")

@@ -15,19 +15,22 @@ namespace {
 /// Tensor, flags, source, destination, result.
 using TensorTuple = std::tuple<std::uint32_t, std::uint8_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
-/// Address, bytes.
-using MemoryTuple = std::pair<std::uintptr_t, std::size_t>;
+/// Address, bytes, whether of a GPU.
+using MemoryTuple = std::tuple<std::uintptr_t, std::size_t, bool>;
 
-HostMemory toMemory(const MemoryTuple& tuple) {
-  return {reinterpret_cast<std::byte*>(tuple.first), tuple.second};
+MappedMemory toMemory(const MemoryTuple& tuple) {
+  const auto& [address, numBytes, isOnGpu] = tuple;
+  return {reinterpret_cast<std::byte*>(address), numBytes, isOnGpu};
 }
 
-WaitStatus push(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples, std::uintptr_t stream) {
+/// A method that takes tensors as `stream` computes them.
+template <WaitStatus (GpuTransfers::*method)(const std::vector<GpuTensor>&, cuda::StreamHandle)>
+WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples, std::uintptr_t stream) {
   std::vector<GpuTensor> tensors;
   tensors.reserve(tuples.size());
   for (const auto& [tensor, flags, source, destination, result] : tuples)
     tensors.push_back({tensor, flags, source, destination, reinterpret_cast<const std::byte*>(result)});
-  return transfers.push(tensors, reinterpret_cast<cuda::StreamHandle>(stream));
+  return (transfers.*method)(tensors, reinterpret_cast<cuda::StreamHandle>(stream));
 }
 
 }  // namespace
@@ -36,22 +39,19 @@ void registerGpuTransfers(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::class_<GpuTransfers>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
-                       MemoryTuple slots, const std::vector<MemoryTuple>& results, double timeoutSeconds,
-                       std::size_t batchBytes, bool areSlotsOnGpu) {
+                       const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds,
+                       std::size_t batchBytes) {
              GpuTransfersConfig config;
              config.group = group;
              config.timeoutSeconds = timeoutSeconds;
              config.batchBytes = batchBytes;
-             config.areSlotsOnGpu = areSlotsOnGpu;
-             std::vector<HostMemory> memories;
-             for (const MemoryTuple& each : results) memories.push_back(toMemory(each));
              return std::make_unique<GpuTransfers>(client, config, std::move(context), toMemory(slots),
-                                                   memories);
+                                                   toMemory(results));
            }),
            py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
-           py::arg("timeout_s"), py::arg("batch_bytes"), py::arg("are_slots_on_gpu") = false,
-           py::keep_alive<1, 2>(), ReleaseGil())
-      .def("push", &push, py::arg("tensors"), py::arg("stream"), ReleaseGil())
+           py::arg("timeout_s"), py::arg("batch_bytes"), py::keep_alive<1, 2>(), ReleaseGil())
+      .def("bring", &take<&GpuTransfers::bring>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
+      .def("push", &take<&GpuTransfers::push>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def(
           "join",
           [](GpuTransfers& transfers, std::uintptr_t stream) {
@@ -59,6 +59,8 @@ void registerGpuTransfers(py::module_& module) {
           },
           py::arg("stream"), ReleaseGil())
       .def("status", &GpuTransfers::status)
+      .def_property_readonly("num_pushed", &GpuTransfers::numPushed)
+      .def("has_brought", &GpuTransfers::hasBrought, py::arg("count"))
       .def("close", &GpuTransfers::close, ReleaseGil());
 }
 

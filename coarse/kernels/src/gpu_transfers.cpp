@@ -48,21 +48,21 @@ cuda::DeviceAddress GpuTransfers::PinnedWords::returned() const noexcept {
 }
 
 GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context,
-                           HostMemory slots, const std::vector<HostMemory>& results)
+                           MappedMemory slots, MappedMemory results)
     : client_(client),
       config_(config),
       plan_(client.plan(config_.group)),
       context_(std::move(context)),
       slots_(slots),
+      results_(results),
       words_(context_),
       // Of a priority of their own, so that they share no hardware queue with what computes.
       pushStream_(context_, context_->priorities().second),
       pullStream_(context_, context_->priorities().second),
       computed_(context_),
       fetched_(context_) {
-  if (slots_.data != nullptr && !config_.areSlotsOnGpu)
-    pinned_.emplace_back(context_, slots_.data, slots_.numBytes);
-  for (const HostMemory& memory : results) pinned_.emplace_back(context_, memory.data, memory.numBytes);
+  pin(slots_);
+  pin(results_);
   tryWords();
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
@@ -92,6 +92,10 @@ void GpuTransfers::close() noexcept {
   pinned_.clear();
 }
 
+void GpuTransfers::pin(const MappedMemory& memory) {
+  if (memory.data != nullptr && !memory.isOnGpu) pinned_.emplace_back(context_, memory.data, memory.numBytes);
+}
+
 void GpuTransfers::tryWords() {
   const cuda::ContextScope scope(*context_);
   pushStream_.writeValue(words_.brought(), 0);
@@ -100,10 +104,10 @@ void GpuTransfers::tryWords() {
   pullStream_.synchronize();
 }
 
-WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
+/// Has what is given to the push stream come behind all that `stream` was given.
+WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
   if (const WaitStatus failure = status(); failure != WaitStatus::kDone) return failure;
   if (thread_ == nullptr) throw std::logic_error("tensors were pushed after close()");
-  const cuda::ContextScope scope(*context_);
   if (cuda::isCapturing(stream)) {
     throw cuda::Error(
         "gradients cannot be averaged while a CUDA graph is captured: memory devices take part in every "
@@ -112,8 +116,25 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
   }
   computed_.record(stream);
   pushStream_.wait(computed_);
+  return WaitStatus::kDone;
+}
+
+WaitStatus GpuTransfers::bring(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
+  const cuda::ContextScope scope(*context_);
+  if (const WaitStatus failure = follow(stream); failure != WaitStatus::kDone) return failure;
+  for (const GpuTensor& tensor : tensors) {
+    const ShardRange shards = client_.shardsOf(config_.group, tensor.tensor);
+    bring(pieceOf(tensor, shards.first, shards));
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
+  const cuda::ContextScope scope(*context_);
+  if (const WaitStatus failure = follow(stream); failure != WaitStatus::kDone) return failure;
   for (Batch& each : cut(tensors)) {
-    bring(each);
+    for (const Piece& piece : each.pieces) bring(piece);
+    pushStream_.writeValue(words_.brought(), each.number);
     const auto batch = std::make_shared<const Batch>(std::move(each));
     unfetched_.push_back(batch);
     const std::lock_guard lock(mutex_);
@@ -145,6 +166,16 @@ WaitStatus GpuTransfers::status() const {
   if (!context_->isUsable()) return WaitStatus::kForked;
   const std::lock_guard lock(mutex_);
   return failure_;
+}
+
+std::uint32_t GpuTransfers::numPushed() const {
+  const std::lock_guard lock(mutex_);
+  return lastNumber_;
+}
+
+bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
+  return !context_->isUsable() ||  // a fork has no words
+         hasReached(words_->brought.load(std::memory_order_acquire), count);
 }
 
 std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>& tensors) {
@@ -181,21 +212,19 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   piece.numBytes = last.offset + last.numElements * itemBytes(last.dtype) - first.offset;
   if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
   piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
+  piece.isResultOnGpu = tensor.result == nullptr ? slots_.isOnGpu : results_.isOnGpu;
   if (tensor.source != 0) piece.source = tensor.source + offset;
   if (tensor.destination != 0) piece.destination = tensor.destination + offset;
   return piece;
 }
 
-void GpuTransfers::bring(const Batch& batch) {
-  for (const Piece& piece : batch.pieces) {
-    if (piece.source == 0) continue;
-    if (config_.areSlotsOnGpu) {
-      pushStream_.copyOnDevice(cuda::addressOf(piece.slot), piece.source, piece.numBytes);
-    } else {
-      pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
-    }
+void GpuTransfers::bring(const Piece& piece) {
+  if (piece.source == 0) return;
+  if (slots_.isOnGpu) {
+    pushStream_.copyOnDevice(cuda::addressOf(piece.slot), piece.source, piece.numBytes);
+  } else {
+    pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
   }
-  pushStream_.writeValue(words_.brought(), batch.number);
 }
 
 void GpuTransfers::fetch(const Batch& batch) {
@@ -203,8 +232,8 @@ void GpuTransfers::fetch(const Batch& batch) {
   pullStream_.waitValue(words_.brought(), batch.number);
   for (const Piece& piece : batch.pieces) {
     if (piece.destination == 0) continue;
-    if (config_.areSlotsOnGpu && piece.result == piece.slot) {
-      pullStream_.copyOnDevice(piece.destination, cuda::addressOf(piece.slot), piece.numBytes);
+    if (piece.isResultOnGpu) {
+      pullStream_.copyOnDevice(piece.destination, cuda::addressOf(piece.result), piece.numBytes);
     } else {
       pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
     }

@@ -18,10 +18,11 @@
 
 namespace coarse {
 
-/// Memory that somebody else has mapped.
-struct HostMemory {
+/// Memory that somebody else has mapped: of the host, or of a GPU that the one of the transfers reaches.
+struct MappedMemory {
   std::byte* data = nullptr;
   std::size_t numBytes = 0;
+  bool isOnGpu = false;
 };
 
 struct GpuTransfersConfig {
@@ -31,7 +32,6 @@ struct GpuTransfersConfig {
   // Memory devices are told once per so many bytes; larger tensors are cut, so that their first shards come
   // back while the last ones are on their way.
   std::size_t batchBytes = 4 << 20;
-  bool areSlotsOnGpu = false;  // not those of the host's memory, but of another GPU, which this one reaches
 };
 
 /// A tensor in the memory of a GPU, on its way to the memory devices and back.
@@ -40,7 +40,7 @@ struct GpuTensor {
   std::uint8_t flags = 0;               // of its contribution
   cuda::DeviceAddress source = 0;       // what is copied to its slot first; 0 for nothing
   cuda::DeviceAddress destination = 0;  // where its result is copied; 0 for nowhere
-  const std::byte* result = nullptr;    // where that lies in pinned memory of the host; null for its slot
+  const std::byte* result = nullptr;    // where that lies in the memory of results; null for its slot
 };
 
 /// Brings the tensors of one group from a GPU to their slots and results back, while the GPU computes and the
@@ -65,12 +65,12 @@ class GpuTransfers {
   /// @param slots of the group: as Client::addGroup() returned them, and pinned from now on; or as the GPU
   /// has mapped them, where they are another one's. They stay the caller's, and must outlive this, or its
   /// close(). Without data where slots lie on this GPU: then whoever computes writes to them, and GpuTensor
-  /// has neither source nor destination.
-  /// @param results further memory in which results lie, pinned too; stays the caller's, and must outlive
-  /// this.
+  /// has no source.
+  /// @param results where results lie that are not those of slots, likewise: parameters, which updates
+  /// change. Without data where there are none, or whoever computes reads them where they are.
   /// @throws cuda::Error if the memory cannot be pinned, or streams of the device cannot wait for words.
-  GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context, HostMemory slots,
-               const std::vector<HostMemory>& results = {});
+  GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context, MappedMemory slots,
+               MappedMemory results = {});
   GpuTransfers(const GpuTransfers&) = delete;
   GpuTransfers& operator=(const GpuTransfers&) = delete;
   ~GpuTransfers();
@@ -78,6 +78,10 @@ class GpuTransfers {
   /// later.
   void close() noexcept;
 
+  /// Copies tensors to their slots, as `stream` has computed them when all that it was given before is done.
+  /// What is pushed later is announced when they are there; until a stream has joined, they must stay as they
+  /// are. Returns and throws as push().
+  WaitStatus bring(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream);
   /// Contributes tensors as `stream` has computed them when all that it was given before is done. They must
   /// stay as they are, and allocated, until a stream has joined.
   /// @returns kDone, also where results are never to come; else what has failed, and nothing was contributed.
@@ -88,6 +92,10 @@ class GpuTransfers {
   WaitStatus join(cuda::StreamHandle stream);
   /// What has failed so far; kDone if nothing has.
   WaitStatus status() const;
+  /// Counts what was pushed, for hasBrought(); wraps around.
+  std::uint32_t numPushed() const;
+  /// Whether everything is in its slot that was pushed when numPushed() was `count`: its memory may change.
+  bool hasBrought(std::uint32_t count) const noexcept;
 
  private:
   /// Some shards of a tensor.
@@ -97,6 +105,7 @@ class GpuTransfers {
     std::size_t numBytes = 0;
     std::byte* slot = nullptr;
     const std::byte* result = nullptr;
+    bool isResultOnGpu = false;
     cuda::DeviceAddress source = 0;
     cuda::DeviceAddress destination = 0;
   };
@@ -126,10 +135,12 @@ class GpuTransfers {
   };
 
   // In the caller's thread.
+  void pin(const MappedMemory& memory);
   void tryWords();
+  WaitStatus follow(cuda::StreamHandle stream);
   std::vector<Batch> cut(const std::vector<GpuTensor>& tensors);
   Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
-  void bring(const Batch& batch);
+  void bring(const Piece& piece);
   void fetch(const Batch& batch);
 
   // In the thread.
@@ -144,7 +155,7 @@ class GpuTransfers {
   const GpuTransfersConfig config_;
   const GroupPlan& plan_;
   cuda::SharedContext context_;
-  HostMemory slots_;
+  MappedMemory slots_, results_;
   std::deque<cuda::HostRegistration> pinned_;  // until close()
   PinnedWords words_;
   cuda::Stream pushStream_, pullStream_;

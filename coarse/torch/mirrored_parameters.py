@@ -1,0 +1,80 @@
+"""Parameters on a worker's GPU whose originals, which the optimizer updates, lie elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from coarse.torch.layout import is_dense
+
+
+class MirroredParameters:
+    """One worker's copies of a model's parameters, which every update brings anew.
+
+    What somebody writes to a copy between two steps is noticed by its version counter, and goes to the memory devices
+    before the next update: that of the worker that writes, as all workers write alike.
+
+    Args:
+        parameters: The worker's own; they become copies of `originals` now.
+        originals: The same parameters in the memory devices.
+        writes: Whether this worker's values are those of the node.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], originals: Sequence[torch.Tensor], *, writes: bool
+    ) -> None:
+        self._parameters = parameters
+        self._originals = originals
+        self._writes = writes
+        for parameter in parameters:
+            if not is_dense(parameter.shape, parameter.stride()):  # it is brought as bytes in a row
+                parameter.data = parameter.detach().contiguous()
+        self._layouts = [self._layout_of(parameter) for parameter in parameters]
+        self.pull()
+
+    def pull(self) -> None:
+        """Copies all parameters anew, by the processor; no update is under way."""
+        with torch.no_grad():
+            torch._foreach_copy_(
+                [parameter.detach() for parameter in self._parameters], list(self._originals)
+            )
+        self.note_update()
+
+    def address(self, index: int) -> int:
+        """Where the GPU is to copy a parameter to.
+
+        Raises:
+            RuntimeError: If it is not what it was when the optimizer was given to the memory devices.
+        """
+        parameter = self._parameters[index]
+        if self._layout_of(parameter) != self._layouts[index]:
+            raise RuntimeError(
+                f"a parameter was {self._layouts[index]} when its optimizer was given to the memory devices, and is "
+                f"{self._layout_of(parameter)} now; convert or move the model before it is wrapped"
+            )
+        return int(parameter.data_ptr())
+
+    def note_update(self) -> None:
+        """Notes that the copies are those of another update, for whoever uses them next on the current stream."""
+        # They changed in place: a graph that saved them before must not be run backward any more.
+        torch.autograd.graph.increment_version(list(self._parameters))
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def changed(self) -> list[int]:
+        """Which copies somebody has written to since the last update."""
+        versions = zip(self._parameters, self._versions, strict=True)
+        return [index for index, (parameter, noted) in enumerate(versions) if parameter._version != noted]
+
+    def publish(self, indices: Sequence[int]) -> None:
+        """Makes the values of these copies the originals'; no update is under way, and snapshots have the old."""
+        for index in indices:
+            if self._writes:
+                self._originals[index].copy_(self._parameters[index].detach())
+            self._versions[index] = self._parameters[index]._version
+
+    @staticmethod
+    def _layout_of(
+        parameter: torch.nn.Parameter,
+    ) -> tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]:
+        return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
