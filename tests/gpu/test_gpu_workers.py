@@ -35,7 +35,7 @@ OPTIMIZER_PARITY = (
     "adamw_in_step",
     "adamw_overlapped",
     "adamw_bfloat16_in_step",
-    "adamw_bfloat16_overlapped",
+    "adamw_float16_overlapped",
     "sgd_with_momentum_in_step",
     "accumulates_gradients_overlapped",
     "leaves_unused_parameters_alone_in_step",
