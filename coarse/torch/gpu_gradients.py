@@ -70,6 +70,7 @@ class GpuGradients:
         self._batch_bytes = 0
         self._batch_stream = 0
         self._mirror: MirroredParameters | None = None
+        self._updated: list[int] = []
         # The allocator must not give their memory away: averages come back to the ones, the others only leave.
         self._held: list[torch.Tensor] = []
         self._next_to_leave: list[torch.Tensor] = []
@@ -85,7 +86,8 @@ class GpuGradients:
         return slot_tensor(self._group.buffer(index), self._parameters[index])
 
     def mirror(self, parameters: MirroredParameters) -> bool:
-        if not self._group.updated_parameter(0):
+        self._updated = [self._group.updated_parameter(index) for index in range(len(self._parameters))]
+        if not all(self._updated):
             return False
         self._mirror = parameters
         return True
@@ -194,7 +196,7 @@ class GpuGradients:
         """Where the result of an update is copied to, and from; zeros where parameters are used as they lie."""
         if self._mirror is None:
             return 0, 0
-        return self._mirror.address(index), self._group.updated_parameter(index)
+        return self._mirror.address(index), self._updated[index]
 
 
 def try_gpu(

@@ -180,6 +180,10 @@ class GradientSynchroniser:
         self._before_update = before_update
         self._kind = UpdateKind.UPDATE
 
+    def settle(self) -> None:
+        """Waits for the averages of what was pushed."""
+        self._path.settle()
+
     def finish_update(self) -> int:
         """Waits for the updates that this worker has pushed; returns how many there were."""
         if self._is_update_under_way:
@@ -239,7 +243,6 @@ class GradientSynchroniser:
         self.finish_update()
         self.num_updates += 1
         self._pass_by("step.prepare")
-        self._path.settle()
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue

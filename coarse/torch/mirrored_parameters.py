@@ -31,6 +31,7 @@ class MirroredParameters:
             if not is_dense(parameter.shape, parameter.stride()):  # it is brought as bytes in a row
                 parameter.data = parameter.detach().contiguous()
         self._layouts = [self._layout_of(parameter) for parameter in parameters]
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pull()
 
     def pull(self) -> None:
@@ -48,12 +49,16 @@ class MirroredParameters:
             RuntimeError: If it is not what it was when the optimizer was given to the memory devices.
         """
         parameter = self._parameters[index]
+        address = int(parameter.data_ptr())
+        if address == self._addresses[index]:
+            return address
         if self._layout_of(parameter) != self._layouts[index]:
             raise RuntimeError(
                 f"a parameter was {self._layouts[index]} when its optimizer was given to the memory devices, and is "
                 f"{self._layout_of(parameter)} now; convert or move the model before it is wrapped"
             )
-        return int(parameter.data_ptr())
+        self._addresses[index] = address
+        return address
 
     def note_update(self) -> None:
         """Notes that the copies are those of another update, for whoever uses them next on the current stream."""

@@ -55,6 +55,7 @@ class OffloadedParameters:
         self._are_states_zero = True
         self._is_shared = self._is_cached = self._is_expected = False
         self._mirror: MirroredParameters | None = None
+        self._settle_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
         """The step after which the memory devices have kept parameters and states for this worker; 0 for none."""
@@ -87,8 +88,13 @@ class OffloadedParameters:
             self._parameters, self._views, staleness=staleness, finish_update=self._finish_update
         )
 
-    def mirror(self) -> MirroredParameters:
-        """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share()."""
+    def mirror(self, settle: Callable[[], None]) -> MirroredParameters:
+        """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share().
+
+        Args:
+            settle: Waits for what this worker has pushed: then the others have fetched what they pushed before.
+        """
+        self._settle_gradients = settle
         self._mirror = MirroredParameters(self._parameters, self._views, writes=self._writes)
         self._is_shared = True
         return self._mirror
@@ -152,6 +158,7 @@ class OffloadedParameters:
         if self._mirror is None:
             return
         if changed := self._mirror.changed():
+            self._settle_gradients()
             if self._writes:
                 self._group.keep_snapshots()
             self._mirror.publish(changed)

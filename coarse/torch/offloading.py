@@ -113,7 +113,7 @@ class Offloading(Refusals):
             self.cached_parameters = offloaded.cache(staleness=staleness)
             self.cached_parameters.follow(self.module)
         elif gradients.group.are_parameters_elsewhere:
-            gradients.mirror(offloaded.mirror())
+            gradients.mirror(offloaded.mirror(gradients.settle))
         else:
             offloaded.share()
         # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
