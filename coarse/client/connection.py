@@ -102,8 +102,8 @@ class DeviceConnection:
         self._channel.close()
 
 
-class OtherNodeLostError(MemoryDeviceLostError):
-    """A memory device of another node is lost: none that this worker is connected with."""
+class ExplainedLossError(MemoryDeviceLostError):
+    """A memory device is lost, and what it says of itself, or another one of its node, is all there is to know."""
 
 
 class SilentDeviceError(MemoryDeviceLostError):
@@ -123,8 +123,8 @@ def _error_of(message: Message) -> CoarseError:
     if isinstance(silent, int) and silent >= 0:
         return SilentDeviceError(silent)
     error = told_error(message.get("error"), message.get("text"))
-    is_elsewhere = isinstance(error, MemoryDeviceLostError) and message.get("is_elsewhere") is True
-    return OtherNodeLostError(str(error)) if is_elsewhere else error
+    is_final = isinstance(error, MemoryDeviceLostError) and message.get("is_final") is True
+    return ExplainedLossError(str(error)) if is_final else error
 
 
 def check_peers(connections: Sequence[DeviceConnection]) -> None:

@@ -7,7 +7,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 
-from coarse.client.connection import DeviceConnection, OtherNodeLostError, SilentDeviceError
+from coarse.client.connection import DeviceConnection, ExplainedLossError, SilentDeviceError
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
 from coarse.proxy.loss import after_a_loss, silence
@@ -109,7 +109,7 @@ class Losses:
             return self._silent(told.device)
         if isinstance(told, WorkerLostError):
             return WorkerLostError(f"worker {self._rank}: {told}")
-        if isinstance(told, OtherNodeLostError):
+        if isinstance(told, ExplainedLossError):
             return MemoryDeviceLostError(f"worker {self._rank}: {told}")
         return told or MemoryDeviceLostError(f"worker {self._rank}: the memory devices gave the session up")
 

@@ -14,8 +14,10 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NoReturn
 
 from coarse.errors import ProtocolError
+from coarse.kernels import _native
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
@@ -24,6 +26,7 @@ from coarse.proxy.kept_groups import DeviceContents
 from coarse.proxy.loss import (
     Loss,
     device_died,
+    device_failed,
     device_silent,
     worker_died,
     worker_evicted,
@@ -374,13 +377,25 @@ class MemoryDevice:
         assert proxy is not None
         self._other_nodes.take_events(proxy)
         for client, text in proxy.take_events():
-            if text and client >= 0:
+            if client == _native.THIS_DEVICE:
+                self._fail(text)
+            elif text and client >= 0:
                 if not self._workers[client].has_left:
                     self.worker_misbehaved(self._workers[client], text)
             elif text:
                 self._abort(Loss(error="SchemaMismatchError", text=text))
             else:
                 self._abort(self._departure())
+
+    def _fail(self, reason: str) -> NoReturn:
+        """Ends this process, which holds nothing that can be saved, once all workers have been told why."""
+        loss = device_failed(self._job, reason)
+        self._abort(loss)
+        for worker in self._workers.present(range(self._job.num_clients)):
+            worker.send(loss.to_message("aborted"))
+        logger.error("%s", loss.text)
+        # Threads may still wait for memory that does not work any more.
+        os._exit(1)
 
     def _abort(self, loss: Loss) -> None:
         """Tells every worker once that nothing will complete any more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,14 +37,14 @@ class Loss:
     Args:
         error: Name of the error that workers raise.
         text: Its message.
-        is_elsewhere: Whether it is the loss of something on another node.
+        is_final: Whether the text says all. Else workers look which memory device has gone, and how.
         silent_device: The memory device of this node that does not work any more, though its process is there;
             -1 if that is not the reason.
     """
 
     error: str
     text: str
-    is_elsewhere: bool = False
+    is_final: bool = False
     silent_device: int = -1
 
     def to_message(self, kind: str) -> Message:
@@ -52,7 +53,7 @@ class Loss:
             "type": kind,
             "error": self.error,
             "text": self.text,
-            "is_elsewhere": self.is_elsewhere,
+            "is_final": self.is_final,
             "silent_device": self.silent_device,
         }
 
@@ -62,7 +63,7 @@ class Loss:
         return cls(
             error=str(message["error"]),
             text=str(message["text"]),
-            is_elsewhere=message["is_elsewhere"] is True,
+            is_final=message["is_final"] is True,
             silent_device=int_field(message, "silent_device", low=-1),
         )
 
@@ -75,17 +76,25 @@ class Loss:
         """Reads what another node has told."""
         try:
             told = json.loads(text)
-            return cls(error=str(told["error"]), text=str(told["text"]), is_elsewhere=True)
+            return cls(error=str(told["error"]), text=str(told["text"]), is_final=True)
         except (ValueError, TypeError, KeyError):
-            return cls(
-                error="WorkerLostError", text=f"another node ended the session: {text}", is_elsewhere=True
-            )
+            return cls(error="WorkerLostError", text=f"another node ended the session: {text}", is_final=True)
 
 
 def device_died(job: DeviceJob, device: int) -> Loss:
     """Another memory device of this node has closed its connection."""
     return Loss(
         error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {after_a_loss(job.replicas)}"
+    )
+
+
+def device_failed(job: DeviceJob, reason: str) -> Loss:
+    """This memory device cannot work any more, and ends."""
+    return Loss(
+        error="MemoryDeviceLostError",
+        text=f"{_name(job, job.device)} (pid {os.getpid()}, {job.memory}) failed: {reason}. "
+        f"{after_a_loss(job.replicas)}",
+        is_final=True,
     )
 
 
@@ -114,7 +123,7 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
         error="MemoryDeviceLostError",
         text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
         f"{after_a_loss(0)}",
-        is_elsewhere=True,
+        is_final=True,
     )
 
 

@@ -1,6 +1,7 @@
 """What a worker runs that loses somebody while it trains with memory devices on a GPU, and says what it was told.
 
-Arguments: a folder for the rendezvous; who dies: "device", "worker" or "nobody", where a group is too large instead.
+Arguments: a folder for the rendezvous; who dies: "device", "worker", "gpu", of which something else is the reason, or
+"nobody", where a group is too large instead.
 """
 
 from __future__ import annotations

@@ -187,6 +187,23 @@ def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
     assert told[1] is None
 
 
+def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path):
+    told, errors = run_workers(
+        tmp_path,
+        "cuda:0,cuda:1",
+        "loss_script.py",
+        "gpu",
+        COARSE_ALGORITHM="direct",
+        STAND_IN_LAUNCHES="4",
+        **stand_ins,
+    )
+    for each in told:
+        assert each["error"] == "MemoryDeviceLostError"
+        assert "failed: cuLaunchKernel: CUDA_ERROR_STAND_IN" in each["text"]
+        assert "Start the job again from your last checkpoint" in each["text"]
+    assert "terminate called" not in errors
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers(stand_ins, tmp_path):
     told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", **stand_ins)
     assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2

@@ -1,7 +1,7 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
 // real. STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all, unless
-// STAND_IN_GPUS_ARE_APART is set.
+// STAND_IN_GPUS_ARE_APART is set. With STAND_IN_LAUNCHES=n all launches of a process behind the first n fail.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,6 +15,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -76,6 +77,7 @@ constexpr std::size_t kPageBytes = 2 << 20;
 constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
 constexpr Result kPeerAccessUnsupported = 217;
+constexpr Result kLaunchFailed = 719;
 constexpr int kMostDevices = 8;
 std::array<CUctx_st, kMostDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
 
@@ -112,6 +114,11 @@ std::size_t standInFreeBytes() {
 int numStandInDevices() {
   const char* const text = std::getenv("STAND_IN_GPUS");
   return text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
+}
+
+int mostLaunches() {
+  const char* const text = std::getenv("STAND_IN_LAUNCHES");
+  return text == nullptr ? std::numeric_limits<int>::max() : std::atoi(text);
 }
 
 std::mutex ownersMutex;
@@ -324,6 +331,8 @@ Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* n
 Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsigned int, unsigned int,
                       unsigned int, unsigned int, unsigned int, StreamHandle stream, void** parameters,
                       void**) {
+  static std::atomic<int> launchesLeft{mostLaunches()};
+  if (launchesLeft.load() <= 0 || launchesLeft.fetch_sub(1) <= 0) return kLaunchFailed;
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
   // Read before this returns, as CUDA does.

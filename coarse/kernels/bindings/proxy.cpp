@@ -32,6 +32,7 @@ std::vector<UpdatesTuple> asTuples(Finish finish) {
 
 void registerProxy(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  module.attr("THIS_DEVICE") = kThisDevice;
   py::native_enum<NodeEvent::Kind>(module, "NodeEventKind", "enum.IntEnum")
       .value("LEFT", NodeEvent::Kind::kLeft)
       .value("ABORTED", NodeEvent::Kind::kAborted)

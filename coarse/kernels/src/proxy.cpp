@@ -64,7 +64,8 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
   cores.needsExactSleeps = links_.isPaced();
   syncCores_ = std::make_unique<SyncCores>(
       cores, doorbells_[config_.device], [this](std::size_t core) { return work(core); },
-      [this](std::size_t core) { return core == 0 ? untilNext() : std::nullopt; });
+      [this](std::size_t core) { return core == 0 ? untilNext() : std::nullopt; },
+      [this](std::string reason) { report(kThisDevice, std::move(reason)); });
 }
 
 void Proxy::openLinks() {

@@ -1,6 +1,7 @@
 #include "coarse/sync_cores.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "coarse/waiting.hpp"
@@ -17,8 +18,12 @@ constexpr std::chrono::microseconds kWakeUpTime{100};
 
 }  // namespace
 
-SyncCores::SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext)
-    : config_(config), doorbell_(doorbell), work_(std::move(work)), untilNext_(std::move(untilNext)) {}
+SyncCores::SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext, Fail fail)
+    : config_(config),
+      doorbell_(doorbell),
+      work_(std::move(work)),
+      untilNext_(std::move(untilNext)),
+      fail_(std::move(fail)) {}
 
 void SyncCores::start() {
   for (std::size_t core = 0; core < config_.numCores; ++core) {
@@ -60,12 +65,22 @@ void SyncCores::run(std::size_t core) {
     if (core == 0) doorbell_.beats.store(++numTurns, std::memory_order_relaxed);
     // Read before looking for work: a ring in between changes it, and sleep() returns at once.
     const std::uint32_t seenRings = doorbell_.rings.load(std::memory_order_seq_cst);
-    if (work_(core)) {
+    if (tryWork(core)) {
       spin.reset();
     } else if (!spin.yield()) {
       sleep(core, seenRings);
       spin.reset();
     }
+  }
+}
+
+bool SyncCores::tryWork(std::size_t core) noexcept {
+  if (hasFailed_.load(std::memory_order_acquire)) return false;
+  try {
+    return work_(core);
+  } catch (const std::exception& error) {
+    if (!hasFailed_.exchange(true, std::memory_order_acq_rel)) fail_(error.what());
+    return false;
   }
 }
 

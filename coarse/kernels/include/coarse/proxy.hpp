@@ -44,6 +44,9 @@ struct ProxyConfig {
   void validate() const;
 };
 
+/// In ProxyEvent: the memory device itself, which works no more.
+inline constexpr int kThisDevice = -2;
+
 /// Something that ends a client's or everybody's synchronisation. client is -1 if it is nobody's fault in
 /// particular.
 struct ProxyEvent {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -32,8 +33,10 @@ class SyncCores {
   using Work = std::function<bool(std::size_t core)>;
   /// How long until there is work for `core` that nobody rings the doorbell for.
   using UntilNext = std::function<std::optional<MonotonicNs>(std::size_t core)>;
+  /// Is told once that work has thrown, as when a GPU fails: no core works any more.
+  using Fail = std::function<void(std::string reason)>;
 
-  SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext);
+  SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext, Fail fail);
   ~SyncCores() { stop(); }
   SyncCores(const SyncCores&) = delete;
   SyncCores& operator=(const SyncCores&) = delete;
@@ -46,6 +49,7 @@ class SyncCores {
 
  private:
   void run(std::size_t core);
+  bool tryWork(std::size_t core) noexcept;
   void parkWhilePaused();
   void sleep(std::size_t core, std::uint32_t seenRings) noexcept;
 
@@ -53,8 +57,10 @@ class SyncCores {
   Doorbell& doorbell_;
   Work work_;
   UntilNext untilNext_;
+  Fail fail_;
   std::vector<std::thread> threads_;
   std::atomic<bool> isStopping_{false};
+  std::atomic<bool> hasFailed_{false};
   std::atomic<bool> isPausing_{false};
   std::mutex mutex_;  // guards numParked_
   std::condition_variable changed_;
