@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
+from coarse.profiler.partition import PartitionPlan
 from coarse.proxy.group_snapshots import (
     GroupSnapshots,
     allocate_snapshots,
@@ -190,12 +191,7 @@ class Registrar:
             self._check_fits(schema)
         plan = schema.partition()
         if self._job.is_home:
-            num_ring_shards = sum(shard.algorithm in ("ring", "exchange", "nccl") for shard in plan.shards)
-            if num_ring_shards > _native.RING_LOG_CAPACITY:
-                raise ValueError(
-                    f"{schema.name}: {num_ring_shards} shards are more than the {_native.RING_LOG_CAPACITY} that "
-                    "memory devices keep under way together; raise COARSE_SHARD_BYTES"
-                )
+            self._reserve_log(registration, plan)
         native_plan = schema.native_plan(registration.group, self._job.num_clients)
         shared = {}
         if self._job.is_home:
@@ -232,6 +228,18 @@ class Registrar:
             },
             [segment.fd for segment in segments],
         )
+
+    def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
+        """Has all shards that can be under way between devices fit into the logs by which these tell each other."""
+        num_shards = sum(shard.algorithm in ("ring", "exchange", "nccl") for shard in plan.shards)
+        num_others = sum(each.num_logged_shards for each in self._registrations.values())
+        if num_shards + num_others > _native.RING_LOG_CAPACITY:
+            raise ValueError(
+                f"{registration.schema.name}: its {num_shards} shards, and {num_others} of other registrations, are "
+                f"more than the {_native.RING_LOG_CAPACITY} that memory devices keep under way together; raise "
+                "COARSE_SHARD_BYTES"
+            )
+        registration.num_logged_shards = num_shards
 
     def _memory_of(self, schema: GroupSchema) -> DeviceMemory:
         """Where the tensors of a group lie."""

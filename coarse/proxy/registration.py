@@ -275,6 +275,7 @@ class Registration:
     settings: dict[int, Segment] = field(default_factory=dict)  # likewise, where there is an optimizer
     shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
     recovered: RecoveredUpdates | None = None  # what the home device has kept of it
+    num_logged_shards: int = 0  # of those that memory devices tell each other of, on the home device
     is_replica_filled: bool = False  # that the device which keeps it has the same
     is_allocated: bool = False
     is_active: bool = False

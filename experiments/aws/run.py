@@ -106,8 +106,7 @@ def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
         yield "", ""
         return
     yield from (("host", ratio) for ratio in instance.devices)
-    if system != "coarse-offload":  # there the model would have to be on the memory device's GPU
-        yield from (("cuda", ratio) for ratio in instance.tables)
+    yield from (("cuda", ratio) for ratio in instance.tables)
 
 
 def installed_systems() -> tuple[str, ...]:

@@ -129,6 +129,8 @@ def _join(system: str, module: Any, device: torch.device) -> tuple[Any, Any]:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=module.named_parameters())
     elif system == "coarse-offload":
         optimizer = importlib.import_module("coarse.torch").DistributedOptimizer(optimizer, model)
+        if not optimizer.runs_in_memory_devices:
+            raise SystemExit("the optimizer stays on the workers, which the warning above explains")
     return model, optimizer
 
 

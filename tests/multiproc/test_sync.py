@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
-from coarse.errors import SchemaMismatchError
+from coarse.errors import CoarseError, SchemaMismatchError
 
 INTEGERS = ("int32", "int64", "uint8")
 LENGTHS = (1, 63, 4097, 30_011)
@@ -314,6 +314,27 @@ def test_groups_are_independent_of_each_other(job):
                 group.push(0)
                 assert group.pull_all()[0] == 2
                 assert (slot(group, 0) == 3).all()
+
+    job.run(2, worker)
+
+
+def test_groups_of_more_shards_than_devices_can_tell_each_other_of_are_refused(job):
+    def worker(me):
+        settings = {"memory_devices": 2, "algorithm": "ring", "shard_bytes": 64, "gather_bytes": 0}
+        many = floats("x", 16 * 9000)
+        with me.join(**settings) as session:
+            first = session.register("first", many)
+            with pytest.raises(
+                CoarseError, match=r"its 9000 shards, and 9000 of other registrations"
+            ) as told:
+                session.register("second", many)
+            assert "COARSE_SHARD_BYTES" in str(told.value)
+            first.close()
+            again = session.register("second", many)
+            slot(again, 0)[:] = 2**me.rank
+            again.push(0)
+            assert again.pull(0) == 2
+            assert (slot(again, 0) == 3).all()
 
     job.run(2, worker)
 
