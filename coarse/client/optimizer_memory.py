@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
-from coarse.client.tensor_bytes import TensorBytes, map_tensors, reach
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes, map_tensors
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
@@ -23,16 +23,16 @@ class OptimizerMemory:
     def __init__(self, plan: _native.GroupPlan, shared: Mapping[str, Segment], gpu: str = "") -> None:
         self.settings = shared[SETTINGS].map()
         """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
-        self._parameters = map_tensors(shared[PARAMETERS])
+        self._gpu = gpu
+        self._parameters, self._are_reached = map_tensors(shared[PARAMETERS], gpu)
         self.are_parameters_elsewhere = shared[PARAMETERS].gpu != gpu
         """Whether parameters lie where the model does not."""
-        is_on_another_gpu = self.are_parameters_elsewhere and bool(shared[PARAMETERS].gpu)
-        self._reached = reach(shared[PARAMETERS], gpu) if is_on_another_gpu else None
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
         request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
         self.snapshots = _native.SnapshotTrigger(request_fd, control_fd)
         self._states = shared[STATES].duplicate() if STATES in shared else None
+        self._states_on_gpu: TensorBytes | None = None
 
     def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:
         """The parameter of a tensor."""
@@ -40,21 +40,23 @@ class OptimizerMemory:
         return self._parameters[start : start + num_bytes]
 
     def results(self) -> tuple[int, int, bool]:
-        """Where the model's GPU copies parameters from: address, bytes, whether on a GPU; zeros where it does not."""
-        if self._reached is not None:
-            return self._reached.address, self._reached.num_bytes, True
-        if self.are_parameters_elsewhere and isinstance(self._parameters, memoryview):
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._parameters))
-            return address, self._parameters.nbytes, False
-        return 0, 0, False
+        """Where the model's GPU can copy parameters from: address, bytes, whether on a GPU; zeros where it cannot."""
+        if not self._are_reached:
+            return 0, 0, False
+        if isinstance(self._parameters, GpuBytes):
+            return self._parameters.address, self._parameters.nbytes, True
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._parameters))
+        return address, self._parameters.nbytes, False
 
     def result(self, tensor: int) -> int:
-        """Where it copies one of them from; 0 where it does not."""
+        """Where it copies one of them from; 0 where it cannot."""
         address, *_ = self.results()
         return address and address + self._parameter_offsets[tensor]
 
     def kept_array(self, tensor: int, number: int) -> TensorBytes:
-        """The `number`-th float32 array kept for a tensor, mapped anew: its states, then its master weights.
+        """The `number`-th float32 array kept for a tensor: its states, then its master weights.
+
+        Those in the host's memory are mapped anew.
 
         Raises:
             ValueError: If there are not so many.
@@ -65,7 +67,14 @@ class OptimizerMemory:
                 f"this optimizer keeps no state of number {number} for tensor {tensor}, only {num_arrays}"
             )
         start += number * array_bytes
-        return map_tensors(self._states)[start : start + array_bytes]
+        return self._map_states(self._states)[start : start + array_bytes]
+
+    def _map_states(self, segment: Segment) -> TensorBytes:
+        if not segment.gpu:
+            return segment.map()
+        if self._states_on_gpu is None:  # mapping, and waiting before it is undone, takes long
+            self._states_on_gpu, _ = map_tensors(segment, self._gpu)
+        return self._states_on_gpu
 
     def __del__(self) -> None:
         if (states := getattr(self, "_states", None)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -53,24 +54,45 @@ TensorBytes: TypeAlias = memoryview | GpuBytes
 """Bytes that this worker, or its GPU, reads and writes."""
 
 
-def map_tensors(segment: Segment) -> TensorBytes:
-    """Maps a segment where its memory can be reached.
+def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
+    """Maps memory for all who use it in this process, until they do not any more.
+
+    Args:
+        segment: The memory, of the host or of a GPU.
+        gpu: Where this worker's model is, by UUID; "" for the host.
+
+    Returns:
+        The memory, where it lies; and whether that GPU can copy to it and from it.
 
     Raises:
         CoarseError: If it is memory of a GPU that this process does not see.
+        _native.CudaError: If CUDA cannot map it.
     """
     if not segment.gpu:
-        return segment.map()
-    return gpu_bytes(segment)
+        return segment.map(), bool(gpu)
+    if gpu in ("", segment.gpu):
+        return gpu_bytes(segment), bool(gpu)
+    try:
+        return gpu_bytes(segment, gpu), True
+    except _native.CudaError as error:
+        _warn_of_distance(segment, gpu, error)
+        return gpu_bytes(segment), False
 
 
-def gpu_bytes(segment: Segment) -> GpuBytes:
-    """A segment that is memory of a GPU.
+def gpu_bytes(segment: Segment, other_gpu: str = "") -> GpuBytes:
+    """A segment that is memory of a GPU, for that GPU to work on.
+
+    Args:
+        segment: The memory.
+        other_gpu: Another GPU that is to work on it too, by UUID.
 
     Raises:
-        CoarseError, _native.CudaError: As import_memory().
+        CoarseError: If this process does not see a GPU.
+        _native.CudaError: If CUDA cannot map it, or the other GPU cannot reach it.
     """
-    return GpuBytes(import_memory(segment), _context(segment.gpu).device, 0, segment.num_bytes)
+    context = _context(segment.gpu)
+    others = [_context(other_gpu)] if other_gpu else []
+    return GpuBytes(_import(segment, context, others), context.device, 0, segment.num_bytes)
 
 
 def host_view(num_bytes: int) -> _native.Mapping:
@@ -87,15 +109,13 @@ def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
 
     Args:
         segment: The memory.
-        gpu: Another GPU that is to work on it instead, by UUID.
+        gpu: Another GPU that is to work on it instead, by UUID. Not for PyTorch, which would take it for its own.
 
     Raises:
         CoarseError: If this process does not see the GPU.
         _native.CudaError: If CUDA cannot map it, or the other GPU cannot reach it.
     """
-    region = segment.extent
-    assert region is not None
-    return _native.CudaMemory.import_fd(_context(gpu or segment.gpu), segment.fd, region.num_bytes)
+    return _import(segment, _context(gpu or segment.gpu), [])
 
 
 def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
@@ -103,10 +123,23 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
     try:
         return import_memory(segment, gpu)
     except _native.CudaError as error:
-        logger.warning(
-            "%s cannot reach the memory of %s, so tensors go through the host: %s", gpu, segment.gpu, error
-        )
+        _warn_of_distance(segment, gpu, error)
         return None
+
+
+def _import(
+    segment: Segment, context: _native.CudaContext, others: Sequence[_native.CudaContext]
+) -> _native.CudaMemory:
+    region = segment.extent
+    assert region is not None
+    # Whoever drops the last tensor over it may have kernels under way that use it.
+    return _native.CudaMemory.import_fd(context, segment.fd, region.num_bytes, others=others, settles=True)
+
+
+def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
+    logger.warning(
+        "%s cannot reach the memory of %s, so tensors go through the host: %s", gpu, segment.gpu, error
+    )
 
 
 def gpu_uuid(device: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from coarse.proxy.registration import GroupSchema, RecoveredUpdates
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
+
+logger = logging.getLogger(__name__)
 
 _OWN_PATH_FLAGS = {
     "ring": _native.OWN_PATH,
@@ -479,9 +482,18 @@ class TensorGroup:
         """Ends what is under way: waits for a step that this worker has ended, gives up any other. Idempotent."""
         if self._gpu is None:
             return
-        if self._is_joined and self._gpu.status() == _native.WaitStatus.DONE:
-            # The GPU may be behind, and other workers need what it has still to bring. A loss is told elsewhere.
-            self._native.pull_all(self.id, self._client.timeout_s)
+        if self._is_joined:
+            # The GPU may be behind, and other workers need what it has still to bring.
+            status = self._gpu.status()
+            if status == _native.WaitStatus.DONE:
+                status = self._native.pull_all(self.id, self._client.timeout_s)
+            if status not in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED):
+                logger.error(
+                    "[w%d] %s: the last step did not come to its end (%s); what is on the GPU is that of no step",
+                    self._client.rank,
+                    self.name,
+                    status.name,
+                )
         self._is_joined = False
         self._gpu.close()
 

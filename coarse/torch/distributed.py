@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
-from coarse.errors import SessionClosedError
+from coarse.errors import CoarseError, SessionClosedError
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
@@ -207,6 +207,10 @@ class DistributedDataParallel(Offloading):
         self._closed = True
         if self._gradients is not None:
             self._gradients.remove_hooks()
+            with contextlib.suppress(
+                CoarseError
+            ):  # the others may wait for an update that is not on its way yet
+                self._gradients.finish_update()
             if self._offloaded is not None:
                 self._offloaded.release()
             for group in self._groups:
@@ -233,8 +237,10 @@ class DistributedDataParallel(Offloading):
             raise SessionClosedError(
                 "this DistributedDataParallel was closed; use its .module, or wrap it again"
             )
-        if self._gradients is not None and torch.is_grad_enabled():
-            self._gradients.check_finished()
+        if self._gradients is not None:
+            self._gradients.check()
+            if torch.is_grad_enabled():
+                self._gradients.check_finished()
         if self._gradients is not None and self.cached_parameters is not None:
             self.cached_parameters.read(self._gradients.num_updates)
         joining = self._join_config.enable

@@ -95,15 +95,15 @@ class GpuGradients:
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         flags = _native.PRESENT | kind
         if kind is UpdateKind.UPDATE:
-            source = self._leave(index, gradient)
             self._parameters[index].grad = None
-            return self._add((index, flags, source, *self._mirrored(index)), self._nbytes[index])
-        if not self._is_plain(index, gradient):
-            staged = self._copy(index, gradient)
-            self._staged.append((gradient, staged))  # the average is copied back to the gradient itself
-            gradient = staged
-        self._held.append(gradient)
-        address = gradient.data_ptr()
+            plain = self._plain(index, gradient)
+            tensor = (index, flags, plain.data_ptr(), *self._mirrored(index))
+            return self._add(tensor, self._nbytes[index], leaves=plain)
+        plain = self._plain(index, gradient)
+        if plain is not gradient:
+            self._staged.append((gradient, plain))  # the average is copied back to the gradient itself
+        self._held.append(plain)
+        address = plain.data_ptr()
         self._add((index, flags, address, address, 0), self._nbytes[index])
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
@@ -128,7 +128,9 @@ class GpuGradients:
         return self._group.is_late(index)
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
-        self._brought.append((index, 0, self._leave(index, gradient), 0, 0))
+        plain = self._plain(index, gradient)
+        self._next_to_leave.append(plain)
+        self._brought.append((index, 0, plain.data_ptr(), 0, 0))
 
     def finish_bringing(self) -> None:
         if self._brought:
@@ -159,30 +161,24 @@ class GpuGradients:
     def check(self) -> None:
         self._group.check_gpu()
 
-    def _add(self, tensor: GpuTensor, num_bytes: int) -> None:
+    def _add(self, tensor: GpuTensor, num_bytes: int, *, leaves: torch.Tensor | None = None) -> None:
         stream = self._gpu.current_stream()
         if stream != self._batch_stream:
             self.flush()
             self._batch_stream = stream
         self._batch.append(tensor)
+        if leaves is not None:
+            self._next_to_leave.append(leaves)
         self._batch_bytes += num_bytes
         if self._batch_bytes >= _BATCH_BYTES:
             self.flush()
 
-    def _is_plain(self, index: int, gradient: torch.Tensor) -> bool:
-        return self._layout.is_plain(index, gradient) and gradient.device == self._gpu.device
-
-    def _copy(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The same gradient, plain."""
+    def _plain(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient whose bytes are those of its slot: the same, or a copy."""
+        if self._layout.is_plain(index, gradient) and gradient.device == self._gpu.device:
+            return gradient
         self._layout.check(index, gradient)
         return self._layout.empty(index, self._gpu.device).copy_(gradient.detach())
-
-    def _leave(self, index: int, gradient: torch.Tensor) -> int:
-        """The address of a gradient, plain, whose memory stays until it is in its slot."""
-        if not self._is_plain(index, gradient):
-            gradient = self._copy(index, gradient)
-        self._next_to_leave.append(gradient)
-        return int(gradient.data_ptr())
 
     def _let_go(self) -> None:
         """Frees what has left."""

@@ -110,7 +110,8 @@ class GradientSynchroniser:
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
         self._offloaded: OffloadedParameters | None = None
-        self._mirror: MirroredParameters | None = None
+        self._pulled: MirroredParameters | None = None
+        self._waits_here = False
         self._updates_in_backward = False
         self._before_update: Callable[[], object] = lambda: None
         self._waits_for_update = True
@@ -155,29 +156,32 @@ class GradientSynchroniser:
             tables=self._tables,
         )
 
-    def update(self, offloaded: OffloadedParameters, *, waits: bool) -> None:
+    def update(self, offloaded: OffloadedParameters, *, waits_here: bool) -> None:
         """From now on memory devices update these parameters by their gradients: push_update().
 
         Args:
             offloaded: The parameters.
-            waits: Whether whoever uses parameters next waits for the update, and not for finish_update() alone.
+            waits_here: Whether the processor waits for updates, where streams could.
         """
         self._offloaded = offloaded
-        self._waits_for_update = waits
+        self._waits_here = waits_here
 
     def mirror(self, parameters: MirroredParameters) -> None:
         """From now on every update brings its results to these copies."""
         if not self._path.mirror(parameters):
-            self._mirror = parameters
+            self._pulled = parameters
+            self._waits_here = True
 
-    def update_in_backward(self, before_update: Callable[[], object]) -> None:
+    def update_in_backward(self, before_update: Callable[[], object], *, waits: bool) -> None:
         """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
 
         Args:
             before_update: Called as a backward begins that updates, before any gradient is pushed.
+            waits: Whether whoever uses parameters next waits for the update; else finish_update() alone does.
         """
         self._updates_in_backward = True
         self._before_update = before_update
+        self._waits_for_update = waits
         self._kind = UpdateKind.UPDATE
 
     def settle(self) -> None:
@@ -193,18 +197,22 @@ class GradientSynchroniser:
     def _note_update(self, contributors: Sequence[int]) -> None:
         assert self._offloaded is not None
         self._is_update_under_way = False
-        if self._mirror is not None:
-            self._mirror.pull()
+        if self._pulled is not None:
+            self._pulled.pull()
         self._offloaded.finish(contributors)
 
-    def _end_update(self) -> None:
-        """Has whoever uses parameters next wait for the update that was pushed."""
+    def _end_update(self, *, is_whole: bool) -> None:
+        """Has whoever uses parameters next wait for the update that was pushed.
+
+        Args:
+            is_whole: Whether this worker had a gradient of every parameter; else others tell which are updated.
+        """
         assert self._offloaded is not None
         self._is_update_under_way = True
         if not self._waits_for_update:
             return self._path.flush()
         self._pass_by("step.pull")
-        contributors = self._path.collect(counts=self._mirror is not None)
+        contributors = self._path.collect(counts=self._waits_here or not is_whole)
         if contributors:
             self._note_update(contributors)
         else:  # a stream waits
@@ -264,7 +272,7 @@ class GradientSynchroniser:
                 self._path.flush()
                 self._pass_by("step.push", index)
             self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
-        self._end_update()
+        self._end_update(is_whole=all(present))
 
     def _pass_by(self, place: str, count: int = 0) -> None:
         if self._failpoints:
@@ -296,15 +304,17 @@ class GradientSynchroniser:
         if self._static is None:
             self._static = StaticGraph(len(self._parameters))
 
+    def check(self) -> None:
+        """Raises what has gone wrong since the last call, on a GPU; called before each forward."""
+        self._path.check()
+
     def check_finished(self) -> None:
         """Called before a forward with gradients enabled.
 
         Raises:
             RuntimeError: If the previous backward left gradients waiting; names the parameters and the
                 remedies.
-            CoarseError: If the averaging of the last step failed after its backward, on a GPU.
         """
-        self._path.check()
         if self._expecting and self._num_pushed:
             raise RuntimeError(self._unfinished_message())
 
@@ -466,7 +476,7 @@ class GradientSynchroniser:
         self.num_updates += 1
         for parameter in self._parameters:
             parameter.grad = None
-        self._end_update()
+        self._end_update(is_whole=not self._absent)
 
     def _push_remaining(self) -> None:
         """Pushes what may be left over: unused parameters, and a static graph's first iteration."""

@@ -31,7 +31,6 @@ class MirroredParameters:
             if not is_dense(parameter.shape, parameter.stride()):  # it is brought as bytes in a row
                 parameter.data = parameter.detach().contiguous()
         self._layouts = [self._layout_of(parameter) for parameter in parameters]
-        self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pull()
 
     def pull(self) -> None:
@@ -40,7 +39,7 @@ class MirroredParameters:
             torch._foreach_copy_(
                 [parameter.detach() for parameter in self._parameters], list(self._originals)
             )
-        self.note_update()
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def address(self, index: int) -> int:
         """Where the GPU is to copy a parameter to.
@@ -49,22 +48,19 @@ class MirroredParameters:
             RuntimeError: If it is not what it was when the optimizer was given to the memory devices.
         """
         parameter = self._parameters[index]
-        address = int(parameter.data_ptr())
-        if address == self._addresses[index]:
-            return address
         if self._layout_of(parameter) != self._layouts[index]:
             raise RuntimeError(
                 f"a parameter was {self._layouts[index]} when its optimizer was given to the memory devices, and is "
                 f"{self._layout_of(parameter)} now; convert or move the model before it is wrapped"
             )
-        self._addresses[index] = address
-        return address
+        return int(parameter.data_ptr())
 
-    def note_update(self) -> None:
-        """Notes that the copies are those of another update, for whoever uses them next on the current stream."""
+    def note_update(self, indices: Sequence[int]) -> None:
+        """Notes that copies are those of another update, for whoever uses them next on the current stream."""
         # They changed in place: a graph that saved them before must not be run backward any more.
-        torch.autograd.graph.increment_version(list(self._parameters))
-        self._versions = [parameter._version for parameter in self._parameters]
+        torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
+        for index in indices:
+            self._versions[index] = self._parameters[index]._version
 
     def changed(self) -> list[int]:
         """Which copies somebody has written to since the last update."""

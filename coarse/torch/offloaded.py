@@ -135,23 +135,27 @@ class OffloadedParameters:
 
     def expect(self) -> None:
         """Notes that whatever the current stream is given next uses updated parameters; finish() comes later."""
-        self._note_update(self._parameters)
+        self._note_update(range(len(self._parameters)))
         self._is_expected = True
+
+    def wait(self) -> None:
+        """Waits until the updates that this worker has pushed are complete."""
+        self._finish_update()
 
     def finish(self, contributors: Sequence[int]) -> None:
         """Notes that parameters with contributors were updated."""
         updated = np.asarray(contributors) > 0
         self._num_updates += updated
         if not self._is_expected:
-            self._note_update([p for p, changed in zip(self._parameters, updated, strict=True) if changed])
+            self._note_update(np.flatnonzero(updated).tolist())
         self._is_expected = False
 
-    def _note_update(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _note_update(self, indices: Sequence[int]) -> None:
         if self._mirror is not None:
-            self._mirror.note_update()
+            self._mirror.note_update(indices)
         elif not self._is_cached:
             # They changed in place: a graph that saved them before must not be run backward any more.
-            torch.autograd.graph.increment_version(parameters)
+            torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
 
     def _publish(self) -> None:
         """Gives what somebody has written to copies to the memory devices; no update is under way."""
@@ -168,19 +172,19 @@ class OffloadedParameters:
         """Moves the optimizer's own state, if it has any, to the memory devices.
 
         Args:
-            loaded: The same before torch rounded it to the dtypes of the parameters; None if it did not.
+            loaded: What takes its place; None for nothing.
         """
         self._finish_update()
-        state = self._optimizer.state
+        state: LoadedState = self._optimizer.state if loaded is None else loaded
         for index, parameter in enumerate(self._parameters):
-            mine: Mapping[str, Any] = (state if loaded is None else loaded).get(parameter, {})
+            mine: Mapping[str, Any] = state.get(parameter, {})
             self._num_updates[index] = self._rule.num_updates(mine)
             if self._writes:
                 self._write_state(index, mine)
         self._settle()
         if state:
             self._are_states_zero = False
-        state.clear()
+        self._optimizer.state.clear()
 
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""

@@ -105,26 +105,44 @@ class Offloading(Refusals):
             writes=writes,
             finish_update=gradients.finish_update,
         )
-        gradients.update(offloaded, waits=not staleness)
+        gradients.update(offloaded, waits_here=bool(staleness))
         gradients.num_updates = offloaded.recovered_step
         self._offloaded = offloaded
-        self._session.barrier()
+        # Views and copies do not go together: what is written to a view, others would take for an update's result.
+        # When this returns the values of the worker that writes are there.
+        has_copies = self._is_true_anywhere(gradients.group.are_parameters_elsewhere)
         if staleness:
             self.cached_parameters = offloaded.cache(staleness=staleness)
             self.cached_parameters.follow(self.module)
-        elif gradients.group.are_parameters_elsewhere:
+        elif has_copies:
             gradients.mirror(offloaded.mirror(gradients.settle))
         else:
             offloaded.share()
         # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
         reference = weakref.ref(self._offloaded)
         self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
+        self.module.register_state_dict_pre_hook(lambda *_: _wait_for_update(reference))
         if overlap:
-            gradients.update_in_backward(before_update)
+            gradients.update_in_backward(before_update, waits=not staleness)
         self._groups[0] = gradients.group
         self._gradients = gradients
         self._watch_end()
         return self._offloaded
+
+    def agree_on_obstacle(self, reason: str) -> str:
+        """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
+
+        Args:
+            reason: Why this one's cannot; "" if it can.
+        """
+        if self._gradients is not None and self._is_true_anywhere(bool(reason)):
+            return reason or "that of another worker cannot, and says why"
+        return reason
+
+    def _is_true_anywhere(self, condition: bool) -> bool:
+        flag = np.array([condition], dtype=np.int32)
+        self._session.all_reduce(flag, op="max")
+        return bool(flag[0])
 
     def update_parameters(self, *, gradient_scale: float = 1.0) -> None:
         """Has the memory devices update the parameters by their gradients, which are the same on every worker.
@@ -215,6 +233,13 @@ def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
     offloaded = reference()
     if offloaded is not None:
         offloaded.keep_snapshots()
+
+
+def _wait_for_update(reference: weakref.ref[OffloadedParameters]) -> None:
+    """Raises if the parameters that are going to be saved are those of no step."""
+    offloaded = reference()
+    if offloaded is not None:
+        offloaded.wait()
 
 
 def _drop(

@@ -106,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._before_update: list[Callable[[], None]] = []
         self._share_groups()
         rule = find_rule(optimizer)
-        reason = _obstacle(optimizer, rule, model)
+        reason = model.agree_on_obstacle(_obstacle(optimizer, rule, model))
         if rule is None or reason:
             warnings.warn(
                 f"{type(optimizer).__name__} runs on the workers, not in the memory devices: {reason}",
@@ -203,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return None
         scale = self._gradient_scale()
         if scale is not None:
+            self._offloaded.wait()
             self._prepare_update()
             self._model.update_parameters(gradient_scale=scale)
         return None
@@ -227,16 +228,24 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         Where it has no master weights for a 16-bit parameter, the parameter's value becomes them.
         """
+        if self._offloaded is None:
+            self._optimizer.load_state_dict(state_dict)
+            self._share_groups()
+            return
         given = dict(state_dict)
-        capture = self._optimizer.register_load_state_dict_pre_hook(lambda _, last: given.update(last))
+
+        def take_state(_: torch.optim.Optimizer, last: dict[str, Any]) -> dict[str, Any]:
+            given.update(last)
+            return {**last, "state": {}}  # torch would round it, and copy it to the parameters' device
+
+        taking = self._optimizer.register_load_state_dict_pre_hook(take_state)
         try:
             self._optimizer.load_state_dict(state_dict)
         finally:
-            capture.remove()
+            taking.remove()
         self._share_groups()
-        if self._offloaded is not None:
-            self._offloaded.keep_snapshots()
-            self._offloaded.adopt_state(_unrounded_state(self._optimizer, given))
+        self._offloaded.keep_snapshots()
+        self._offloaded.adopt_state(_state_by_parameter(self._optimizer, given))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused where memory devices run the optimizer: parameters are registered with them once.
@@ -353,10 +362,10 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-def _unrounded_state(
+def _state_by_parameter(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[torch.nn.Parameter, dict[str, Any]]:
-    """The state that `optimizer` has just loaded, before torch gave it the dtypes of the parameters."""
+    """The state of a state dict of which `optimizer` has just loaded the rest."""
     numbers = [number for options in state_dict["param_groups"] for number in options["params"]]
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     state = state_dict["state"]

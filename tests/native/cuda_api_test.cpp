@@ -29,6 +29,7 @@ static_assert(!areCalledAlike<decltype(Api::cuEventRecord), decltype(&::cuEventQ
 static_assert(!areCalledAlike<decltype(Api::cuMemUnmap), decltype(&::cuMemMap)>);
 
 static_assert(kSuccess == CUDA_SUCCESS && kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY &&
+              kDeviceUnavailable == CUDA_ERROR_DEVICE_UNAVAILABLE &&
               kStubLibrary == CUDA_ERROR_STUB_LIBRARY && kNoDevice == CUDA_ERROR_NO_DEVICE &&
               kInvalidDevice == CUDA_ERROR_INVALID_DEVICE && kNotReady == CUDA_ERROR_NOT_READY &&
               kHostMemoryAlreadyRegistered == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED &&

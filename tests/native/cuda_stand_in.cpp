@@ -390,10 +390,13 @@ Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return reserved == MAP_FAILED ? kNotPermitted : kSuccess;
 }
-Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* access, std::size_t) {
+Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* accesses,
+                      std::size_t numAccesses) {
   if (std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr) {
     const std::lock_guard lock(ownersMutex);
-    if (owners.at(address) != access->location.id) return kPeerAccessUnsupported;
+    for (std::size_t i = 0; i < numAccesses; ++i) {
+      if (owners.at(address) != accesses[i].location.id) return kPeerAccessUnsupported;
+    }
   }
   return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                              : kNotPermitted;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -39,8 +40,11 @@ def run_stale(context: Context, *, staleness: int, overlap: bool) -> list[torch.
         model = context.wrap(module)
         optimizer = offload(model, make_optimizer(model.parameters()), staleness=staleness, overlap=overlap)
         for step in range(STEPS):
-            optimizer.zero_grad()
+            # Without overlap, step() has used gradients when it returns.
+            optimizer.zero_grad(set_to_none=overlap)
             loss_of(model, context, step).backward()
+            if context.rank == 1:
+                time.sleep(0.005)
             optimizer.step()
         statistics = optimizer.cache_statistics
         assert statistics.largest_lag == staleness

@@ -96,11 +96,19 @@ void registerMemory(py::module_& module) {
           py::arg("context"), py::arg("num_bytes"), ReleaseGil())
       .def_static(
           "import_fd",
-          [](std::shared_ptr<cuda::Context> context, int fd, std::size_t numBytes) {
-            return std::make_shared<cuda::DeviceMemory>(
-                cuda::DeviceMemory::import(std::move(context), fd, numBytes));
+          [](std::shared_ptr<cuda::Context> context, int fd, std::size_t numBytes,
+             const std::vector<std::shared_ptr<cuda::Context>>& others, bool settles) {
+            cuda::DeviceMemory memory =
+                cuda::DeviceMemory::import(std::move(context), fd, numBytes, {others.begin(), others.end()});
+            return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
+                                                       [settles](cuda::DeviceMemory* unmapped) {
+                                                         if (settles) unmapped->settle();
+                                                         delete unmapped;
+                                                       });
           },
-          py::arg("context"), py::arg("fd"), py::arg("num_bytes"), ReleaseGil())
+          py::arg("context"), py::arg("fd"), py::arg("num_bytes"), py::kw_only(),
+          py::arg("others") = std::vector<std::shared_ptr<cuda::Context>>{}, py::arg("settles") = false,
+          ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)
       .def_property_readonly("address", &cuda::DeviceMemory::address)
       .def_property_readonly("num_bytes", &cuda::DeviceMemory::numBytes);

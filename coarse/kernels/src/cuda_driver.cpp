@@ -47,6 +47,8 @@ std::string adviceFor(Result result) {
     case kNoDevice:
     case kInvalidDevice:
       return "look at nvidia-smi, CUDA_VISIBLE_DEVICES, and the devices that a container was given";
+    case kDeviceUnavailable:
+      return "another process has it for itself: let several use it (nvidia-smi -c 0)";
     case kStubLibrary:
       return "libcuda.so.1 is the toolkit's stub, found before the driver's: look at LD_LIBRARY_PATH";
     case kSystemDriverMismatch:
@@ -396,17 +398,19 @@ DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes)
   return DeviceMemory(std::move(context), handle, rounded);
 }
 
-DeviceMemory DeviceMemory::import(SharedContext context, int fd, std::size_t numBytes) {
+DeviceMemory DeviceMemory::import(SharedContext context, int fd, std::size_t numBytes,
+                                  std::vector<SharedContext> others) {
   const ContextScope scope(*context);
   MemoryHandle handle = 0;
   void* const osHandle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
   check(api().cuMemImportFromShareableHandle(&handle, osHandle, kMemHandlePosixFd),
         "cuMemImportFromShareableHandle", "descriptor " + std::to_string(fd) + " is to be device memory");
-  return DeviceMemory(std::move(context), handle, numBytes);
+  return DeviceMemory(std::move(context), handle, numBytes, std::move(others));
 }
 
-DeviceMemory::DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes)
-    : context_(std::move(context)), handle_(handle), numBytes_(numBytes) {
+DeviceMemory::DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes,
+                           std::vector<SharedContext> others)
+    : context_(std::move(context)), others_(std::move(others)), handle_(handle), numBytes_(numBytes) {
   try {
     map();
   } catch (...) {
@@ -423,13 +427,34 @@ void DeviceMemory::map() {
     api().cuMemAddressFree(std::exchange(address_, 0), numBytes_);
     check(mapped, "cuMemMap", "mapping " + mebibytes(numBytes_) + " of device memory");
   }
-  const MemAccessDesc access{{kMemLocationDevice, context_->device()}, kMemAccessReadWrite};
-  check(api().cuMemSetAccess(address_, numBytes_, &access, 1), "cuMemSetAccess",
-        "cuda:" + std::to_string(context_->device()) + " has to reach this memory");
+  std::vector<MemAccessDesc> accesses;
+  std::string names;
+  const auto add = [&](const Context& context) {
+    accesses.push_back({{kMemLocationDevice, context.device()}, kMemAccessReadWrite});
+    names += (names.empty() ? "cuda:" : " and cuda:") + std::to_string(context.device());
+  };
+  add(*context_);
+  for (const SharedContext& other : others_) add(*other);
+  check(api().cuMemSetAccess(address_, numBytes_, accesses.data(), accesses.size()), "cuMemSetAccess",
+        names + (accesses.size() > 1 ? " have" : " has") + " to reach this memory");
+}
+
+void DeviceMemory::settle() const noexcept {
+  const auto settleOn = [](const Context& context) {
+    try {
+      context.synchronize();
+    } catch (const Error&) {
+      // A device that has failed uses nothing any more.
+    }
+  };
+  if (!context_->isUsable()) return;
+  settleOn(*context_);
+  for (const SharedContext& other : others_) settleOn(*other);
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : context_(std::move(other.context_)),
+      others_(std::move(other.others_)),
       handle_(std::exchange(other.handle_, 0)),
       address_(std::exchange(other.address_, 0)),
       numBytes_(std::exchange(other.numBytes_, 0)) {}
@@ -438,6 +463,7 @@ DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
   if (this == &other) return *this;
   release();
   context_ = std::move(other.context_);
+  others_ = std::move(other.others_);
   handle_ = std::exchange(other.handle_, 0);
   address_ = std::exchange(other.address_, 0);
   numBytes_ = std::exchange(other.numBytes_, 0);

@@ -84,6 +84,7 @@ void GpuTransfers::close() noexcept {
   thread_->join();
   thread_.reset();
   try {
+    const cuda::ContextScope scope(*context_);
     pushStream_.synchronize();
     pullStream_.synchronize();
   } catch (const cuda::Error&) {
@@ -198,6 +199,8 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
   if (batches.back().pieces.empty()) batches.pop_back();
   const std::lock_guard lock(mutex_);
   for (Batch& batch : batches) batch.number = ++lastNumber_;
+  // It may have failed meanwhile: nobody is to wait for what came after that.
+  if (failure_ != WaitStatus::kDone) words_->returned.store(lastNumber_, std::memory_order_release);
   return batches;
 }
 

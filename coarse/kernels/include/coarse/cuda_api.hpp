@@ -29,6 +29,7 @@ enum : Result {
   kSuccess = 0,
   kOutOfMemory = 2,
   kStubLibrary = 34,
+  kDeviceUnavailable = 46,
   kNoDevice = 100,
   kInvalidDevice = 101,
   kNotReady = 600,

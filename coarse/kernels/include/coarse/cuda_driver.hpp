@@ -235,8 +235,10 @@ class DeviceMemory {
   /// Maps what another process has allocated and exported.
   /// @param fd stays the caller's.
   /// @param numBytes of the allocation, as its numBytes() says.
-  /// @throws Error if the descriptor is something else or smaller, or the device cannot reach that memory.
-  static DeviceMemory import(SharedContext context, int fd, std::size_t numBytes);
+  /// @param others on whose devices it is to be used too; that of `context` is where it lies then.
+  /// @throws Error if the descriptor is something else or smaller, or a device cannot reach that memory.
+  static DeviceMemory import(SharedContext context, int fd, std::size_t numBytes,
+                             std::vector<SharedContext> others = {});
   /// Bytes that an allocation of `numBytes` takes on a device.
   static std::size_t roundUpToPages(const Context& context, std::size_t numBytes);
 
@@ -250,15 +252,19 @@ class DeviceMemory {
   DeviceAddress address() const noexcept { return address_; }
   std::size_t numBytes() const noexcept { return numBytes_; }
   const SharedContext& context() const noexcept { return context_; }
+  /// Waits for everything that its devices have been given, whatever comes of that: unmapping does not.
+  void settle() const noexcept;
   /// @returns a new descriptor, close-on-exec, which the caller closes.
   int exportFd() const;
 
  private:
-  DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes);
+  DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes,
+               std::vector<SharedContext> others = {});
   void map();
   void release() noexcept;
 
   SharedContext context_;
+  std::vector<SharedContext> others_;
   MemoryHandle handle_ = 0;
   DeviceAddress address_ = 0;
   std::size_t numBytes_ = 0;
