@@ -40,6 +40,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           between two steps, all of them read. Parameters are whole and constant between the end of a worker's
           step() and the beginning of its next one (with overlap=True: of its next backward()). A thread of its own
           that reads during step() may see some tensors, or parts of one, from before and some from after.
+        - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
+          update brings anew. What is written to them between two steps has to be written by all workers alike, and
+          not to `parameter.data`, which torch does not count.
         - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
         - `state` is empty; state_dict() has a copy of the state.
