@@ -22,7 +22,7 @@ from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
-from coarse.proxy.algorithms import NCCL, check_nccl
+from coarse.proxy.algorithms import NCCL, check_nccl, distant_gpus
 from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.memory import try_memory
@@ -175,6 +175,12 @@ def _start_missing(
             try_memory(memory)
     if settings.algorithm == NCCL:
         check_nccl(table)
+    if distant := distant_gpus(table):
+        logger.warning(
+            "%s cannot reach each other's memory: what goes between memory devices there is copied through the host, "
+            "but by NCCL",
+            ", ".join(distant),
+        )
     kept_in = None
     if keeping is not None:
         kept_in = keeping.directory if lost else make_session_directory(keeping.attempt.job, keeping.session)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from coarse.env import Settings
 from coarse.kernels import _native
@@ -32,6 +32,18 @@ def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
         return (DIRECT,)
     has_nccl = not _nccl_problem(table)
     return (EXCHANGE, DIRECT, RING, *((NCCL,) if has_nccl else ()))
+
+
+def distant_gpus(table: PartitionTable) -> list[str]:
+    """Pairs of GPUs with memory devices that cannot reach each other's memory, as "cuda:0 and cuda:1"."""
+    if not table.is_on_gpus:
+        return []
+    gpus = sorted({int(device.memory.place) for device in table.devices})
+    return [
+        f"cuda:{gpu} and cuda:{other}"
+        for gpu, other in combinations(gpus, 2)
+        if not (_native.cuda_can_access_peer(gpu, other) and _native.cuda_can_access_peer(other, gpu))
+    ]
 
 
 def check_nccl(table: PartitionTable) -> None:

@@ -100,6 +100,18 @@ def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, 
     assert found == host_results
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    ["auto", *(pytest.param(each, marks=pytest.mark.slow) for each in ("direct", "ring", "nccl"))],
+)
+def test_gpus_that_do_not_reach_each_other_work_on_copies(stand_ins, tmp_path, host_results, algorithm):
+    apart = {"STAND_IN_GPUS_ARE_APART": "1", "COARSE_ALGORITHM": algorithm, **stand_ins}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **apart)
+    assert found[0] is not None, errors
+    assert found == host_results
+    assert errors.count("cuda:0 and cuda:1 cannot reach each other's memory") == 1
+
+
 def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, host_results):
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **stand_ins)
     assert found[0] is not None, errors

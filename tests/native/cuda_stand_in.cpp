@@ -78,6 +78,7 @@ constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
 constexpr Result kPeerAccessUnsupported = 217;
 constexpr Result kLaunchFailed = 719;
+constexpr Result kIllegalAddress = 700;
 constexpr int kMostDevices = 8;
 std::array<CUctx_st, kMostDevices> contexts{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
 
@@ -87,6 +88,9 @@ struct CurrentContexts {
   std::size_t depth;
 };
 thread_local CurrentContexts current;
+
+/// -1 if none is.
+DeviceOrdinal currentDevice() { return current.depth == 0 ? -1 : current.stack[current.depth - 1]->device; }
 
 std::mutex pooledMutex;
 std::map<void*, std::size_t> pooled;  // memory of the device's own pool, and its lengths
@@ -121,8 +125,24 @@ int mostLaunches() {
   return text == nullptr ? std::numeric_limits<int>::max() : std::atoi(text);
 }
 
+struct Owned {
+  std::size_t numBytes;
+  DeviceOrdinal device;
+};
+
 std::mutex ownersMutex;
-std::map<DeviceAddress, DeviceOrdinal> owners;  // of mapped memory: the device in which it lies
+std::map<DeviceAddress, Owned, std::greater<>> owned;  // mapped memory, and the device in which it lies
+
+bool areApart() { return std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr; }
+
+/// Whether a device may use what lies at an address, of device memory or not.
+bool reaches(DeviceOrdinal device, DeviceAddress address) {
+  if (!areApart()) return true;
+  const std::lock_guard lock(ownersMutex);
+  const auto range = owned.lower_bound(address);
+  return range == owned.end() || address >= range->first + range->second.numBytes ||
+         range->second.device == device;
+}
 
 constexpr const char* kMemoryName = "device memory ";
 
@@ -171,7 +191,7 @@ Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal
   return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + device : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
-  return number(can, device != peer ? 1 : 0);
+  return number(can, device != peer && !areApart() ? 1 : 0);
 }
 Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal device) {
   *context = &contexts[static_cast<std::size_t>(device)];
@@ -195,7 +215,7 @@ Result cuCtxSetCurrent(ContextHandle context) {
 /// Not called by COARSE, but by NCCL's stand-in.
 Result cuCtxGetDevice(DeviceOrdinal* device) {
   if (current.depth == 0) return kInvalidContext;
-  return number(device, current.stack[current.depth - 1]->device);
+  return number(device, currentDevice());
 }
 Result cuCtxSynchronize() { return kNotSupported; }
 Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
@@ -231,6 +251,12 @@ Result cuMemcpyDtoHAsync_v2(void* destination, DeviceAddress source, std::size_t
 }
 Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
+  if (!reaches(currentDevice(), destination) || !reaches(currentDevice(), source)) return kIllegalAddress;
+  return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
+}
+Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddress source,
+                         ContextHandle from, std::size_t numBytes, StreamHandle stream) {
+  if (!reaches(to->device, destination) || !reaches(from->device, source)) return kIllegalAddress;
   return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
 }
 /// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
@@ -335,6 +361,12 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
   if (launchesLeft.load() <= 0 || launchesLeft.fetch_sub(1) <= 0) return kLaunchFailed;
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
+  for (std::size_t offset = 0; areApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
+       offset += sizeof(DeviceAddress)) {
+    DeviceAddress perhaps = 0;
+    std::memcpy(&perhaps, batch + offset, sizeof(perhaps));
+    if (!reaches(currentDevice(), perhaps)) return kIllegalAddress;
+  }
   // Read before this returns, as CUDA does.
   stream->give([kernel, copied = std::vector<std::byte>(batch, batch + kernel->parameterBytes)] {
     kernel->run(copied.data());
@@ -354,6 +386,10 @@ Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocati
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) return kOutOfMemory;
   *handle = static_cast<MemoryHandle>(fd);
   return kSuccess;
+}
+Result cuMemGetAllocationPropertiesFromHandle(MemAllocationProp* properties, MemoryHandle handle) {
+  *properties = {};
+  return number(&properties->location.id, ownerOf(static_cast<int>(handle)));
 }
 Result cuMemRelease(MemoryHandle handle) {
   return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kNotPermitted;
@@ -382,21 +418,22 @@ Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, Memory
   void* mapped = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
   if (mapped == MAP_FAILED) return kNotPermitted;
   const std::lock_guard lock(ownersMutex);
-  owners[address] = ownerOf(fd);
+  owned[address] = {numBytes, ownerOf(fd)};
   return kSuccess;
 }
 Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
+  {
+    const std::lock_guard lock(ownersMutex);
+    owned.erase(address);
+  }
   void* reserved = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return reserved == MAP_FAILED ? kNotPermitted : kSuccess;
 }
 Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* accesses,
                       std::size_t numAccesses) {
-  if (std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr) {
-    const std::lock_guard lock(ownersMutex);
-    for (std::size_t i = 0; i < numAccesses; ++i) {
-      if (owners.at(address) != accesses[i].location.id) return kPeerAccessUnsupported;
-    }
+  for (std::size_t i = 0; i < numAccesses; ++i) {
+    if (!reaches(accesses[i].location.id, address)) return kPeerAccessUnsupported;
   }
   return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                              : kNotPermitted;

@@ -173,7 +173,8 @@ struct Drive {
 /// Steps of rings as kernels.
 std::unique_ptr<RingCompute> makeStandInCompute() {
   static const CudaKernels kernels = standInKernels();
-  return std::make_unique<CudaRingCompute>(std::make_shared<cuda::Context>(0), kernels);
+  return std::make_unique<CudaRingCompute>(std::make_shared<cuda::Context>(0), kernels,
+                                           std::make_shared<DistantMemory>());
 }
 
 class RingOf : public testing::TestWithParam<Drive> {

@@ -98,6 +98,14 @@ MemAllocationProp allocationOn(int device) {
 
 std::string mebibytes(std::size_t numBytes) { return std::to_string(numBytes >> 20) + " MiB"; }
 
+MemoryHandle importHandle(int fd) {
+  MemoryHandle handle = 0;
+  void* const osHandle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+  check(api().cuMemImportFromShareableHandle(&handle, osHandle, kMemHandlePosixFd),
+        "cuMemImportFromShareableHandle", "descriptor " + std::to_string(fd) + " is to be device memory");
+  return handle;
+}
+
 }  // namespace
 
 Driver::Driver(const char* libraryName) {
@@ -282,6 +290,18 @@ void Stream::copyOnDevice(DeviceAddress destination, DeviceAddress source, std::
   check(api().cuMemcpyDtoDAsync_v2(destination, source, numBytes, handle_), "cuMemcpyDtoDAsync");
 }
 
+void Stream::copyFrom(const Context& other, DeviceAddress destination, DeviceAddress source,
+                      std::size_t numBytes) {
+  check(api().cuMemcpyPeerAsync(destination, context_->handle(), source, other.handle(), numBytes, handle_),
+        "cuMemcpyPeerAsync");
+}
+
+void Stream::copyTo(const Context& other, DeviceAddress destination, DeviceAddress source,
+                    std::size_t numBytes) {
+  check(api().cuMemcpyPeerAsync(destination, other.handle(), source, context_->handle(), numBytes, handle_),
+        "cuMemcpyPeerAsync");
+}
+
 void Stream::fill(DeviceAddress destination, unsigned char value, std::size_t numBytes) {
   check(api().cuMemsetD8Async(destination, value, numBytes, handle_), "cuMemsetD8Async");
 }
@@ -401,11 +421,17 @@ DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes)
 DeviceMemory DeviceMemory::import(SharedContext context, int fd, std::size_t numBytes,
                                   std::vector<SharedContext> others) {
   const ContextScope scope(*context);
-  MemoryHandle handle = 0;
-  void* const osHandle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
-  check(api().cuMemImportFromShareableHandle(&handle, osHandle, kMemHandlePosixFd),
-        "cuMemImportFromShareableHandle", "descriptor " + std::to_string(fd) + " is to be device memory");
+  const MemoryHandle handle = importHandle(fd);
   return DeviceMemory(std::move(context), handle, numBytes, std::move(others));
+}
+
+int DeviceMemory::locationOf(int fd) {
+  const MemoryHandle handle = importHandle(fd);
+  MemAllocationProp properties{};
+  const Result result = api().cuMemGetAllocationPropertiesFromHandle(&properties, handle);
+  api().cuMemRelease(handle);
+  check(result, "cuMemGetAllocationPropertiesFromHandle");
+  return properties.location.id;
 }
 
 DeviceMemory::DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes,

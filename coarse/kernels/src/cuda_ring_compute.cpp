@@ -20,11 +20,13 @@ void throwTooManyContributions() {
   throw std::invalid_argument("a shard has more contributions than a kernel takes");
 }
 
-CudaRingCompute::CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels)
+CudaRingCompute::CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels,
+                                 std::shared_ptr<const DistantMemory> distant)
     : context_(std::move(context)),
       kernels_(kernels),
       mostBlocks_(cuda::mostBlocks(*context_)),
       stream_(context_, context_->priorities().second),
+      near_(stream_, std::move(distant)),
       launched_(context_) {}
 
 CudaRingCompute::~CudaRingCompute() {
@@ -38,10 +40,15 @@ CudaRingCompute::~CudaRingCompute() {
 void CudaRingCompute::begin(const RingStep& step, Done done) {
   const cuda::ContextScope scope(*context_);
   cuda::ReduceBatch batch{};
-  if (!append(batch, step)) throwTooManyContributions();
+  RingStep near = step;
+  if (step.sent != nullptr)
+    near.sent =
+        static_cast<std::byte*>(near_.toWrite(step.sent, step.numElements * accumulatorBytes(step.dtype)));
+  if (!append(batch, near)) throwTooManyContributions();
   const auto& kernels = step.op == ReduceOp::kMax ? kernels_.ringMax : kernels_.ringSum;
   cuda::launchBatch(kernels[static_cast<std::size_t>(step.dtype)], batch.numTiles, mostBlocks_,
                     stream_.handle(), &batch);
+  near_.sendBack();
   launched_.record(stream_.handle());
   done_ = std::move(done);
 }

@@ -22,6 +22,9 @@ namespace {
 // Of the largest shard that there can be, 4 GiB.
 constexpr std::size_t kMostMeasuredTiles = (std::size_t{1} << 32) / cuda::kTileBytes;
 
+// Of what one GPU cannot reach, in front of a launch.
+constexpr std::size_t kMostCopiedBytes = std::size_t{64} << 20;
+
 using cuda::PinnedPages;
 using cuda::pointerTo;
 
@@ -127,7 +130,8 @@ struct Launch {
 /// Runs batches of shards on a stream of their own: each is a few launches with an event behind them.
 class CudaRunner : public BatchRunner {
  public:
-  CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels);
+  CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels,
+             std::shared_ptr<const DistantMemory> distant);
   ~CudaRunner() override;
 
   void start(const ShardBatch& batch, MonotonicNs notBefore) override;
@@ -148,6 +152,7 @@ class CudaRunner : public BatchRunner {
   void add(const ShardRun& run);
   void addReduction(const ShardRun& run);
   void addUpdate(const ShardRun& run);
+  void bringNear(Contributions& all, std::size_t numBytes);
   template <class Batch, class Append>
   void addTo(Launch<Batch>& next, Append append);
   void flush();
@@ -160,6 +165,7 @@ class CudaRunner : public BatchRunner {
   cuda::SharedContext context_;
   std::uint32_t mostBlocks_;
   cuda::Stream stream_;
+  NearCopies near_;
   // By dtype.
   std::vector<Launch<cuda::ReduceBatch>> sums_, maxima_;
   std::vector<Launch<cuda::MeasureBatch>> measured_;
@@ -178,10 +184,12 @@ std::vector<Launch<Batch>> launchesOf(const CudaKernels::ByDType& kernels) {
   return launches;
 }
 
-CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels)
+CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels,
+                       std::shared_ptr<const DistantMemory> distant)
     : context_(context),
       mostBlocks_(cuda::mostBlocks(*context)),
       stream_(context, context->priorities().second),
+      near_(stream_, std::move(distant)),
       sums_(launchesOf<cuda::ReduceBatch>(kernels.reduceSum)),
       maxima_(launchesOf<cuda::ReduceBatch>(kernels.reduceMax)),
       measured_(launchesOf<cuda::MeasureBatch>(kernels.measure)),
@@ -205,7 +213,10 @@ void CudaRunner::start(const ShardBatch& batch, MonotonicNs notBefore) {
   if (notBefore > 0) holds_.hold(numStarted_ % started_.size(), notBefore, stream_);
   const std::vector<ShardRun> runs = runsOf(batch);
   keepBefore(runs);
-  for (const ShardRun& run : runs) add(run);
+  for (const ShardRun& run : runs) {
+    add(run);
+    if (near_.numBytes() > kMostCopiedBytes) flush();
+  }
   flush();
   newest().done.record(stream_.handle());
   ++numStarted_;
@@ -248,7 +259,7 @@ void CudaRunner::add(const ShardRun& run) {
 
 void CudaRunner::addReduction(const ShardRun& run) {
   const bool isMeasured = run.work == ShardWork::kMeasure;
-  const Contributions all(*run.group, run.firstShard, run.firstElement);
+  Contributions all(*run.group, run.firstShard, run.firstElement);
   if (all.numInputs == 0) {
     if (isMeasured) run.group->control().measure(run.firstShard) = {0, kNobody, 0};
     return;
@@ -257,6 +268,7 @@ void CudaRunner::addReduction(const ShardRun& run) {
   const auto dtype = static_cast<std::size_t>(shape.dtype);
   const std::size_t itemSize = itemBytes(shape.dtype);
   const std::uint32_t divisor = shape.op == ReduceOp::kMean ? run.group->divisor(run.firstShard) : 0;
+  bringNear(all, run.numElements * itemSize);
   const auto numInputs = static_cast<std::uint32_t>(all.numInputs);
   const auto numSlots = static_cast<std::uint32_t>(all.numSlots);
   // Where everybody has contributed, one list of arrays says all.
@@ -276,11 +288,19 @@ void CudaRunner::addReduction(const ShardRun& run) {
   measured_[dtype].measured.push_back(run);
 }
 
+/// Has arrays that this GPU cannot reach be copies of them.
+void CudaRunner::bringNear(Contributions& all, std::size_t numBytes) {
+  for (std::size_t i = 0; i < all.numInputs; ++i) all.inputs[i] = near_.toRead(all.inputs[i], numBytes);
+  for (std::size_t i = 0; i < all.numSlots; ++i) all.slots[i] = near_.toWrite(all.slots[i], numBytes);
+}
+
 void CudaRunner::addUpdate(const ShardRun& run) {
   const TensorGroup& group = *run.group;
-  const UpdateInputs inputs(group, run.firstShard);
+  UpdateInputs inputs(group, run.firstShard);
   if (!inputs.isRunnable()) return;
   const Shard& shard = group.plan().shards[run.firstShard];
+  for (std::size_t i = 0; i < inputs.numGradients; ++i)
+    inputs.gradients[i] = near_.toRead(inputs.gradients[i], run.numElements * itemBytes(shard.dtype));
   cuda::UpdateShard arrays{};
   arrays.numElements = run.numElements;
   arrays.parameter = group.parameter(shard);
@@ -308,6 +328,7 @@ void CudaRunner::flush() {
   }
   for (auto& next : measured_) launch(next);
   for (auto& next : updates_) launch(next);
+  near_.sendBack();
 }
 
 void CudaRunner::launch(Launch<cuda::MeasureBatch>& next) {
@@ -364,7 +385,7 @@ void CudaKernels::validate() const {
 }
 
 CudaTensorMemory::CudaTensorMemory(cuda::SharedContext context, const CudaKernels& kernels)
-    : context_(std::move(context)), kernels_(kernels) {
+    : context_(std::move(context)), kernels_(kernels), distant_(std::make_shared<DistantMemory>()) {
   kernels_.validate();
 }
 
@@ -379,7 +400,24 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
     auto* const address = static_cast<std::byte*>(pointerTo(memory->address()));
     return {std::move(memory), address};
   } catch (const cuda::Error& error) {
+    if (TensorBytes distant = mapDistant(region); distant != nullptr) return distant;
     throw cuda::Error(what + ": " + error.what());
+  }
+}
+
+/// Maps memory of a GPU that this one cannot reach; null if that is not the matter.
+TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
+  try {
+    const int owner = cuda::DeviceMemory::locationOf(region.fd);
+    if (owner == context_->device()) return nullptr;
+    auto there = std::make_shared<const cuda::Context>(owner);
+    auto memory = cuda::DeviceMemory::import(there, region.fd, region.numBytes);
+    auto* const address = static_cast<std::byte*>(pointerTo(memory.address()));
+    distant_->add(address, memory.numBytes(), std::move(there));
+    const auto mapped = std::make_shared<cuda::DeviceMemory>(std::move(memory));
+    return {address, [mapped, distant = distant_](std::byte* begin) { distant->remove(begin); }};
+  } catch (const cuda::Error&) {
+    return nullptr;
   }
 }
 
@@ -388,12 +426,12 @@ std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {
 }
 
 std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {
-  return std::make_unique<BatchedCompute>(std::make_unique<CudaRunner>(context_, kernels_),
+  return std::make_unique<BatchedCompute>(std::make_unique<CudaRunner>(context_, kernels_, distant_),
                                           std::move(finish));
 }
 
 std::unique_ptr<RingCompute> CudaTensorMemory::makeRingCompute() const {
-  return std::make_unique<CudaRingCompute>(context_, kernels_);
+  return std::make_unique<CudaRingCompute>(context_, kernels_, distant_);
 }
 
 }  // namespace coarse

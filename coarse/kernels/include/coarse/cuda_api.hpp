@@ -126,6 +126,8 @@ struct MemAccessDesc {
   F(cuMemcpyHtoDAsync_v2, DeviceAddress, const void*, std::size_t, StreamHandle)                          \
   F(cuMemcpyDtoHAsync_v2, void*, DeviceAddress, std::size_t, StreamHandle)                                \
   F(cuMemcpyDtoDAsync_v2, DeviceAddress, DeviceAddress, std::size_t, StreamHandle)                        \
+  F(cuMemcpyPeerAsync, DeviceAddress, ContextHandle, DeviceAddress, ContextHandle, std::size_t,           \
+    StreamHandle)                                                                                         \
   F(cuMemAllocAsync, DeviceAddress*, std::size_t, StreamHandle)                                           \
   F(cuMemFreeAsync, DeviceAddress, StreamHandle)                                                          \
   F(cuMemsetD8Async, DeviceAddress, unsigned char, std::size_t, StreamHandle)                             \
@@ -151,6 +153,7 @@ struct MemAccessDesc {
   F(cuMemGetAllocationGranularity, std::size_t*, const MemAllocationProp*, int)                           \
   F(cuMemCreate, MemoryHandle*, std::size_t, const MemAllocationProp*, unsigned long long)                \
   F(cuMemRelease, MemoryHandle)                                                                           \
+  F(cuMemGetAllocationPropertiesFromHandle, MemAllocationProp*, MemoryHandle)                             \
   F(cuMemExportToShareableHandle, void*, MemoryHandle, int, unsigned long long)                           \
   F(cuMemImportFromShareableHandle, MemoryHandle*, void*, int)                                            \
   F(cuMemAddressReserve, DeviceAddress*, std::size_t, std::size_t, DeviceAddress, unsigned long long)     \

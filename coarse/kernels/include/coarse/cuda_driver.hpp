@@ -157,6 +157,9 @@ class Stream {
   void copyToHost(void* destination, DeviceAddress source, std::size_t numBytes);
   /// Between memories of this device, or one that it can access.
   void copyOnDevice(DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
+  /// Between this device and any other, through the host if there is no other way.
+  void copyFrom(const Context& other, DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
+  void copyTo(const Context& other, DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
   void fill(DeviceAddress destination, unsigned char value, std::size_t numBytes);
   /// Memory of the device for this process alone, to be used by what the stream is given from now on, and by
   /// others once that is done.
@@ -239,6 +242,8 @@ class DeviceMemory {
   /// @throws Error if the descriptor is something else or smaller, or a device cannot reach that memory.
   static DeviceMemory import(SharedContext context, int fd, std::size_t numBytes,
                              std::vector<SharedContext> others = {});
+  /// The device in whose memory lies what a descriptor stands for. @throws Error as import().
+  static int locationOf(int fd);
   /// Bytes that an allocation of `numBytes` takes on a device.
   static std::size_t roundUpToPages(const Context& context, std::size_t numBytes);
 

@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "batches.cuh"
+#include "coarse/cuda_distant_memory.hpp"
 #include "coarse/cuda_driver.hpp"
 #include "coarse/cuda_kernels.hpp"
 #include "coarse/ring_step.hpp"
@@ -14,7 +16,8 @@ namespace coarse {
 class CudaRingCompute : public RingCompute {
  public:
   /// @param kernels must outlive this.
-  CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels);
+  CudaRingCompute(cuda::SharedContext context, const CudaKernels& kernels,
+                  std::shared_ptr<const DistantMemory> distant);
   ~CudaRingCompute() override;
 
   void begin(const RingStep& step, Done done) override;
@@ -29,6 +32,7 @@ class CudaRingCompute : public RingCompute {
   const CudaKernels& kernels_;
   std::uint32_t mostBlocks_;
   cuda::Stream stream_;
+  NearCopies near_;  // of messages to a neighbour that this GPU cannot reach
   cuda::Event launched_;
   Done done_;  // of the step under way
 };

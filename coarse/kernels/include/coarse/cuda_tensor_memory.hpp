@@ -3,14 +3,15 @@
 #include <memory>
 #include <string>
 
+#include "coarse/cuda_distant_memory.hpp"
 #include "coarse/cuda_driver.hpp"
 #include "coarse/cuda_kernels.hpp"
 #include "coarse/tensor_memory.hpp"
 
 namespace coarse {
 
-/// Memory of GPUs behind file descriptors, as one GPU reaches it: its own, and that of those which it can
-/// access. Kernels reduce and update there.
+/// Memory of GPUs behind file descriptors, where one GPU reduces and updates: its own, and that of those
+/// which it can access. Of the memory of others it takes copies.
 class CudaTensorMemory : public TensorMemory {
  public:
   /// @throws std::invalid_argument as CudaKernels::validate().
@@ -26,8 +27,11 @@ class CudaTensorMemory : public TensorMemory {
   std::unique_ptr<RingCompute> makeRingCompute() const override;
 
  private:
+  TensorBytes mapDistant(const Region& region) const;
+
   cuda::SharedContext context_;
   CudaKernels kernels_;
+  std::shared_ptr<DistantMemory> distant_;
 };
 
 }  // namespace coarse

@@ -1,0 +1,73 @@
+#include "coarse/cuda_distant_memory.hpp"
+
+#include <string>
+#include <utility>
+
+#include "coarse/cuda_pinned_pages.hpp"
+
+namespace coarse {
+
+void DistantMemory::add(const void* begin, std::size_t numBytes, cuda::SharedContext owner) {
+  const std::lock_guard lock(mutex_);
+  ranges_[static_cast<const std::byte*>(begin)] = {numBytes, std::move(owner)};
+}
+
+void DistantMemory::remove(const void* begin) noexcept {
+  const std::lock_guard lock(mutex_);
+  ranges_.erase(static_cast<const std::byte*>(begin));
+}
+
+cuda::SharedContext DistantMemory::ownerOf(const void* address) const {
+  const auto* const wanted = static_cast<const std::byte*>(address);
+  const std::lock_guard lock(mutex_);
+  // In descending order: the first range that does not begin behind the address.
+  const auto range = ranges_.lower_bound(wanted);
+  if (range == ranges_.end() || wanted >= range->first + range->second.numBytes) return nullptr;
+  return range->second.owner;
+}
+
+NearCopies::NearCopies(cuda::Stream& stream, std::shared_ptr<const DistantMemory> distant)
+    : stream_(stream), distant_(std::move(distant)) {}
+
+const void* NearCopies::toRead(const void* address, std::size_t numBytes) {
+  Copy* const copy = find(address, numBytes);
+  if (copy == nullptr) return address;
+  if (!std::exchange(copy->isBrought, true))
+    stream_.copyFrom(*copy->owner, copy->address, cuda::addressOf(address), numBytes);
+  return cuda::pointerTo(copy->address);
+}
+
+void* NearCopies::toWrite(void* address, std::size_t numBytes) {
+  Copy* const copy = find(address, numBytes);
+  if (copy == nullptr) return address;
+  copy->isWritten = true;
+  return cuda::pointerTo(copy->address);
+}
+
+void NearCopies::sendBack() {
+  for (const auto& [address, copy] : copies_) {
+    if (copy.isWritten) stream_.copyTo(*copy.owner, cuda::addressOf(address), copy.address, copy.numBytes);
+    stream_.free(copy.address);
+  }
+  copies_.clear();
+  numBytes_ = 0;
+}
+
+NearCopies::Copy* NearCopies::find(const void* address, std::size_t numBytes) {
+  if (const auto found = copies_.find(address); found != copies_.end()) return &found->second;
+  cuda::SharedContext owner = distant_->ownerOf(address);
+  if (owner == nullptr) return nullptr;
+  Copy copy;
+  copy.owner = std::move(owner);
+  copy.numBytes = numBytes;
+  copy.address = stream_.allocate(numBytes);
+  if (copy.address == 0) {
+    throw cuda::OutOfMemoryError("cuda:" + std::to_string(stream_.context()->device()) + " has no " +
+                                 std::to_string(numBytes >> 20) + " MiB for copies of what lies on cuda:" +
+                                 std::to_string(copy.owner->device()) + ", which it cannot reach");
+  }
+  numBytes_ += numBytes;
+  return &copies_.emplace(address, std::move(copy)).first->second;
+}
+
+}  // namespace coarse
