@@ -108,6 +108,7 @@ class OffloadedParameters:
     def release(self) -> None:
         """Gives every parameter memory of its own again, with the values of now."""
         self._is_shared = False
+        self._finish_update = lambda: 0  # it refers to this in turn; whoever releases waits by himself
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
