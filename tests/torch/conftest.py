@@ -67,8 +67,8 @@ def stand_in_gpu_apart_from_slots_pool(make_pool: MakePool, cuda_stand_ins: Path
 
 
 @pytest.fixture(scope="session")
-def stand_in_gpu_with_some_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
-    return make_pool("coarse, stand-in GPU that has some slots", stand_ins=cuda_stand_ins)
+def stand_in_gpu_each_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU each", stand_ins=cuda_stand_ins)
 
 
 @pytest.fixture(scope="session")

@@ -18,20 +18,24 @@ from coarse.torch import gpu_gradients, gradients, layout, offloading
 
 
 class StandInGpu(gpu_gradients.Gpu):
-    """Has parameters that lie in the host's memory, and one stream that computes."""
+    """Has parameters that lie in the host's memory, and one stream that computes.
 
-    def __init__(self) -> None:
+    Args:
+        ordinal: Which of the stand-in's devices it is.
+    """
+
+    def __init__(self, ordinal: int) -> None:
         self.device = torch.device("cpu")
-        self.context = _native.CudaContext(0)
+        self.context = _native.CudaContext(ordinal)
         self.stream = _native.CudaStream(self.context)
 
     def current_stream(self) -> int:
         return self.stream.handle
 
 
-def install() -> StandInGpu:
+def install(ordinal: int = 0) -> StandInGpu:
     """Has this process take its processor for a GPU, by the driver that tests/conftest.py builds; returns that."""
-    gpu = StandInGpu()
+    gpu = StandInGpu(ordinal)
     join = TensorGroup.join_gpu
 
     def join_and_wait(group: TensorGroup, stream: int) -> None:
@@ -49,7 +53,7 @@ def install() -> StandInGpu:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     layout._flat_tensor = flat_tensor
-    gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(0)
+    gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(ordinal)
     gpu_gradients.find_gpu = find_gpu
     TensorGroup.join_gpu = join_and_wait  # type: ignore[method-assign]
     return gpu

@@ -11,7 +11,7 @@ from process_pool import ProcessPool
 WORLD_SIZE = 2
 _HERE = Path(__file__).parent
 
-# The workers are on cuda:0.
+# The workers are on cuda:0, or each on one of its own.
 _GPU_ENVIRONMENTS = {
     "coarse, stand-in GPU that has slots": {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
     "coarse, stand-in GPU beside slots": {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"},
@@ -20,8 +20,8 @@ _GPU_ENVIRONMENTS = {
         "STAND_IN_GPUS": "2",
         "STAND_IN_GPUS_ARE_APART": "1",
     },
-    "coarse, stand-in GPU that has some slots": {
-        "COARSE_MEMORY_DEVICES": "cuda:1,cuda:0",
+    "coarse, stand-in GPU each": {
+        "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
         "STAND_IN_GPUS": "2",
         "COARSE_ALGORITHM": "direct",
     },
@@ -35,8 +35,8 @@ class WorkerPool(ProcessPool):
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
     aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
-    from slots" cannot reach. "coarse, stand-in GPU that has some slots" has one on each, the home device on the
-    second. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
+    from slots" cannot reach. With "coarse, stand-in GPU each" every worker shares one with its memory device, the first
+    one with the home device. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

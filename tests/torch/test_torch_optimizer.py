@@ -101,12 +101,10 @@ def test_equals_torch_where_updates_go_through_the_host_to_a_gpu(
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_overlapped"], PARITY))
-def test_equals_torch_where_slots_are_on_one_gpu_and_parameters_on_another(
-    name: str, ddp_pool: WorkerPool, stand_in_gpu_with_some_slots_pool: WorkerPool
+def test_equals_torch_where_parameters_are_on_the_gpu_of_one_worker(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_each_pool: WorkerPool
 ) -> None:
-    assert_equal_results(
-        name, ddp_pool, stand_in_gpu_with_some_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance
-    )
+    assert_equal_results(name, ddp_pool, stand_in_gpu_each_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
