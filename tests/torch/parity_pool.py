@@ -35,8 +35,8 @@ class WorkerPool(ProcessPool):
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
     aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
-    from slots" cannot reach. With "coarse, stand-in GPU each" every worker shares one with its memory device, the first
-    one with the home device. "ddp, cuda" and "coarse, cuda" have the models of both workers on the first GPU.
+    from slots" cannot reach. "coarse, stand-in GPU each" has each worker on a GPU with its memory device, the first
+    worker on that of the home device. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """
