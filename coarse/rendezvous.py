@@ -118,13 +118,10 @@ class PeerWatch:
         self._store: Store | None = None
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
+        self._gone: set[int] = set()  # before they were watched
 
     def add(self, rank: int, address: WorkerAddress) -> None:
-        """Starts to watch a worker.
-
-        Raises:
-            WorkerLostError: If it is gone already.
-        """
+        """Starts to watch a worker. If it is gone already, get() still returns what it has left, and check() tells."""
         if rank == self._identity.rank or rank in self._pids or address.host != self._host:
             return
         self._pids[rank] = address.pid
@@ -134,7 +131,7 @@ class PeerWatch:
         except OSError:
             is_gone = True
         if is_gone:
-            raise self._loss([rank])
+            self._gone.add(rank)
 
     def follow(self, store: Store) -> None:
         """From now on, check() also notices that a worker of another node has given the start up."""
@@ -182,8 +179,8 @@ class PeerWatch:
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, _ in poll.poll(0)}
-        if ended:
-            raise self._loss([rank for rank, pidfd in self._pidfds.items() if pidfd in ended])
+        if dead := self._gone | {rank for rank, pidfd in self._pidfds.items() if pidfd in ended}:
+            raise self._loss(sorted(dead))
 
     def get(self, store: Store, key: str, timeout_s: float) -> bytes:
         """As store.get(), but ends when a worker does.

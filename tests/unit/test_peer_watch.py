@@ -1,0 +1,35 @@
+"""Who watches other workers hears of their end, but first what they have left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from coarse.env import WorkerIdentity
+from coarse.errors import WorkerLostError
+from coarse.rendezvous import PeerWatch, WorkerAddress, host_identity
+from coarse.store import DirectoryStore
+
+
+@pytest.fixture
+def gone():
+    """The address of a worker that has ended."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return WorkerAddress(host=host_identity(""), pid=ended.pid, started=1)
+
+
+def test_the_last_words_of_a_worker_that_ended_before_it_was_watched_are_heard(tmp_path, gone):
+    store = DirectoryStore(tmp_path)
+    store.set("why", b"no such device")
+    with PeerWatch(WorkerIdentity(rank=1, world_size=2, local_rank=1, local_world_size=2)) as watch:
+        watch.add(0, gone)
+        assert watch.get(store, "why", 10.0) == b"no such device"
+        with pytest.raises(
+            WorkerLostError, match=rf"worker 0 \(pid {gone.pid}\) died while the session was starting"
+        ):
+            watch.get(store, "what it never said", 10.0)
+        with pytest.raises(WorkerLostError):
+            watch.check()
