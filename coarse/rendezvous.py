@@ -121,7 +121,7 @@ class PeerWatch:
         self._gone: set[int] = set()  # before they were watched
 
     def add(self, rank: int, address: WorkerAddress) -> None:
-        """Starts to watch a worker. If it is gone already, get() still returns what it has left, and check() tells."""
+        """Starts to watch a worker. If it is gone already, get() still has what it has left, and check() tells."""
         if rank == self._identity.rank or rank in self._pids or address.host != self._host:
             return
         self._pids[rank] = address.pid

@@ -27,9 +27,7 @@ def test_the_last_words_of_a_worker_that_ended_before_it_was_watched_are_heard(t
     with PeerWatch(WorkerIdentity(rank=1, world_size=2, local_rank=1, local_world_size=2)) as watch:
         watch.add(0, gone)
         assert watch.get(store, "why", 10.0) == b"no such device"
-        with pytest.raises(
-            WorkerLostError, match=rf"worker 0 \(pid {gone.pid}\) died while the session was starting"
-        ):
+        with pytest.raises(WorkerLostError, match=rf"worker 0 \(pid {gone.pid}\) died while"):
             watch.get(store, "what it never said", 10.0)
         with pytest.raises(WorkerLostError):
             watch.check()
