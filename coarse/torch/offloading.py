@@ -108,6 +108,20 @@ class Offloading(Refusals):
         gradients.update(offloaded, waits_here=bool(staleness))
         gradients.num_updates = offloaded.recovered_step
         self._offloaded = offloaded
+        self._hold_parameters(offloaded, gradients, staleness=staleness)
+        self._follow_module(offloaded)
+        if overlap:
+            gradients.update_in_backward(before_update, waits=not staleness)
+        self._groups[0] = gradients.group
+        self._gradients = gradients
+        self._watch_end()
+        return self._offloaded
+
+    def _hold_parameters(
+        self, offloaded: OffloadedParameters, gradients: GradientSynchroniser, *, staleness: int
+    ) -> None:
+        """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
+        assert isinstance(gradients.group, TensorGroup)
         # Views and copies do not go together: what is written to a view, others would take for an update's result.
         # When this returns the values of the worker that writes are there.
         has_copies = self._is_true_anywhere(gradients.group.are_parameters_elsewhere)
@@ -118,16 +132,12 @@ class Offloading(Refusals):
             gradients.mirror(offloaded.mirror(gradients.settle))
         else:
             offloaded.share()
-        # Whoever loads into the module writes to what snapshots may refer to. The module may outlive this wrapper.
-        reference = weakref.ref(self._offloaded)
+
+    def _follow_module(self, offloaded: OffloadedParameters) -> None:
+        """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""
+        reference = weakref.ref(offloaded)  # the module may outlive this wrapper
         self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
         self.module.register_state_dict_pre_hook(lambda *_: _wait_for_update(reference))
-        if overlap:
-            gradients.update_in_backward(before_update, waits=not staleness)
-        self._groups[0] = gradients.group
-        self._gradients = gradients
-        self._watch_end()
-        return self._offloaded
 
     def agree_on_obstacle(self, reason: str) -> str:
         """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
