@@ -391,7 +391,9 @@ class MemoryDevice:
         """Ends this process, which holds nothing that can be saved, once all workers have been told why."""
         loss = device_failed(self._job, reason)
         self._abort(loss)
-        for worker in self._workers.present(range(self._job.num_clients)):
+        # The others would see that this device is gone before theirs can tell them more.
+        others = set(range(self._job.num_clients)) - set(self._job.local_clients)
+        for worker in self._workers.present(sorted(others)):
             worker.send(loss.to_message("aborted"))
         logger.error("%s", loss.text)
         # Threads may still wait for memory that does not work any more.

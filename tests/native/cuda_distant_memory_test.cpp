@@ -30,7 +30,9 @@ TEST_F(Distance, IsOfWholeRanges) {
   EXPECT_EQ(distant_->ownerOf(&memory_[31]), there_);
   EXPECT_EQ(distant_->ownerOf(&memory_[32]), nullptr);
   EXPECT_EQ(distant_->ownerOf(memory_.data() - 1), nullptr);
+  EXPECT_FALSE(distant_->isEmpty());
   distant_->remove(memory_.data());
+  EXPECT_TRUE(distant_->isEmpty());
   EXPECT_EQ(distant_->ownerOf(&memory_[0]), nullptr);
 }
 

@@ -10,11 +10,13 @@ namespace coarse {
 void DistantMemory::add(const void* begin, std::size_t numBytes, cuda::SharedContext owner) {
   const std::lock_guard lock(mutex_);
   ranges_[static_cast<const std::byte*>(begin)] = {numBytes, std::move(owner)};
+  isEmpty_.store(false, std::memory_order_release);
 }
 
 void DistantMemory::remove(const void* begin) noexcept {
   const std::lock_guard lock(mutex_);
   ranges_.erase(static_cast<const std::byte*>(begin));
+  isEmpty_.store(ranges_.empty(), std::memory_order_release);
 }
 
 cuda::SharedContext DistantMemory::ownerOf(const void* address) const {
@@ -54,6 +56,7 @@ void NearCopies::sendBack() {
 }
 
 NearCopies::Copy* NearCopies::find(const void* address, std::size_t numBytes) {
+  if (distant_->isEmpty()) return nullptr;
   if (const auto found = copies_.find(address); found != copies_.end()) return &found->second;
   cuda::SharedContext owner = distant_->ownerOf(address);
   if (owner == nullptr) return nullptr;

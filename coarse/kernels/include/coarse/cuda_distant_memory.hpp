@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <functional>
 #include <map>
@@ -19,6 +20,8 @@ class DistantMemory {
  public:
   void add(const void* begin, std::size_t numBytes, cuda::SharedContext owner);
   void remove(const void* begin) noexcept;
+  /// Whether there is none, as between most GPUs.
+  bool isEmpty() const noexcept { return isEmpty_.load(std::memory_order_acquire); }
   /// The GPU in whose memory `address` lies; null where it is none of these.
   cuda::SharedContext ownerOf(const void* address) const;
 
@@ -30,6 +33,7 @@ class DistantMemory {
 
   mutable std::mutex mutex_;  // guards ranges_
   std::map<const std::byte*, Range, std::greater<>> ranges_;
+  std::atomic<bool> isEmpty_{true};
 };
 
 /// Copies of distant memory on the GPU of a stream, on which kernels of that stream work instead. CUDA takes
