@@ -30,10 +30,6 @@ _OWN_PATH_FLAGS = {
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
 
-
-# Memory devices are told of what comes from a GPU once per so many bytes: some 80 us of a PCIe 5 link.
-_GPU_BATCH_BYTES = 4 << 20
-
 GpuTensor = tuple[int, int, int, int, int]
 """A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
 slot (0 for none), that to which its result is copied (0 for none), and TensorGroup.updated_parameter() if that is the
@@ -273,7 +269,6 @@ class TensorGroup:
             slots,
             (0, 0, False) if self._kept is None else self._kept.results(),
             self._client.timeout_s,
-            _GPU_BATCH_BYTES,
         )
         if self._reached is not None:
             self._native.give_up_view(self.id)
@@ -304,6 +299,10 @@ class TensorGroup:
                 self._on_push(tensor[0])
         self._is_joined = False
         self._check_gpu(self._open_gpu().push(tensors, stream))
+
+    def gpu_batch_bytes(self) -> int:
+        """How much is best pushed next from a GPU at once: less as a step goes to its end, which is join_gpu()."""
+        return self._open_gpu().batch_bytes
 
     def num_pushed_from_gpu(self) -> int:
         """Counts what was pushed from a GPU, for has_left_gpu()."""

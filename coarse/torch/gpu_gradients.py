@@ -20,8 +20,7 @@ from coarse.torch.mirrored_parameters import MirroredParameters
 
 logger = logging.getLogger(__name__)
 
-# Gradients that are ready go together: an event, two words and a look of a thread cost what 4 MiB take on the bus.
-_BATCH_BYTES = 4 << 20
+_PRESENT = _native.PRESENT
 
 
 class Gpu:
@@ -68,6 +67,7 @@ class GpuGradients:
         self._nbytes = [spec.nbytes for spec in group.specs]
         self._batch: list[GpuTensor] = []
         self._batch_bytes = 0
+        self._wanted_bytes = group.gpu_batch_bytes()
         self._batch_stream = 0
         self._mirror: MirroredParameters | None = None
         self._updated: list[int] = []
@@ -93,21 +93,19 @@ class GpuGradients:
         return True
 
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
-        flags = _native.PRESENT | kind
+        plain = self._plain(index, gradient)
+        address = plain.data_ptr()
         if kind is UpdateKind.UPDATE:
             self._parameters[index].grad = None
-            plain = self._plain(index, gradient)
-            tensor = (index, flags, plain.data_ptr(), *self._mirrored(index))
+            tensor = (index, _PRESENT | kind, address, *self._mirrored(index))
             return self._add(tensor, self._nbytes[index], leaves=plain)
-        plain = self._plain(index, gradient)
         if plain is not gradient:
             self._staged.append((gradient, plain))  # the average is copied back to the gradient itself
         self._held.append(plain)
-        address = plain.data_ptr()
-        self._add((index, flags, address, address, 0), self._nbytes[index])
+        self._add((index, _PRESENT | kind, address, address, 0), self._nbytes[index])
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        flags = kind | (_native.PRESENT if present else 0)
+        flags = kind | (_PRESENT if present else 0)
         if kind & UpdateKind.UPDATE:
             return self._add((index, flags, 0, *self._mirrored(index)), self._nbytes[index])
         if present:
@@ -120,6 +118,7 @@ class GpuGradients:
         if self._batch:
             batch, self._batch, self._batch_bytes = self._batch, [], 0
             self._group.push_from_gpu(batch, self._batch_stream)
+            self._wanted_bytes = self._group.gpu_batch_bytes()
             self._let_go()
 
     def is_late(self, index: int) -> bool:
@@ -140,6 +139,7 @@ class GpuGradients:
     def collect(self, *, counts: bool) -> Sequence[int]:
         self.flush()
         self._group.join_gpu(self._gpu.current_stream())
+        self._wanted_bytes = self._group.gpu_batch_bytes()
         self._leaving.clear()  # whatever gets their memory comes behind
         return self._group.pull_all() if counts or self._group.is_watched else ()
 
@@ -170,7 +170,7 @@ class GpuGradients:
         if leaves is not None:
             self._next_to_leave.append(leaves)
         self._batch_bytes += num_bytes
-        if self._batch_bytes >= _BATCH_BYTES:
+        if self._batch_bytes >= self._wanted_bytes:
             self.flush()
 
     def _plain(self, index: int, gradient: torch.Tensor) -> torch.Tensor:

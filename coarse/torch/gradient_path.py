@@ -86,13 +86,21 @@ class GradientLayout:
             else contiguous_strides(parameter.shape)
             for parameter in parameters
         ]
+        self._is_contiguous = [parameter.is_contiguous() for parameter in parameters]
+        self._num_elements = [parameter.numel() for parameter in parameters]
 
     def is_plain(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether the bytes of a gradient are those of its slot, one after the other."""
         return (
             gradient.layout is torch.strided
             and gradient.dtype is self._dtypes[index]
-            and gradient.stride() == self._strides[index]
+            and gradient.numel() == self._num_elements[index]
+            # Asked for every gradient of a step; most need no tuple of strides.
+            and (
+                gradient.is_contiguous()
+                if self._is_contiguous[index]
+                else gradient.stride() == self._strides[index]
+            )
             and not gradient.requires_grad
         )
 

@@ -410,10 +410,15 @@ class GradientSynchroniser:
             raise RuntimeError(self._twice_message(index))
         self._pushed[index] = 1
         self._num_pushed += 1
-        if index in self._tables:
+        if self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
-            return
-        if self._predecessors[index] and not self._is_slot_free(index):
+        elif self._shares_slots:
+            self._push_in_turn(index, gradient)
+        else:
+            self._path.send(index, gradient, self._kind)
+
+    def _push_in_turn(self, index: int, gradient: torch.Tensor) -> None:
+        if not self._is_slot_free(index):
             bisect.insort(self._waiting, index, key=operator.neg)
             self._path.flush()  # nobody is to wait for what is held back here
             return

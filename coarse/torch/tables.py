@@ -40,6 +40,8 @@ class TableGradients:
         self._gradient_as_view = gradient_as_view
         self._tables = [index for index, spec in enumerate(group.specs) if spec.row_elements]
         self._is_table = frozenset(self._tables)
+        self.are_there = bool(self._tables)
+        """Whether any gradient is sparse."""
         self._held: dict[int, torch.Tensor] = {}
 
     def __contains__(self, index: object) -> bool:

@@ -19,7 +19,8 @@ namespace {
 
 constexpr std::uint32_t kGroup = 1;
 constexpr std::uint32_t kShardElements = 200;
-constexpr std::size_t kBatchBytes = 2500;  // some tensors are cut, some go together
+constexpr std::size_t kLeastBatchBytes = 1000,
+                      kMostBatchBytes = 2500;  // some tensors are cut, some go together
 
 const std::vector<TensorSpec>& someTensors() {
   static const std::vector<TensorSpec> tensors = {
@@ -47,8 +48,8 @@ class GpuWorker {
         compute_(context_),
         gradients_(someTensors().size()),
         slots_(cluster.addToClient(plan, rank)),
-        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kBatchBytes}, context_,
-                   memoryOf(*slots_, areSlotsOnGpu), results) {}
+        transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kLeastBatchBytes, kMostBatchBytes},
+                   context_, memoryOf(*slots_, areSlotsOnGpu), results) {}
 
   GpuTransfers& transfers() { return transfers_; }
   /// @throws cuda::Error if they are pinned already.
@@ -169,6 +170,27 @@ TEST_F(GpuJob, TakesPartWithoutAGradient) {
     ASSERT_EQ(worker.transfers().push(tensors, worker.compute().handle()), WaitStatus::kDone);
     ASSERT_EQ(worker.transfers().join(worker.compute().handle()), WaitStatus::kDone);
     ASSERT_NO_FATAL_FAILURE(worker.expectResults({0}, 1, 2));
+  });
+}
+
+TEST_F(GpuJob, PushesLessAtOnceTowardsTheEndOfAStep) {
+  together(2, [&](std::size_t rank) {
+    GpuWorker worker(cluster_, plan_, rank);
+    for (std::uint32_t step = 1; step <= 2; ++step) {
+      EXPECT_EQ(worker.transfers().batchBytes(), kMostBatchBytes);
+      const std::vector<GpuTensor> tensors = worker.computeAll(step);
+      const std::uint32_t before = worker.transfers().numPushed();
+      ASSERT_EQ(worker.transfers().push({tensors[1]}, worker.compute().handle()), WaitStatus::kDone);
+      // 12004 of 13934 bytes, in shards of 800: three times 3200, and the rest, of which 4 bytes are no
+      // batch.
+      EXPECT_EQ(worker.transfers().numPushed() - before, 4);
+      EXPECT_EQ(worker.transfers().batchBytes(), kLeastBatchBytes);
+      ASSERT_EQ(worker.transfers().push({tensors[0], tensors[2], tensors[3], tensors[4]},
+                                        worker.compute().handle()),
+                WaitStatus::kDone);
+      ASSERT_EQ(worker.transfers().join(worker.compute().handle()), WaitStatus::kDone);
+      ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, step, 2));
+    }
   });
 }
 

@@ -39,17 +39,15 @@ void registerGpuTransfers(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::class_<GpuTransfers>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
-                       const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds,
-                       std::size_t batchBytes) {
+                       const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds) {
              GpuTransfersConfig config;
              config.group = group;
              config.timeoutSeconds = timeoutSeconds;
-             config.batchBytes = batchBytes;
              return std::make_unique<GpuTransfers>(client, config, std::move(context), toMemory(slots),
                                                    toMemory(results));
            }),
            py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
-           py::arg("timeout_s"), py::arg("batch_bytes"), py::keep_alive<1, 2>(), ReleaseGil())
+           py::arg("timeout_s"), py::keep_alive<1, 2>(), ReleaseGil())
       .def("bring", &take<&GpuTransfers::bring>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def("push", &take<&GpuTransfers::push>, py::arg("tensors"), py::arg("stream"), ReleaseGil())
       .def(
@@ -59,6 +57,7 @@ void registerGpuTransfers(py::module_& module) {
           },
           py::arg("stream"), ReleaseGil())
       .def("status", &GpuTransfers::status)
+      .def_property_readonly("batch_bytes", &GpuTransfers::batchBytes)
       .def_property_readonly("num_pushed", &GpuTransfers::numPushed)
       .def("has_brought", &GpuTransfers::hasBrought, py::arg("count"))
       .def("close", &GpuTransfers::close, ReleaseGil());

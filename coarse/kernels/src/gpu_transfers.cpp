@@ -22,6 +22,8 @@ bool hasReached(std::uint32_t count, std::uint32_t number) noexcept {
   return static_cast<std::int32_t>(count - number) >= 0;
 }
 
+std::size_t bytesOf(const Shard& shard) noexcept { return shard.numElements * itemBytes(shard.dtype); }
+
 Mapping wordsMapping(std::size_t numBytes) {
   const int fd = createSealedMemory("words of GPU transfers", numBytes);
   try {
@@ -64,6 +66,8 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
   pin(slots_);
   pin(results_);
   tryWords();
+  for (const Shard& shard : plan_.shards) stepBytes_ += bytesOf(shard);
+  leftBytes_ = stepBytes_;
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
@@ -160,7 +164,12 @@ WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
   fetched_.record(pullStream_.handle());
   cuda::waitForEvent(stream, fetched_);
   pushStream_.wait(fetched_);  // slots are read before they are written again
+  leftBytes_ = stepBytes_;
   return status();
+}
+
+std::size_t GpuTransfers::batchBytes() const noexcept {
+  return std::clamp(leftBytes_ / 2, config_.leastBatchBytes, config_.mostBatchBytes);
 }
 
 WaitStatus GpuTransfers::status() const {
@@ -180,22 +189,33 @@ bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
 }
 
 std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>& tensors) {
+  std::vector<ShardRange> shards;
+  std::size_t restBytes = 0;
+  for (const GpuTensor& tensor : tensors) {
+    const ShardRange all = shards.emplace_back(client_.beginPush(config_.group, tensor.tensor));
+    for (std::uint32_t shard = all.first; shard < all.last; ++shard)
+      restBytes += bytesOf(plan_.shards[shard]);
+  }
   std::vector<Batch> batches(1);
   std::size_t numBytes = 0;
-  for (const GpuTensor& tensor : tensors) {
-    const ShardRange all = client_.beginPush(config_.group, tensor.tensor);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const ShardRange& all = shards[i];
     ShardRange piece{all.first, all.first, all.step};
     while (piece.last < all.last) {
-      const Shard& shard = plan_.shards[piece.last++];
-      numBytes += shard.numElements * itemBytes(shard.dtype);
-      if (numBytes < config_.batchBytes && piece.last < all.last) continue;
-      batches.back().pieces.push_back(pieceOf(tensor, all.first, piece));
+      const std::size_t shardBytes = bytesOf(plan_.shards[piece.last++]);
+      numBytes += shardBytes;
+      restBytes -= shardBytes;
+      // Little that is left goes with it.
+      const bool isFull = numBytes >= batchBytes() && restBytes >= batchBytes() / 2;
+      if (!isFull && piece.last < all.last) continue;
+      batches.back().pieces.push_back(pieceOf(tensors[i], all.first, piece));
       piece.first = piece.last;
-      if (numBytes < config_.batchBytes) continue;
+      if (!isFull) continue;
       batches.emplace_back();
-      numBytes = 0;
+      leftBytes_ -= std::min(leftBytes_, std::exchange(numBytes, 0));
     }
   }
+  leftBytes_ -= std::min(leftBytes_, numBytes);
   if (batches.back().pieces.empty()) batches.pop_back();
   const std::lock_guard lock(mutex_);
   for (Batch& batch : batches) batch.number = ++lastNumber_;
@@ -212,7 +232,7 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   Piece piece;
   piece.shards = shards;
   piece.flags = tensor.flags;
-  piece.numBytes = last.offset + last.numElements * itemBytes(last.dtype) - first.offset;
+  piece.numBytes = last.offset + bytesOf(last) - first.offset;
   if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
   piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
   piece.isResultOnGpu = tensor.result == nullptr ? slots_.isOnGpu : results_.isOnGpu;

@@ -29,9 +29,10 @@ struct GpuTransfersConfig {
   std::uint32_t group = 0;
   // How long results may take, counted from when the GPU has brought what they are of.
   double timeoutSeconds = 0;
-  // Memory devices are told once per so many bytes; larger tensors are cut, so that their first shards come
-  // back while the last ones are on their way.
-  std::size_t batchBytes = 4 << 20;
+  // Memory devices are told once per batch: half of what is left of a step, within these limits. The last
+  // ones are small, because nothing but them is on its way while they are.
+  std::size_t leastBatchBytes = 1 << 20;
+  std::size_t mostBatchBytes = 8 << 20;
 };
 
 /// A tensor in the memory of a GPU, on its way to the memory devices and back.
@@ -88,7 +89,10 @@ class GpuTransfers {
   /// @throws cuda::Error if `stream` is captured into a CUDA graph, std::invalid_argument for a tensor that
   /// does not exist.
   WaitStatus push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream);
-  /// Has what `stream` is given from now on wait for all results of what was pushed.
+  /// Length of the next batch. What push() is given at once is cut into batches of their lengths, tensors
+  /// too, so that the first shards of a large one come back while the last ones are on their way.
+  std::size_t batchBytes() const noexcept;
+  /// Has what `stream` is given from now on wait for all results of what was pushed, which ends a step.
   WaitStatus join(cuda::StreamHandle stream);
   /// What has failed so far; kDone if nothing has.
   WaitStatus status() const;
@@ -161,6 +165,8 @@ class GpuTransfers {
   cuda::Stream pushStream_, pullStream_;
   cuda::Event computed_, fetched_;
   std::deque<SharedBatch> unfetched_;  // whose results no stream has been told to copy
+  std::size_t stepBytes_ = 0;          // of all tensors
+  std::size_t leftBytes_ = 0;          // of those that were not pushed in this step
 
   mutable std::mutex mutex_;  // guards what follows, up to the next comment
   std::condition_variable hasWork_;
