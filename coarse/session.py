@@ -174,11 +174,15 @@ class Session:
         """
         if not isinstance(self._open(), Client):
             return "a job of one worker has no memory devices"
-        if len(self.node_workers) < self.identity.world_size:
-            return "the job has several nodes, each with memory devices of its own"
         if self.settings.sync_algorithm not in ("auto", "direct", "gather"):
             return f"gradients are reduced by {self.settings.sync_algorithm}, as if memories were distinct"
         return self._linked().cannot_share_parameters(gpu)
+
+    def cannot_reduce_rows(self) -> str:
+        """Why the memory devices of this session cannot reduce rows of tables; "" if they can."""
+        if len(self.node_workers) < self.identity.world_size:
+            return "the job has several nodes, each with memory devices of its own"
+        return self.cannot_update()
 
     def register_parameters(
         self,

@@ -56,7 +56,8 @@ class GradientMeasure:
     Args:
         sum_of_squares: Of its elements, in float64; 0 where nobody contributed.
         first_nonfinite: What brought NaN or Inf into it: the rank of the first worker with some in its contribution;
-            EVERYBODY if finite contributions overflowed in the mean; None if it is finite.
+            EVERYBODY if finite contributions overflowed in the mean, or it is that of several nodes, and nobody knows;
+            None if it is finite.
     """
 
     sum_of_squares: float

@@ -41,8 +41,10 @@ class Collectives:
     def __init__(self, session: Session) -> None:
         self.rank = session.identity.rank
         self.num_workers = session.identity.world_size
+        self.writes_for_node = self.rank == session.node_workers[0]
+        """Whether what all workers of the node share is this one's to write."""
         self._reducer = session.open_async_reducer()
-        self._cannot_reduce_rows = session.cannot_update()
+        self._cannot_reduce_rows = session.cannot_reduce_rows()
         self._tables: dict[tuple[str, str, str, int, int], str] = {}
         self._keys: dict[tuple[str, str, tuple[Signature, ...]], list[str]] = {}
         self._num_registered: dict[str, int] = {}
@@ -86,7 +88,7 @@ class Collectives:
     def register_parameters(
         self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str]
     ) -> tuple[TensorGroup, list[str]]:
-        """Registers gradients whose parameters memory devices update; worker 0's values are everybody's.
+        """Registers gradients whose parameters memory devices update; every node's are its first worker's.
 
         Args:
             name: The same on every worker, for the same parameters.
@@ -99,7 +101,7 @@ class Collectives:
             group = self._next_group(name)
             with _explained(f"building {name}"):
                 registered = self._reducer.register_parameters(
-                    group, specs, state_names, writes=self.rank == 0
+                    group, specs, state_names, writes=self.writes_for_node
                 )
         return registered, [f"{group}/{spec.name}" for spec in specs]
 

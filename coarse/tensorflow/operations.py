@@ -92,6 +92,11 @@ class Operations:
         return self._collectives.rank
 
     @property
+    def writes_for_node(self) -> bool:
+        """Whether what all workers of the node share is this one's to write."""
+        return self._collectives.writes_for_node
+
+    @property
     def num_workers(self) -> int:
         """How many there are."""
         return self._collectives.num_workers

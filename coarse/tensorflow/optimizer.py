@@ -195,7 +195,7 @@ class OffloadedUpdates:
         place = StatePlace(
             map_memory=map_memory,
             sign=self._rule.state_signs[number],
-            writes=self._operations.rank == 0,
+            writes=self._operations.writes_for_node,
         )
         return DeviceState(self._rule.state_names[number], variable, self._optimizer.name, place)
 

@@ -24,12 +24,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Takes the optimizer's place: `step()`, `zero_grad()`, learning-rate schedulers, GradScaler, `state_dict()` and
     `load_state_dict()` work as before, and checkpoints are the optimizer's own. Every worker must construct it
-    alike, between two steps; that is collective. The first worker's parameters win.
+    alike, between two steps; that is collective. The parameters of a node's first worker win.
 
     Memory devices run torch's SGD, Adam, AdamW, Adagrad and SparseAdam and coarse.torch.optim.Lion, on parameters
-    of float32, bfloat16 and float16 in host memory or all on one GPU, on one node, where gradients are reduced by
-    `auto`, `direct` or `gather`; of sparse gradients SGD without momentum, Adagrad and SparseAdam, which update their
-    rows alone.
+    of float32, bfloat16 and float16 in host memory or all on one GPU, on one node or several, where gradients are
+    reduced by `auto`, `direct` or `gather`; of sparse gradients SGD without momentum, Adagrad and SparseAdam, which
+    update their rows alone.
     Anything else runs on the workers as usual; a warning says so and why, and `runs_in_memory_devices` is False.
 
     State is float32. A 16-bit parameter is the rounding of float32 master weights, which are what is updated; what

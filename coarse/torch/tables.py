@@ -150,7 +150,7 @@ def check_tables(
     for name, parameter in parameters:
         if parameter not in tables:
             continue
-        reason = session.cannot_update()
+        reason = session.cannot_reduce_rows()
         if not parameter.is_cpu or not parameter.is_contiguous():
             reason = (
                 f"it has strides {parameter.stride()} on {parameter.device}, and rows are taken as they lie"

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import LIMIT_S, PROMPT_S
+from test_optimizer import ADAM_STATES, LENGTHS, digest, means, take_steps
 from test_start import TellingHandler
 from test_sync import (
     EVERY_KIND,
@@ -67,6 +68,17 @@ def test_every_dtype_op_and_length(job, algorithm, shape, memory_devices, sync_c
                     assert np.array_equal(slot(group, index), expected(spec, world_size)), (step, spec)
 
     job.run(world_size, worker)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((1, 3), marks=pytest.mark.slow)])
+def test_an_optimizer_keeps_the_same_bits_on_every_node(job, shape):
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape), shard_bytes=64 << 10) as session:
+            group = session.register_parameters("model", means(*LENGTHS), state_names=ADAM_STATES)
+            take_steps(group, me.rank)
+            return digest(group)
+
+    assert len(set(job.run(sum(shape), worker))) == 1
 
 
 # ---- contributions that are not there, buffers that are not registered ----

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -61,7 +63,9 @@ class Nodes {
   Cluster& node(std::size_t node) { return *clusters_[node]; }
   std::size_t numWorkers() const { return static_cast<std::size_t>(ranks_.back().back()) + 1; }
   Cluster& clusterOf(std::size_t rank) { return *clusters_[place(rank).first]; }
-  Client& worker(std::size_t rank) { return clusterOf(rank).client(place(rank).second); }
+  /// Which of its node's clients it is.
+  std::size_t clientOf(std::size_t rank) const { return place(rank).second; }
+  Client& worker(std::size_t rank) { return clusterOf(rank).client(clientOf(rank)); }
   void stop(std::size_t node) { clusters_[node].reset(); }
 
   std::vector<NodeEvent> nodeEvents(std::size_t node, std::size_t device = 0) {
@@ -218,11 +222,138 @@ TEST_P(SeveralNodes, GiveTheSameBitsInEveryRun) {
   EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [&](const Bytes& each) { return each == seen[0]; }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodes,
-                         testing::Values(NodesShape{"TwoOfTwo", {{2, 2, 1}, {2, 2, 1}}},
-                                         NodesShape{"ThreeOfOne", {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}}},
-                                         NodesShape{"Uneven", {{1, 1, 2}, {3, 3, 1}}},
-                                         NodesShape{"ThreeUneven", {{2, 1, 1}, {1, 2, 2}, {1, 3, 1}}}),
+// ---- optimizers: parameters and states once on each node ----
+
+constexpr std::uint32_t kParameterElements[] = {10'007, 33, 5};
+
+GroupPlan optimizerPlan() {
+  std::vector<TensorSpec> tensors;
+  for (const std::uint32_t numElements : kParameterElements)
+    tensors.push_back({numElements, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect});
+  GroupPlan plan = makePlan(1, 1, tensors, kShardElements);
+  plan.hasOptimizer = true;
+  plan.numStates = 1;
+  return plan;
+}
+
+class SeveralNodesWithOptimizer : public SeveralNodes {
+ protected:
+  SeveralNodesWithOptimizer() {
+    nodes_.start().addGroup(plan_);
+    for (std::size_t rank = 0; rank < nodes_.numWorkers(); ++rank) {
+      fill(nodes_.clusterOf(rank).parameters(planOf(rank)), 8);
+      set(rank, 1);
+    }
+  }
+  GroupPlan planOf(std::size_t rank) {
+    GroupPlan plan = plan_;
+    plan.numClients = nodes_.clusterOf(rank).shape().numClients;
+    return plan;
+  }
+  std::byte* slots(std::size_t rank) {
+    return nodes_.clusterOf(rank).slots(planOf(rank), nodes_.clientOf(rank));
+  }
+  float* values(std::byte* base, const Shard& shard) { return reinterpret_cast<float*>(base + shard.offset); }
+  void fill(std::byte* base, float value) {
+    for (const Shard& shard : plan_.shards) std::fill_n(values(base, shard), shard.numElements, value);
+  }
+  /// Momentum: the buffer is half of what it was, and the gradient; the parameter loses half of that.
+  void set(std::size_t rank, std::uint32_t updateNumber) {
+    UpdateSettings settings;
+    settings.rule = UpdateRule::kSgdMomentum;
+    settings.stepSize = 0.5F;
+    settings.firstDecay = 0.5F;
+    settings.updateNumber = updateNumber;
+    std::fill_n(nodes_.clusterOf(rank).settings(planOf(rank), nodes_.clientOf(rank)),
+                std::size(kParameterElements), settings);
+  }
+  void synchronise(std::size_t rank, std::uint8_t flags) {
+    Client& worker = nodes_.worker(rank);
+    for (std::uint32_t tensor = 0; tensor < std::size(kParameterElements); ++tensor)
+      ASSERT_EQ(worker.push(1, tensor, flags, nullptr), WaitStatus::kDone);
+    ASSERT_EQ(worker.pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+  }
+  void expectParameters(std::size_t rank, float value) {
+    std::byte* parameters = nodes_.clusterOf(rank).parameters(planOf(rank));
+    for (const Shard& shard : plan_.shards) {
+      const float* first = values(parameters, shard);
+      ASSERT_TRUE(std::all_of(first, first + shard.numElements, [&](float each) { return each == value; }))
+          << first[0] << " in tensor " << shard.tensor << " on worker " << rank;
+    }
+  }
+  /// A gradient whose mean over all workers is 4.
+  float gradient(std::size_t rank) {
+    return 8.F * static_cast<float>(rank + 1) / static_cast<float>(nodes_.numWorkers() + 1);
+  }
+  const GroupPlan plan_ = optimizerPlan();
+};
+
+TEST_P(SeveralNodesWithOptimizer, UpdateOnEachOfThemWhatAllHaveAveraged) {
+  together(nodes_.numWorkers(), [&](std::size_t rank) {
+    for (std::uint32_t step = 1; step <= 2; ++step) {
+      set(rank, step);
+      fill(slots(rank), gradient(rank));
+      ASSERT_NO_FATAL_FAILURE(synchronise(rank, kPresent | kUpdate));
+      ASSERT_NO_FATAL_FAILURE(expectParameters(rank, step == 1 ? 6.F : 3.F));
+    }
+  });
+}
+
+TEST_P(SeveralNodesWithOptimizer, UpdateByAMeanThatWasPulledAndChanged) {
+  together(nodes_.numWorkers(), [&](std::size_t rank) {
+    for (std::uint32_t step = 1; step <= 4; ++step) {
+      set(rank, step);
+      fill(slots(rank), gradient(rank));
+      ASSERT_NO_FATAL_FAILURE(synchronise(rank, kPresent | kMeasure));
+      fill(slots(rank), step == 1 ? 8.F : 0.F);  // as clipping would
+      ASSERT_NO_FATAL_FAILURE(synchronise(rank, kPresent | kUpdate | kReduced));
+      // The buffer is 8, 4, 2, 1.
+      ASSERT_NO_FATAL_FAILURE(expectParameters(rank, 8.F / static_cast<float>(1U << step)));
+    }
+  });
+}
+
+TEST_P(SeveralNodesWithOptimizer, UpdateByGradientsOfAnotherNode) {
+  const std::size_t only = nodes_.numWorkers() - 1;
+  together(nodes_.numWorkers(), [&](std::size_t rank) {
+    fill(slots(rank), static_cast<float>(4 * nodes_.numWorkers()));
+    ASSERT_NO_FATAL_FAILURE(
+        synchronise(rank, static_cast<std::uint8_t>(kUpdate | (rank == only ? kPresent : 0))));
+    EXPECT_EQ(nodes_.worker(rank).contributors(1, 0), 1);
+    ASSERT_NO_FATAL_FAILURE(expectParameters(rank, 6));
+    ASSERT_NO_FATAL_FAILURE(synchronise(rank, kUpdate));
+    ASSERT_NO_FATAL_FAILURE(expectParameters(rank, 6));
+  });
+}
+
+TEST_P(SeveralNodesWithOptimizer, MeasureTheMeanAlikeOnAllOfThem) {
+  std::vector<std::vector<GradientMeasure>> measures(nodes_.numWorkers());
+  together(nodes_.numWorkers(), [&](std::size_t rank) {
+    fill(slots(rank), 0.1F * static_cast<float>(rank + 1));
+    if (rank == 1) values(slots(rank), plan_.shards.back())[2] = std::numeric_limits<float>::infinity();
+    ASSERT_NO_FATAL_FAILURE(synchronise(rank, kPresent | kMeasure));
+    measures[rank] = nodes_.worker(rank).measures(1);
+    ASSERT_EQ(measures[rank].size(), std::size(kParameterElements));
+    const double mean = values(slots(rank), plan_.shards.front())[0];
+    EXPECT_NEAR(measures[rank][0].sumOfSquares, mean * mean * kParameterElements[0], 1e-6);
+    EXPECT_EQ(measures[rank][0].nonFiniteOf, kNobody);
+    EXPECT_EQ(measures[rank][2].nonFiniteOf, kEverybody) << "only one node could tell who";
+    ASSERT_NO_FATAL_FAILURE(synchronise(rank, kMeasure));
+    EXPECT_EQ(nodes_.worker(rank).measures(1)[0].sumOfSquares, 0) << "of nobody's gradient";
+  });
+  for (const std::vector<GradientMeasure>& each : measures)
+    EXPECT_EQ(each[0].sumOfSquares, measures[0][0].sumOfSquares);
+}
+
+const auto kShapes = testing::Values(NodesShape{"TwoOfTwo", {{2, 2, 1}, {2, 2, 1}}},
+                                     NodesShape{"ThreeOfOne", {{1, 1, 1}, {1, 1, 1}, {1, 1, 1}}},
+                                     NodesShape{"Uneven", {{1, 1, 2}, {3, 3, 1}}},
+                                     NodesShape{"ThreeUneven", {{2, 1, 1}, {1, 2, 2}, {1, 3, 1}}});
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodesWithOptimizer, kShapes,
+                         [](const auto& info) { return std::string(info.param.name); });
+
+INSTANTIATE_TEST_SUITE_P(Shapes, SeveralNodes, kShapes,
                          [](const auto& info) { return std::string(info.param.name); });
 
 // ---- what nodes do not agree on ----
@@ -245,6 +376,62 @@ TEST(NodeDisagreement, OnABufferIsAnEventAtItsOwner) {
       events[0].message,
       "workers disagree on a buffer: worker(s) 1 gave 11 elements of dtype 0 with op 0, worker(s) 0 gave 10 "
       "elements of dtype 0 with op 0");
+}
+
+TEST(NodeDisagreement, OnWhetherAStepWasMadeIsAnEventAtTheOwner) {
+  Nodes nodes({{1, 1, 1}, {1, 1, 1}});
+  nodes.start().addGroup(optimizerPlan());
+  const auto push = [&](std::size_t rank, std::uint8_t flags) {
+    ASSERT_EQ(nodes.worker(rank).push(1, 2, flags, nullptr), WaitStatus::kDone);
+    nodes.worker(rank).flush();
+  };
+  const auto pull = [&](std::size_t rank) {
+    ASSERT_EQ(nodes.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+  };
+  UpdateSettings settings;
+  settings.rule = UpdateRule::kSgd;
+  for (const std::size_t node : {0, 1})
+    std::fill_n(nodes.node(node).settings(optimizerPlan(), 0), std::size(kParameterElements), settings);
+  for (const std::size_t rank : {0, 1}) push(rank, kPresent);
+  for (const std::size_t rank : {0, 1}) pull(rank);
+  push(1, kPresent | kUpdate | kReduced);
+  pull(1);
+  for (const std::size_t rank : {0, 1}) push(rank, kPresent);
+  const std::uint32_t shard = static_cast<std::uint32_t>(optimizerPlan().shards.size() - 1);
+  const std::vector<ProxyEvent> events = nodes.node(shard % 2).events(0);
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_NE(events[0].message.find("are at different points of a step"), std::string::npos)
+      << events[0].message;
+}
+
+TEST(NodeDisagreement, OnTheOptimizersSettingsIsAnEventAtTheOwner) {
+  for (const bool isOverlapped : {false, true}) {
+    Nodes nodes({{1, 1, 1}, {1, 1, 1}});
+    nodes.start().addGroup(optimizerPlan());
+    const auto set = [&](std::size_t rank, float stepSize, float gradientScale) {
+      UpdateSettings settings;
+      settings.rule = UpdateRule::kSgd;
+      settings.stepSize = stepSize;
+      settings.gradientScale = gradientScale;
+      std::fill_n(nodes.node(rank).settings(optimizerPlan(), 0), std::size(kParameterElements), settings);
+    };
+    const auto push = [&](std::size_t rank) {
+      const std::uint8_t flags = isOverlapped ? kPresent | kUpdate : kPresent;
+      ASSERT_EQ(nodes.worker(rank).push(1, 2, flags, nullptr), WaitStatus::kDone);
+      nodes.worker(rank).flush();
+    };
+    for (const std::size_t rank : {0, 1}) set(rank, 0.5F, rank == 0 ? 1.F : 0.999F);  // norms may be rounded
+    for (const std::size_t rank : {0, 1}) push(rank);
+    for (const std::size_t rank : {0, 1})
+      ASSERT_EQ(nodes.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+    set(1, 0.25F, 1);
+    for (const std::size_t rank : {0, 1}) push(rank);
+    const std::uint32_t shard = static_cast<std::uint32_t>(optimizerPlan().shards.size() - 1);
+    const std::vector<ProxyEvent> events = nodes.node(shard % 2).events(0);
+    ASSERT_EQ(events.size(), 1u);
+    EXPECT_NE(events[0].message.find("disagree on the optimizer's settings"), std::string::npos)
+        << events[0].message;
+  }
 }
 
 // ---- leaving ----
@@ -493,6 +680,29 @@ TEST_F(Frames, OfARemovedGroupAreSentToTheirEnd) {
   ASSERT_EQ(::recv(ours_.first, answer.data(), answer.size(), MSG_WAITALL),
             static_cast<ssize_t>(answer.size()));
   EXPECT_EQ(std::memcmp(answer.data() + sizeof(header), values.data(), 16 << 20), 0);
+}
+TEST(LeavingNodesWithOptimizer, IsNoEventOfWhoHasStillToUpdateHisOwnNode) {
+  Nodes nodes({{1, 1, 1}, {1, 1, 1}});
+  nodes.start().addGroup(optimizerPlan());
+  const auto synchronise = [&](std::size_t rank, std::uint8_t flags) {
+    UpdateSettings settings;
+    settings.rule = UpdateRule::kSgd;
+    std::fill_n(nodes.node(rank).settings(optimizerPlan(), 0), std::size(kParameterElements), settings);
+    ASSERT_EQ(nodes.worker(rank).push(1, 0, flags, nullptr), WaitStatus::kDone);
+    ASSERT_EQ(nodes.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+  };
+  together(2, [&](std::size_t rank) { synchronise(rank, kPresent); });
+  synchronise(1, kPresent | kUpdate | kReduced);
+  nodes.node(1).proxy(0).clientLeft(0);
+  ASSERT_EQ(nodes.nodeEvents(0)[0].kind, NodeEvent::Kind::kLeft);
+  nodes.node(0).proxy(0).workerLeftNode(1);
+  synchronise(0, kPresent | kUpdate | kReduced);
+  EXPECT_TRUE(nodes.node(0).events(0, kMomentSeconds).empty());
+  ASSERT_EQ(nodes.worker(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
+  nodes.worker(0).flush();
+  const std::vector<ProxyEvent> events = nodes.node(0).events(0);
+  ASSERT_FALSE(events.empty());
+  EXPECT_EQ(events[0].message, "");
 }
 
 // ---- what cannot be set up ----

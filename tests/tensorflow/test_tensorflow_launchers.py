@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torchrun comes with PyTorch"),
 ]
 
-SCENARIOS = ["dense", "embedding", "own_loop", "several_steps_per_execution_and_batch_norm"]
+SCENARIOS = ["dense", "embedding", "own_loop", "several_steps_per_execution_and_batch_norm", "offloaded_fit"]
 
 
 def start(folder, *arguments, scenarios=SCENARIOS, **variables):

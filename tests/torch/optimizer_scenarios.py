@@ -908,24 +908,6 @@ def a_scaler_finds_no_gradients_after_an_overlapped_backward(context: Context) -
 
 
 @offloaded_scenario(compare=False)
-def jobs_of_several_nodes_run_on_the_workers(context: Context) -> None:
-    from coarse.torch import DistributedOptimizer
-
-    module = mlp()
-    model = context.wrap(module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-    assert "the job has several nodes" in str(caught[0].message)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(context.inputs(step, 4, 8)).sum().backward()
-        optimizer.step()
-    assert len(optimizer.state_dict()["state"]) == 4
-    assert_equal_on_all_workers(context, module.parameters())
-
-
-@offloaded_scenario(compare=False)
 def other_dtypes_run_on_the_workers(context: Context) -> None:
     from coarse.torch import DistributedOptimizer
 

@@ -15,6 +15,7 @@ from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equa
 from comparison import assert_same
 from parity_pool import WorkerPool
 from safetensors.torch import load_file
+from tiers import slow_but_for
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -32,6 +33,18 @@ from coarse.torch.host_copies import CopiedState
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
     coarse_pool.collect()
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        ["adamw_resumed_in_memory_devices"],
+        [name for name in CHECKPOINT_SCENARIOS if not name.startswith("two_workers")],
+    ),
+)
+def test_holds_across_two_nodes(name: str, two_node_pool: WorkerPool) -> None:
+    two_node_pool.submit(name)
+    two_node_pool.collect()
 
 
 def take_steps(model, optimizer, *, steps=2, checkpointer=None):

@@ -57,12 +57,16 @@ CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN = [
 ]
 BERT_IN_EVERY_RUN = ["bert_adamw_float32", "bert_adamw_bfloat16"]
 SAME_GRADIENTS_IN_EVERY_RUN = ["bert_adamw_float16_on_the_same_gradients"]
-ACROSS_NODES = ["jobs_of_several_nodes_run_on_the_workers"]
-COARSE_ONLY = [
-    name
-    for name, scenario in OPTIMIZER_SCENARIOS.items()
-    if not scenario.compare and name not in ACROSS_NODES
+ACROSS_NODES_IN_EVERY_RUN = [
+    "sgd_with_momentum_overlapped",
+    "adamw_in_step",
+    "adamw_bfloat16_in_step",
+    "leaves_unused_parameters_alone_overlapped",
+    "unscales_and_clips_within_the_update",
 ]
+COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
+# Nodes share no memory, and do not tell each other whose gradient was not finite.
+ON_ONE_NODE = ["nonfinite_gradients_raise_and_name_the_worker", "parameters_and_state_live_once"]
 
 
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, PARITY))
@@ -145,7 +149,17 @@ def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.collect()
 
 
-@pytest.mark.parametrize("name", ACROSS_NODES)
+@pytest.mark.parametrize("name", slow_but_for(ACROSS_NODES_IN_EVERY_RUN, PARITY))
+def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
+    assert_equal_results(name, ddp_pool, two_node_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but_for(
+        ["nonfinite_gradients_are_skipped_by_all"], [name for name in COARSE_ONLY if name not in ON_ONE_NODE]
+    ),
+)
 def test_holds_across_two_nodes(name: str, two_node_pool: WorkerPool) -> None:
     two_node_pool.submit(name)
     two_node_pool.collect()

@@ -19,6 +19,12 @@ def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) 
     assert_equal_results(name, ddp_pool, coarse_pool, STALENESS_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARITY)
+def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
+    assert_equal_results(name, ddp_pool, two_node_pool, STALENESS_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", COARSE_ONLY)
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)

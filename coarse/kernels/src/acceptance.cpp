@@ -120,8 +120,6 @@ std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
     if (!paths.isHostMemory && plan.isTable(shard))
       return "memory devices on GPUs take whole gradients, not rows of tables";
     if (algorithm == Algorithm::kProbe) continue;
-    if (plan.hasOptimizer && paths.hasNodes)
-      return "optimizers run in the memory devices of one node only; this session has several";
     if (plan.hasOptimizer && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
       return "optimizers run in coherent memory only; choose the algorithm auto, direct or gather";
     if (plan.isTable(shard) && paths.hasNodes)

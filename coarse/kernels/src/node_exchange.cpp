@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -60,14 +62,42 @@ FrameHeader headerOf(FrameKind kind, const RingEntry& entry, const ShardShape& s
   return header;
 }
 
-void record(NodeContribution& contribution, std::uint32_t step, const ShardShape& shape,
-            std::uint32_t numPresent, std::uint32_t numCounted) noexcept {
-  contribution.numElements = shape.numElements;
-  contribution.numPresent = numPresent;
-  contribution.numCounted = numCounted;
-  contribution.dtype = static_cast<std::uint8_t>(shape.dtype);
-  contribution.op = static_cast<std::uint8_t>(shape.op);
-  contribution.step.store(step, std::memory_order_release);
+void record(NodeContribution& contribution, const FrameHeader& header) noexcept {
+  contribution.numElements = header.numElements;
+  contribution.numPresent = header.numPresent;
+  contribution.numCounted = header.numCounted;
+  contribution.settings = header.settings;
+  contribution.dtype = header.dtype;
+  contribution.op = header.op;
+  contribution.step.store(header.step, std::memory_order_release);
+}
+
+/// FNV-1a of the settings by which a node's workers update a shard's parameter in this step, or did in the
+/// last one.
+std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noexcept {
+  if (!group.plan().hasOptimizer) return 0;
+  UpdateSettings settings = group.settings(shard, 0);
+  settings.gradientScale = 1;  // may come of norms, which processors of several kinds round in several ways
+  std::array<std::uint8_t, offsetof(UpdateSettings, hasGradient)> bytes;
+  std::memcpy(bytes.data(), &settings, bytes.size());
+  std::uint32_t digest = 2166136261U;
+  for (const std::uint8_t byte : bytes) digest = (digest ^ byte) * 16777619U;
+  return digest;
+}
+
+/// What a node contributes to a step.
+FrameHeader contributionHeader(const TensorGroup& group, const RingEntry& entry) {
+  FrameHeader header =
+      headerOf(FrameKind::kPartial, entry, group.shape(entry.shard), group.numPresent(entry.shard));
+  header.numCounted = group.numCounted(entry.shard);
+  header.settings = settingsDigest(group, entry.shard);
+  return header;
+}
+
+/// Of steps, which wrap around. Those that a node updates by itself are no other node's business, so that the
+/// next one of a shard that nodes exchange may be any later one.
+bool isAfter(std::uint32_t step, std::uint32_t other) noexcept {
+  return static_cast<std::int32_t>(step - other) > 0;
 }
 
 RingEntry entryOf(const FrameHeader& header) noexcept { return {header.group, header.shard, header.step}; }
@@ -141,8 +171,7 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
     sendPartial(group, entry);
     return;
   }
-  record(group->segment.contribution(entry.shard, index_.node), entry.step, tensors.shape(entry.shard),
-         tensors.numPresent(entry.shard), tensors.numCounted(entry.shard));
+  record(group->segment.contribution(entry.shard, index_.node), contributionHeader(tensors, entry));
   arrive(group, entry);
 }
 
@@ -165,11 +194,9 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
     void* outputs[] = {partial};
     reduce(shape.dtype, partialOp(shape.op), inputs.data(), numInputs, outputs, 1, shape.numElements, 1);
   }
-  FrameHeader header = headerOf(FrameKind::kPartial, entry, shape, static_cast<std::uint32_t>(numInputs));
-  header.numCounted = tensors.numCounted(entry.shard);
   // release: whoever takes the result, at whichever device, sees that it is one.
   group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
-  links_.send(index_.ownerOf(entry.shard), header, {partial, group});
+  links_.send(index_.ownerOf(entry.shard), contributionHeader(tensors, entry), {partial, group});
 }
 
 /// @pre the contribution was recorded.
@@ -226,7 +253,7 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
   // release: the next contributions, which another device may take, come after this step.
   segment.round(entry.shard).store(entry.step, std::memory_order_release);
   sendResults(group, entry, shape, numPresent);
-  finishShard_(tensors, entry, shape);
+  finishShard_(tensors, entry);
 }
 
 void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
@@ -247,9 +274,25 @@ std::uint32_t NodeExchange::total(const Group& group, std::uint32_t shard,
 }
 
 std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) const {
-  const ShardShape own = shapeOf(group.segment.contribution(shard, index_.node));
+  const NodeContribution& ours = group.segment.contribution(shard, index_.node);
+  const ShardShape own = shapeOf(ours);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
-    const ShardShape other = shapeOf(group.segment.contribution(shard, node));
+    const NodeContribution& theirs = group.segment.contribution(shard, node);
+    const std::uint32_t ahead =
+        theirs.step.load(std::memory_order_acquire) - ours.step.load(std::memory_order_acquire);
+    if (ahead != 0) {
+      return workersOf(node) + " and " + workersOf(index_.node) +
+             " are at different points of a step of shard " + std::to_string(shard) +
+             ": some have updated a parameter more often than others. Call backward() and "
+             "optimizer.step() equally often on every worker";
+    }
+    if (theirs.settings != ours.settings) {
+      return "tensor " + std::to_string(group.tensors->plan().shards[shard].tensor) + ": " + workersOf(node) +
+             " and " + workersOf(index_.node) +
+             " disagree on the optimizer's settings. Every worker must run the same scheduler and load the "
+             "same state";
+    }
+    const ShardShape other = shapeOf(theirs);
     if (areEqual(own, other)) continue;
     return "workers disagree on a buffer: " + workersOf(node) + " gave " + describe(other) + ", " +
            workersOf(index_.node) + " gave " + describe(own);
@@ -290,7 +333,7 @@ FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t no
   const NodeSegment& segment = group->segment;
   const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
   const std::uint32_t done = segment.round(header.shard).load(std::memory_order_acquire);
-  if (header.step != done + 1 || last == header.step)
+  if (!isAfter(header.step, done) || isAfter(last, done))
     throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
   return {segment.place(header.shard, node), group};
 }
@@ -317,8 +360,7 @@ void NodeExchange::close(std::size_t node, const FrameHeader& header, const Fram
 }
 
 void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
-  record(group->segment.contribution(header.shard, node), header.step, shapeOf(header), header.numPresent,
-         header.numCounted);
+  record(group->segment.contribution(header.shard, node), header);
   arrive(group, entryOf(header));
 }
 
@@ -328,7 +370,7 @@ void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& head
   for (std::size_t client = 1; header.payloadBytes > 0 && client < tensors.plan().numClients; ++client)
     copyBytes(tensors.slot(client, shard), tensors.slot(0, shard), header.payloadBytes);
   tensors.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
-  finishShard_(tensors, entryOf(header), shapeOf(header));
+  finishShard_(tensors, entryOf(header));
 }
 
 // ---- leaving ----
@@ -356,10 +398,10 @@ void NodeExchange::workerLeftNode(std::size_t node) {
 /// Whether a step of an owned shard is under way to which a node that somebody has left did not contribute.
 bool NodeExchange::lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept {
   if (group.segment.arrivals(shard).load(std::memory_order_seq_cst) == 0) return false;
-  const std::uint32_t step = group.segment.round(shard).load(std::memory_order_acquire) + 1;
+  const std::uint32_t done = group.segment.round(shard).load(std::memory_order_acquire);
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (hasLeft_[node].load(std::memory_order_seq_cst) &&
-        group.segment.contribution(shard, node).step.load(std::memory_order_acquire) != step)
+        !isAfter(group.segment.contribution(shard, node).step.load(std::memory_order_acquire), done))
       return true;
   }
   return false;
@@ -370,7 +412,8 @@ void NodeExchange::nodeEnded(std::size_t node) {
     const std::size_t numShards = group->tensors->plan().shards.size();
     for (std::size_t shard = node; shard < numShards; shard += index_.numNodes) {
       const std::uint32_t contributed = group->segment.round(shard).load(std::memory_order_acquire);
-      if (contributed == group->tensors->control().done(0, shard).load(std::memory_order_acquire)) continue;
+      const std::uint32_t done = group->tensors->control().done(0, shard).load(std::memory_order_acquire);
+      if (!isAfter(contributed, done)) continue;
       report_({});
       return;
     }

@@ -17,6 +17,11 @@ namespace {
 constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
 constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
 
+bool isUpdateByMean(std::uint8_t flags) noexcept {
+  constexpr std::uint8_t kBoth = kUpdate | kReduced;
+  return (flags & kBoth) == kBoth;
+}
+
 IntakeConfig intakeConfig(const ProxyConfig& config) {
   IntakeConfig intake;
   intake.device = config.device;
@@ -123,8 +128,9 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
   config_.validate();
   nodeExchange_ = std::make_unique<NodeExchange>(
       node, std::move(ranks), fds,
-      [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
-        finishForAll(group, entry, shape);
+      [this](TensorGroup& group, const RingEntry& entry) {
+        runReducedShard(group, entry.shard);
+        concludeShard(group, entry);
       },
       [this](std::string message) { report(-1, std::move(message)); },
       [this](NodeEvent event) {
@@ -250,8 +256,8 @@ void Proxy::clientLeft(std::size_t client) {
 }
 
 void Proxy::workerLeftNode(std::size_t node) {
-  numLeft_.fetch_add(1, std::memory_order_seq_cst);
-  if (hasUnfinishedShard()) report(-1, "");
+  // What lacks contributions of this node too is told of when the last of them comes.
+  hasLeftElsewhere_.store(true);
   if (nodeExchange_) nodeExchange_->workerLeftNode(node);
 }
 
@@ -343,7 +349,9 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
   }
   record(*group, client, descriptor);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
-  if (numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
+  const bool needsOtherNodes = !isUpdateByMean(descriptor.flags);
+  if (numLeft_.load(std::memory_order_seq_cst) > 0 || (needsOtherNodes && hasLeftElsewhere_.load()))
+    report(static_cast<int>(client), "");
   return true;
 }
 
@@ -469,7 +477,8 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
 
 /// Brings a shard that lies in one memory to its end, or on its way there, or to the other nodes.
 void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
-  if (nodeExchange_) {
+  // What nodes have averaged before, each of them updates its own parameters by.
+  if (nodeExchange_ && !isUpdateByMean(group.control().contribution(entry.shard, 0).flags)) {
     nodeExchange_->contribute(group, entry);
   } else {
     computeOf(group).begin({&group, entry});

@@ -28,7 +28,7 @@ inline constexpr std::size_t kMostNodes = 256;
 class NodeExchange {
  public:
   /// Called when the result of a shard lies in the slots of all clients of this node.
-  using FinishShard = std::function<void(TensorGroup&, const RingEntry&, const ShardShape&)>;
+  using FinishShard = std::function<void(TensorGroup&, const RingEntry&)>;
   /// Called when something cannot come to its end: `message` says why, or is empty if workers have left.
   using Report = std::function<void(std::string message)>;
 

@@ -39,11 +39,14 @@ struct FrameHeader {
   std::uint32_t numElements = 0;
   std::uint32_t numPresent = 0;  // workers that contributed
   std::uint32_t numCounted = 0;  // workers that share in a mean
+  std::uint32_t settings =
+      0;  // digest of what the shard's parameter was or is updated by; 0 without an optimizer
+  std::uint32_t zero = 0;
   std::uint64_t payloadBytes = 0;
 };
-static_assert(sizeof(FrameHeader) == 40);
+static_assert(sizeof(FrameHeader) == 48);
 
-inline constexpr std::uint32_t kFrameMagic = 0x324e4f43;  // "CON2"
+inline constexpr std::uint32_t kFrameMagic = 0x334e4f43;  // "CON3"
 inline constexpr std::uint64_t kMostAbortBytes = 64 * 1024;
 
 /// A frame came that cannot be; the connection it came on is of no further use.

@@ -27,11 +27,12 @@ struct NodeContribution {
   std::uint32_t numElements;
   std::uint32_t numPresent;  // workers that contributed
   std::uint32_t numCounted;  // workers that share in a mean
+  std::uint32_t settings;    // as in FrameHeader
   std::uint8_t dtype;
   std::uint8_t op;
   std::uint16_t reserved;
 };
-static_assert(sizeof(NodeContribution) == 20);
+static_assert(sizeof(NodeContribution) == 24);
 
 /// The memory through which the devices of one node take the contributions of other nodes to one tensor group
 /// (docs/design/nodes.md). Every owned shard has a place for each other node's contribution, which is also

@@ -178,7 +178,8 @@ class Proxy {
   std::uint32_t numPushedReady_ = 0;              // by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
-  std::atomic<int> numLeft_{0};
+  std::atomic<int> numLeft_{0};  // clients of this node
+  std::atomic<bool> hasLeftElsewhere_{false};
   std::mutex eventsMutex_;  // guards events_, nodeEvents_
   std::vector<ProxyEvent> events_;
   std::vector<NodeEvent> nodeEvents_;

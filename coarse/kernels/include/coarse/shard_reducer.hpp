@@ -31,7 +31,8 @@ struct Contributions {
 
 /// By what a shard is updated. @pre as for Contributions, and they are an update.
 struct UpdateInputs {
-  UpdateInputs(const TensorGroup& group, std::uint32_t shard) noexcept;
+  /// @param isMeanInSlots whether every slot holds the mean of all nodes' contributions, if there are any.
+  UpdateInputs(const TensorGroup& group, std::uint32_t shard, bool isMeanInSlots = false) noexcept;
   /// Whether there is a gradient, and a rule for which the group keeps states.
   bool isRunnable() const noexcept { return numGradients > 0 && hasRule; }
 
@@ -58,5 +59,10 @@ void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// Whichever of these the contributions ask for. @pre as for reduceShard().
 void runShard(TensorGroup& group, std::uint32_t shard) noexcept;
+
+/// What is left of it to do on this node, where several have reduced the shard and its mean is in every slot.
+/// Who contributed NaN or Inf is not known then. @pre as for reduceShard(), and the number of contributors is
+/// noted.
+void runReducedShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 }  // namespace coarse
