@@ -128,10 +128,7 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
   config_.validate();
   nodeExchange_ = std::make_unique<NodeExchange>(
       node, std::move(ranks), fds,
-      [this](TensorGroup& group, const RingEntry& entry) {
-        runReducedShard(group, entry.shard);
-        concludeShard(group, entry);
-      },
+      [this](TensorGroup& group, const RingEntry& entry) { takeMean(group, entry); },
       [this](std::string message) { report(-1, std::move(message)); },
       [this](NodeEvent event) {
         const std::lock_guard<std::mutex> lock(eventsMutex_);
@@ -483,6 +480,21 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   } else {
     computeOf(group).begin({&group, entry});
   }
+}
+
+/// Brings a shard to its end whose mean over all nodes is in every slot. Called from sync cores and from the
+/// thread of the links between nodes.
+void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
+  if (!group.isUpdate(entry.shard)) {
+    if (group.isMeasured(entry.shard)) measureMean(group, entry.shard);
+    return concludeShard(group, entry);
+  }
+  // From now on it is as if workers had contributed the mean, which any sync core can take.
+  Contribution& first = group.control().contribution(entry.shard, 0);
+  const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
+  first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
+  if (!pushReady(group.control(), {entry.shard, entry.step})) return runShard(group, entry);
+  for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 
 void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {

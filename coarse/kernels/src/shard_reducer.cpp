@@ -27,42 +27,6 @@ std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t o
   return kEverybody;
 }
 
-/// Whether anybody contributed, on whatever node.
-bool isUsed(const TensorGroup& group, std::uint32_t shard) noexcept {
-  return group.control().contributors(shard).load(std::memory_order_relaxed) > 0;
-}
-
-/// Notes the GradientMeasure of a mean that is in every slot.
-void measureMean(TensorGroup& group, std::uint32_t shardIndex) noexcept {
-  const Shard& shard = group.plan().shards[shardIndex];
-  const std::size_t itemSize = itemBytes(shard.dtype);
-  const std::size_t numBytes = isUsed(group, shardIndex) ? shard.numElements * itemSize : 0;
-  GradientMeasure measure{0, kNobody, 0};
-  for (std::size_t offset = 0; offset < numBytes; offset += kTileBytes) {
-    const std::size_t count = std::min(kTileBytes, numBytes - offset) / itemSize;
-    measure.sumOfSquares += sumOfSquares(shard.dtype, at(group.slot(0, shard), offset), count);
-  }
-  if (!std::isfinite(measure.sumOfSquares)) measure.nonFiniteOf = kEverybody;
-  group.control().measure(shardIndex) = measure;
-}
-
-void updateShard(TensorGroup& group, std::uint32_t shardIndex, const UpdateInputs& inputs) noexcept {
-  const Shard& shard = group.plan().shards[shardIndex];
-  if (!inputs.isRunnable()) return;
-  if (group.plan().isTable(shard)) return updateRows(group, shardIndex, inputs.settings);
-  group.keepBefore(shardIndex);
-  std::array<float*, kMostStates> states;
-  for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
-  UpdateArrays arrays;
-  arrays.gradients = inputs.gradients.data();
-  arrays.numGradients = inputs.numGradients;
-  arrays.parameter = group.parameter(shard);
-  if (group.plan().hasMaster(shard)) arrays.master = group.master(shard);
-  arrays.states = states.data();
-  arrays.numElements = shard.numElements;
-  update(inputs.settings, shard.dtype, arrays, inputs.divisor);
-}
-
 }  // namespace
 
 Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
@@ -78,15 +42,11 @@ Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
   }
 }
 
-UpdateInputs::UpdateInputs(const TensorGroup& group, std::uint32_t shardIndex, bool isMeanInSlots) noexcept
+UpdateInputs::UpdateInputs(const TensorGroup& group, std::uint32_t shardIndex) noexcept
     // Looked at again: a client can have written to them since they were compared.
     : settings(group.settings(shardIndex, 0)), hasRule(coarse::isRunnable(settings, group.plan().numStates)) {
   const bool isReduced = group.isReduced(shardIndex);
   const Shard& shard = group.plan().shards[shardIndex];
-  if (isMeanInSlots) {
-    if (isUsed(group, shardIndex)) gradients[numGradients++] = group.slot(0, shard);
-    return;
-  }
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     if (!group.isPresent(shardIndex, client) || (isReduced && numGradients == 1)) continue;
     gradients[numGradients++] = group.slot(client, shard);
@@ -144,8 +104,36 @@ void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcep
   group.control().measure(shardIndex) = measure;
 }
 
-void updateShard(TensorGroup& group, std::uint32_t shard) noexcept {
-  updateShard(group, shard, UpdateInputs(group, shard));
+void measureMean(TensorGroup& group, std::uint32_t shardIndex) noexcept {
+  const Shard& shard = group.plan().shards[shardIndex];
+  const bool isUsed = group.control().contributors(shardIndex).load(std::memory_order_relaxed) > 0;
+  const std::size_t itemSize = itemBytes(shard.dtype);
+  const std::size_t numBytes = isUsed ? shard.numElements * itemSize : 0;
+  GradientMeasure measure{0, kNobody, 0};
+  for (std::size_t offset = 0; offset < numBytes; offset += kTileBytes) {
+    const std::size_t count = std::min(kTileBytes, numBytes - offset) / itemSize;
+    measure.sumOfSquares += sumOfSquares(shard.dtype, at(group.slot(0, shard), offset), count);
+  }
+  if (!std::isfinite(measure.sumOfSquares)) measure.nonFiniteOf = kEverybody;
+  group.control().measure(shardIndex) = measure;
+}
+
+void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {
+  const Shard& shard = group.plan().shards[shardIndex];
+  const UpdateInputs inputs(group, shardIndex);
+  if (!inputs.isRunnable()) return;
+  if (group.plan().isTable(shard)) return updateRows(group, shardIndex, inputs.settings);
+  group.keepBefore(shardIndex);
+  std::array<float*, kMostStates> states;
+  for (std::size_t i = 0; i < group.plan().numStates; ++i) states[i] = group.state(shard, i);
+  UpdateArrays arrays;
+  arrays.gradients = inputs.gradients.data();
+  arrays.numGradients = inputs.numGradients;
+  arrays.parameter = group.parameter(shard);
+  if (group.plan().hasMaster(shard)) arrays.master = group.master(shard);
+  arrays.states = states.data();
+  arrays.numElements = shard.numElements;
+  update(inputs.settings, shard.dtype, arrays, inputs.divisor);
 }
 
 void runShard(TensorGroup& group, std::uint32_t shard) noexcept {
@@ -155,14 +143,6 @@ void runShard(TensorGroup& group, std::uint32_t shard) noexcept {
     reduceAndMeasureShard(group, shard);
   } else {
     reduceShard(group, shard);
-  }
-}
-
-void runReducedShard(TensorGroup& group, std::uint32_t shard) noexcept {
-  if (group.isUpdate(shard)) {
-    updateShard(group, shard, UpdateInputs(group, shard, true));
-  } else if (group.isMeasured(shard)) {
-    measureMean(group, shard);
   }
 }
 

@@ -150,6 +150,7 @@ class Proxy {
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
   void runShard(TensorGroup& group, const RingEntry& entry);
+  void takeMean(TensorGroup& group, const RingEntry& entry);
   void concludeShard(TensorGroup& group, const RingEntry& entry) noexcept;
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
   void finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept;

@@ -31,8 +31,7 @@ struct Contributions {
 
 /// By what a shard is updated. @pre as for Contributions, and they are an update.
 struct UpdateInputs {
-  /// @param isMeanInSlots whether every slot holds the mean of all nodes' contributions, if there are any.
-  UpdateInputs(const TensorGroup& group, std::uint32_t shard, bool isMeanInSlots = false) noexcept;
+  UpdateInputs(const TensorGroup& group, std::uint32_t shard) noexcept;
   /// Whether there is a gradient, and a rule for which the group keeps states.
   bool isRunnable() const noexcept { return numGradients > 0 && hasRule; }
 
@@ -53,16 +52,15 @@ void reducePieces(TensorGroup& group, std::uint32_t shard, const std::vector<Sha
 /// As reduceShard() for means, of which it notes the GradientMeasure. @pre as for reduceShard().
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
+/// Notes the GradientMeasure of a mean that several nodes have reduced, and that is in every slot. Whose NaN
+/// or Inf is in it is not known then. @pre as for reduceShard(), and the number of contributors is noted.
+void measureMean(TensorGroup& group, std::uint32_t shard) noexcept;
+
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and
 /// they are an update.
 void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// Whichever of these the contributions ask for. @pre as for reduceShard().
 void runShard(TensorGroup& group, std::uint32_t shard) noexcept;
-
-/// What is left of it to do on this node, where several have reduced the shard and its mean is in every slot.
-/// Who contributed NaN or Inf is not known then. @pre as for reduceShard(), and the number of contributors is
-/// noted.
-void runReducedShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 }  // namespace coarse
