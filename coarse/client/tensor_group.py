@@ -56,7 +56,7 @@ class GradientMeasure:
     Args:
         sum_of_squares: Of its elements, in float64; 0 where nobody contributed.
         first_nonfinite: What brought NaN or Inf into it: the rank of the first worker with some in its contribution;
-            EVERYBODY if finite contributions overflowed in the mean, or it is that of several nodes, and nobody knows;
+            EVERYBODY if finite contributions overflowed in the mean, or if nobody knows, as with several nodes;
             None if it is finite.
     """
 

@@ -697,6 +697,9 @@ TEST(LeavingNodesWithOptimizer, IsNoEventOfWhoHasStillToUpdateHisOwnNode) {
   ASSERT_EQ(nodes.nodeEvents(0)[0].kind, NodeEvent::Kind::kLeft);
   nodes.node(0).proxy(0).workerLeftNode(1);
   synchronise(0, kPresent | kUpdate | kReduced);
+  nodes.stop(1);
+  ASSERT_EQ(nodes.nodeEvents(0)[0].kind, NodeEvent::Kind::kEnded);
+  nodes.node(0).proxy(0).nodeEnded(1);
   EXPECT_TRUE(nodes.node(0).events(0, kMomentSeconds).empty());
   ASSERT_EQ(nodes.worker(0).push(1, 0, kPresent, nullptr), WaitStatus::kDone);
   nodes.worker(0).flush();

@@ -94,10 +94,15 @@ FrameHeader contributionHeader(const TensorGroup& group, const RingEntry& entry)
   return header;
 }
 
-/// Of steps, which wrap around. Those that a node updates by itself are no other node's business, so that the
-/// next one of a shard that nodes exchange may be any later one.
+/// Of steps, which wrap around.
 bool isAfter(std::uint32_t step, std::uint32_t other) noexcept {
   return static_cast<std::int32_t>(step - other) > 0;
+}
+
+/// Whether a step of a shard can be the next after `done` to which nodes contribute. Those that a node
+/// updates by itself are no other node's business, so that with an optimizer it may be any later one.
+bool canFollow(const TensorGroup& group, std::uint32_t step, std::uint32_t done) noexcept {
+  return group.plan().hasOptimizer ? isAfter(step, done) : step == done + 1;
 }
 
 RingEntry entryOf(const FrameHeader& header) noexcept { return {header.group, header.shard, header.step}; }
@@ -333,7 +338,7 @@ FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t no
   const NodeSegment& segment = group->segment;
   const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
   const std::uint32_t done = segment.round(header.shard).load(std::memory_order_acquire);
-  if (!isAfter(header.step, done) || isAfter(last, done))
+  if (!canFollow(*group->tensors, header.step, done) || isAfter(last, done))
     throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
   return {segment.place(header.shard, node), group};
 }
@@ -342,9 +347,9 @@ FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t nod
                                       const FrameHeader& header) {
   TensorGroup& tensors = *group->tensors;
   const std::uint32_t contributed = group->segment.round(header.shard).load(std::memory_order_acquire);
-  const std::uint32_t done = tensors.control().done(0, header.shard).load(std::memory_order_acquire);
+  const std::uint32_t received = group->segment.result(header.shard).load(std::memory_order_acquire);
   const bool isAwaited =
-      index_.ownerOf(header.shard) == node && contributed == header.step && done + 1 == header.step;
+      index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
   if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
     throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
   return {tensors.slot(0, tensors.plan().shards[header.shard]), group};
@@ -370,6 +375,7 @@ void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& head
   for (std::size_t client = 1; header.payloadBytes > 0 && client < tensors.plan().numClients; ++client)
     copyBytes(tensors.slot(client, shard), tensors.slot(0, shard), header.payloadBytes);
   tensors.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
+  group->segment.result(header.shard).store(header.step, std::memory_order_release);
   finishShard_(tensors, entryOf(header));
 }
 
@@ -412,8 +418,7 @@ void NodeExchange::nodeEnded(std::size_t node) {
     const std::size_t numShards = group->tensors->plan().shards.size();
     for (std::size_t shard = node; shard < numShards; shard += index_.numNodes) {
       const std::uint32_t contributed = group->segment.round(shard).load(std::memory_order_acquire);
-      const std::uint32_t done = group->tensors->control().done(0, shard).load(std::memory_order_acquire);
-      if (!isAfter(contributed, done)) continue;
+      if (contributed == group->segment.result(shard).load(std::memory_order_acquire)) continue;
       report_({});
       return;
     }

@@ -46,6 +46,8 @@ class NodeSegment {
 
   /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.
   std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
+  /// Of a shard that another node owns: the last step of which the result has come.
+  std::atomic<std::uint32_t>& result(std::size_t shard) const noexcept { return results_[shard]; }
   /// Nodes that have contributed to the step under way. @pre the shard is owned, as for all that follow.
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
     return arrivals_[shard / index_.numNodes];
@@ -64,6 +66,7 @@ class NodeSegment {
   std::vector<std::size_t> placeOffsets_;  // of each owned shard; then the end
   Mapping mapping_;
   std::atomic<std::uint32_t>* rounds_ = nullptr;
+  std::atomic<std::uint32_t>* results_ = nullptr;
   std::atomic<std::uint32_t>* arrivals_ = nullptr;
   NodeContribution* contributions_ = nullptr;
   std::byte* places_ = nullptr;
