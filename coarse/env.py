@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from coarse.errors import RendezvousError
@@ -332,6 +333,17 @@ def master_address(environ: Mapping[str, str] | None = None) -> str:
     """MASTER_ADDR, where the launcher says that worker 0 can be reached; "" if it says nothing."""
     environ = os.environ if environ is None else environ
     return environ.get("MASTER_ADDR", "")
+
+
+def own_process_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a Python process that runs COARSE's own code alone.
+
+    It imports nothing from the current folder, where users' files have any name (from Python 3.11 on), unless COARSE
+    itself lies there.
+    """
+    environ = os.environ if environ is None else environ
+    is_in_current_folder = Path(__file__).parents[1].samefile(".")
+    return {**environ, **({} if is_in_current_folder else {"PYTHONSAFEPATH": "1"})}
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

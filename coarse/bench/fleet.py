@@ -23,6 +23,7 @@ from coarse.bench import leftovers
 from coarse.bench.channel import Channel
 from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
+from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
 
 START_TIMEOUT_S = 120.0
@@ -142,7 +143,7 @@ class Fleet:
         )
         plan = launch(self.system, job, socket_path)
         environment = {
-            **os.environ,
+            **own_process_environment(),
             "OMP_NUM_THREADS": str(self._threads),
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             **plan.environment,

@@ -16,7 +16,7 @@ from importlib import metadata
 from coarse import __version__
 from coarse.cli.failure import signal_name
 from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
-from coarse.env import Settings
+from coarse.env import Settings, own_process_environment
 from coarse.machine.host import (
     Cpu,
     DaxDevice,
@@ -391,7 +391,8 @@ def _runtime() -> list[Finding]:
 def _native_module() -> Finding:
     """Loads the native module in a process of its own: a wrong instruction set would take this one along."""
     topic, name = "runtime", "native module"
-    done = subprocess.run([sys.executable, "-c", f"import {_NATIVE_MODULE}"], capture_output=True)
+    command = [sys.executable, "-c", f"import {_NATIVE_MODULE}"]
+    done = subprocess.run(command, capture_output=True, env=own_process_environment())
     if done.returncode == 0:
         return Finding(topic=topic, name=name, value="loads")
     reason = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from coarse.cli.failure import last_traceback
 from coarse.cli.processes import die_with_parent
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, own_process_environment
 from coarse.errors import CoarseError
 from coarse.store import DirectoryStore
 
@@ -72,7 +72,7 @@ class MeasurementJob:
         with errors.open("wb") as stderr:
             launcher = subprocess.Popen(
                 [*command, "-m", _MODULE, str(folder), repr(self.budget_s)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "COARSE_PROFILE": "off"},
+                env={**own_process_environment(), "OMP_NUM_THREADS": "1", "COARSE_PROFILE": "off"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, own_process_environment
 from coarse.store import DirectoryStore
 
 SCRIPT_MODULE = "coarse.cli.sync_probe"
@@ -53,7 +52,7 @@ def probe_sync(*, limit_s: float = 60.0) -> SyncLatency:
 def _run_job(directory: str, limit_s: float) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-m", "coarse", "run", "-n", str(NUM_WORKERS), "-m", SCRIPT_MODULE, directory],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**own_process_environment(), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coarse.env import Settings
+from coarse.env import Settings, own_process_environment
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
@@ -270,6 +270,7 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "coarse", "device", "--job-fd", str(read_end)],
         pass_fds=inherited,
+        env=own_process_environment(),
         stdin=subprocess.DEVNULL,
         preexec_fn=os.setpgrp,
     )

@@ -1,7 +1,7 @@
 """Checkpoints of a training loop: saved in the background, restored on any number of workers.
 
 Example:
-    >>> state = {"random": RandomState(), "scheduler": scheduler, "loader": loader}
+    >>> state = {"random": RandomState(), "scheduler": scheduler}
     >>> with Checkpointer("checkpoints", model, optimizer, every=50, keep=3, state=state) as checkpointer:
     ...     checkpointer.restore()
     ...     for batch in loader:
@@ -14,15 +14,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -48,31 +46,13 @@ from coarse.torch.training_state import (
     optimizer_settings,
     training_state,
 )
+from coarse.torch.worker_state import RandomState, WorkerState, checked, load_resharded, rank_here
 
 __all__ = ["Checkpointer", "RandomState", "WorkerState", "load_state_dicts"]
 
 logger = logging.getLogger(__name__)
 
 _NO_CHECKPOINT, _UNREADABLE = -1, -2
-
-
-class WorkerState(Protocol):
-    """Something of a worker that belongs to a checkpoint: torch's schedulers, GradScaler and stateful loaders fit.
-
-    If it also has `load_state_dicts(states)`, that is called instead where another number of workers goes on, with
-    the states of all workers that there were.
-    """
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Numbers, strings, bytes, lists, tuples, dictionaries, tensors and arrays."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes what state_dict() returned."""
-
-
-@runtime_checkable
-class _Reshards(Protocol):
-    def load_state_dicts(self, states: list[Any]) -> Any: ...
 
 
 class Checkpointer:
@@ -92,7 +72,8 @@ class Checkpointer:
         optimizer: One of torch's, or a DistributedOptimizer; None to save the model alone.
         every: How many steps lie between two saves; 0 saves only on demand.
         keep: How many of the newest checkpoints stay. Pinned ones stay as well.
-        state: What else belongs to each worker, by names: RandomState(), a scheduler, a data loader.
+        state: What else belongs to each worker, by names: RandomState(), a scheduler, a loader with a
+            state_dict().
         most_failures: So many failed saves in a row are an error.
         options: How files are written.
         on_signal: Whether SIGUSR1 saves; needs the main thread.
@@ -100,6 +81,7 @@ class Checkpointer:
 
     Raises:
         ValueError: If a number is out of range.
+        TypeError: If something of `state` has no state_dict() or load_state_dict().
         OSError: If the folder cannot be made.
     """
 
@@ -122,7 +104,7 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._state = dict(state or {})
+        self._state = checked(state)
         self._num_steps = first_step
         self._num_saves = 0
         self._workers = _Workers()
@@ -231,7 +213,13 @@ class Checkpointer:
                 states = self._worker_states(checkpoint)
                 load_training_state(checkpoint, self._model, self._optimizer, progress)
                 for name, target in self._state.items():
-                    _load_resharded(name, target, [state[name] for state in states], self._workers)
+                    load_resharded(
+                        name,
+                        target,
+                        [state[name] for state in states],
+                        rank=self._workers.rank,
+                        world_size=self._workers.world_size,
+                    )
                 self._num_steps = checkpoint.step
                 logger.info("[step %d] restored %s", checkpoint.step, checkpoint.path.name)
         self._newest_left = _NO_CHECKPOINT
@@ -378,54 +366,6 @@ def _copies_beside(optimizer: torch.optim.Optimizer | None) -> tuple[HostCopies,
     return copies, optimizer.register_step_pre_hook(lambda *_: copies.finish())
 
 
-def _load_resharded(name: str, target: WorkerState, states: list[Any], workers: _Workers) -> None:
-    if len(states) == workers.world_size:
-        target.load_state_dict(states[workers.rank])
-    elif isinstance(target, _Reshards):
-        target.load_state_dicts(states)
-    else:
-        logger.warning(
-            "%r was saved by %d workers, and now there are %d: all of them get the state of worker 0",
-            name,
-            len(states),
-            workers.world_size,
-        )
-        target.load_state_dict(states[0])
-
-
-class RandomState:
-    """The state of the random number generators of torch, numpy and Python, for `Checkpointer(state=...)`.
-
-    Where another number of workers goes on, those that there were keep their generators; new ones keep what they
-    have.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The generators' states; those of all CUDA devices if there are any in use."""
-        state = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the generators."""
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
-        torch.set_rng_state(state_dict["torch"])
-        if "cuda" in state_dict and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state_dict["cuda"])
-
-    def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
-        """Sets the generators where this worker was there before."""
-        rank = _Workers.rank_here()
-        if rank < len(states):
-            self.load_state_dict(states[rank])
-
-
 def load_state_dicts(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -490,16 +430,11 @@ class _Workers:
     """
 
     def __init__(self) -> None:
-        self.rank = self.rank_here()
+        self.rank = rank_here()
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._flags = torch.zeros(3, dtype=torch.int32)
         self._reducing: Any = None
-
-    @staticmethod
-    def rank_here() -> int:
-        """Rank of this process; 0 without a process group."""
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def propose(self, *, asks: bool, is_busy: bool, has_failed: bool) -> None:
         """Says whether this worker asks for a save, has one under way, or has seen too many fail."""

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-
 from coarse.checkpoint.values import from_json, to_json
-from coarse.torch.checkpoint import WorkerState
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.training_state import as_small_tensor, from_small_tensor
+from coarse.torch.worker_state import RandomState, WorkerState, checked
 
 logger = logging.getLogger(__name__)
+
+_generators = RandomState()
 
 Batch = TypeVar("Batch")
 
@@ -52,6 +50,7 @@ class Recovery:
         after_step: Does what the loop does between step() and the next batch, once, if a step was committed.
 
     Raises:
+        TypeError: If something of `state` has no state_dict() or load_state_dict().
         RuntimeError: If the state that was kept has other names than `state`.
         CoarseError: If the memory devices are lost.
     """
@@ -66,7 +65,7 @@ class Recovery:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._state = dict(state or {})
+        self._state = checked(state)
         self._after_step = after_step
         self._epoch = 0
         self._num_batches = 0
@@ -95,7 +94,7 @@ class Recovery:
             "epoch": self._epoch,
             "num_batches": self._num_batches,
             "epoch_generators": self._epoch_generators,
-            "generators": _generators(),
+            "generators": _generators.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),
             "settings": [_settings(group) for group in self._optimizer.param_groups],
             "state": {name: each.state_dict() for name, each in self._state.items()},
@@ -117,10 +116,10 @@ class Recovery:
             group.update(settings)
         for name, each in self._state.items():
             each.load_state_dict(saved["state"][name])
-        _set_generators(saved["generators"])
+        _generators.load_state_dict(saved["generators"])
         if self._after_step is not None:
             self._after_step()
-        self._resumed_generators = _generators()
+        self._resumed_generators = _generators.state_dict()
         logger.info("goes on from step %d, epoch %d, batch %d", self.step, self._epoch, self._num_batches)
 
     @property
@@ -142,14 +141,14 @@ class Recovery:
         resumed, self._resumed_generators = self._resumed_generators, None
         if resumed is None:
             self._num_batches = 0
-            self._epoch_generators = _generators()
+            self._epoch_generators = _generators.state_dict()
         elif self._epoch_generators is not None:
-            _set_generators(self._epoch_generators)
+            _generators.load_state_dict(self._epoch_generators)
         iterator = iter(loader)
         for _ in range(self._num_batches):
             next(iterator)
         if resumed is not None:
-            _set_generators(resumed)
+            _generators.load_state_dict(resumed)
         for batch in iterator:
             self._num_batches += 1
             yield batch
@@ -169,19 +168,3 @@ class Recovery:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _generators() -> dict[str, Any]:
-    """The states of all random number generators that scripts use without asking for one."""
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import subprocess
+import sys
 from subprocess import PIPE
 
 import pytest
-from run_harness import LIMIT_S, all_end_within, coarse_run, read_pidfds, spawned
+from run_harness import LIMIT_S, all_end_within, coarse_run, environment, read_pidfds, spawned
 
 from coarse.cli import sync_probe
 
@@ -110,3 +112,26 @@ def test_a_machine_that_is_unknown_starts_nothing(train):
     assert done.returncode == 2
     assert "no machine is named 'aws-p4'; did you mean aws-p3" in done.stderr
     assert "worker" not in done.stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs PYTHONSAFEPATH")
+def test_files_of_the_current_folder_are_not_imported(train, tmp_path):
+    """Neither by memory devices nor by the workers that `coarse doctor` starts."""
+    here = tmp_path / "here"
+    for module in ("coarse/__init__.py", "inspect.py", "numpy.py"):
+        (here / module).parent.mkdir(parents=True, exist_ok=True)
+        (here / module).write_text("raise SystemExit('this is not what was meant')")
+    command = tmp_path / "command.py"
+    command.write_text("from coarse.cli.main import main\nraise SystemExit(main())")
+    for arguments in (("run", *train, "end"), ("doctor", "--json")):
+        done = subprocess.run(
+            [sys.executable, command, *arguments],
+            cwd=here,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "not what was meant" not in done.stdout + done.stderr

@@ -271,6 +271,14 @@ def test_random_numbers_go_on(tmp_path):
         assert draw() == drawn
 
 
+def test_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"state\['order'\] is a list, which has no state_dict\(\) and no load_state"
+    ):
+        Checkpointer(tmp_path / "never", nn.Linear(1, 1), state={"random": RandomState(), "order": [1, 2]})
+    assert not (tmp_path / "never").exists()
+
+
 # Strict loading.
 
 

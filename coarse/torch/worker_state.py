@@ -1,0 +1,105 @@
+"""What else than model and optimizer belongs to a worker, and is saved and restored with them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+_METHODS = ("state_dict", "load_state_dict")
+
+
+class WorkerState(Protocol):
+    """Something of a worker that belongs to a checkpoint: torch's schedulers, GradScaler and stateful loaders fit.
+
+    If it also has `load_state_dicts(states)`, that is called instead where another number of workers goes on, with
+    the states of all workers that there were.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Numbers, strings, bytes, lists, tuples, dictionaries, tensors and arrays."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes what state_dict() returned."""
+
+
+@runtime_checkable
+class _Reshards(Protocol):
+    def load_state_dicts(self, states: list[Any]) -> Any: ...
+
+
+class RandomState:
+    """The state of the random number generators of torch, numpy and Python, for `Checkpointer(state=...)`.
+
+    Where another number of workers goes on, those that there were keep their generators; new ones keep what they
+    have.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators' states; those of all CUDA devices if there are any in use."""
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets the generators."""
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+
+    def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
+        """Sets the generators where this worker was there before."""
+        rank = rank_here()
+        if rank < len(states):
+            self.load_state_dict(states[rank])
+
+
+def rank_here() -> int:
+    """Rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def checked(state: Mapping[str, WorkerState] | None) -> dict[str, WorkerState]:
+    """Returns what a user handed over as state, by names.
+
+    Raises:
+        TypeError: If something of it has no state to save.
+    """
+    for name, each in (state or {}).items():
+        lacking = [f"{method}()" for method in _METHODS if not callable(getattr(each, method, None))]
+        if lacking:
+            raise TypeError(
+                f"state[{name!r}] is a {type(each).__name__}, which has no {' and no '.join(lacking)}; hand over "
+                f"what has both, as schedulers and GradScaler do, or wrap it"
+            )
+    return dict(state or {})
+
+
+def load_resharded(name: str, target: WorkerState, states: list[Any], *, rank: int, world_size: int) -> None:
+    """Gives a worker its part of the state that `len(states)` workers saved."""
+    if len(states) == world_size:
+        target.load_state_dict(states[rank])
+    elif isinstance(target, _Reshards):
+        target.load_state_dicts(states)
+    else:
+        logger.warning(
+            "%r was saved by %d workers, and now there are %d: all of them get the state of worker 0",
+            name,
+            len(states),
+            world_size,
+        )
+        target.load_state_dict(states[0])
