@@ -199,9 +199,10 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
     void* outputs[] = {partial};
     reduce(shape.dtype, partialOp(shape.op), inputs.data(), numInputs, outputs, 1, shape.numElements, 1);
   }
-  // release: whoever takes the result, at whichever device, sees that it is one.
+  const FrameHeader header = contributionHeader(tensors, entry);
+  // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
   group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
-  links_.send(index_.ownerOf(entry.shard), contributionHeader(tensors, entry), {partial, group});
+  links_.send(index_.ownerOf(entry.shard), header, {partial, group});
 }
 
 /// @pre the contribution was recorded.
