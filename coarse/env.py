@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coarse.errors import RendezvousError
+from coarse.errors import RendezvousError, SettingsError
 from coarse.failpoints import parse_failpoints
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
 
@@ -143,7 +143,8 @@ class Settings:
 
     Args:
         memory_devices: Memory devices on each node; 0 stands for as many as local workers. Or the memory of each.
-        partition_table: A TOML file that says which memory device serves which workers; "" for an even one.
+        partition_table: A TOML file that says which memory device serves which workers, instead of `memory_devices`;
+            "" for an even one.
         sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
         shard_bytes: Partition threshold: no shard is smaller unless its tensor is; 0 stands for what the links'
             profile says, or 256 KiB.
@@ -223,6 +224,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check_memory_devices(self.memory_devices)
+        if self.memory_devices and self.partition_table:
+            raise ValueError(
+                f"COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE={self.partition_table}, which says "
+                "what memory devices there are; leave one of them out"
+            )
         _check_range("COARSE_SYNC_CORES", self.sync_cores, 0, 256)
         _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64 if self.shard_bytes else 0, 1 << 32)
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
@@ -283,9 +289,15 @@ class Settings:
         """Reads COARSE_MEMORY_DEVICES and so on: the names of the fields in capitals.
 
         Raises:
-            ValueError: If a variable cannot be read, or a variable of that prefix is not known.
+            SettingsError: If a variable cannot be read, or a variable of that prefix is not known.
         """
-        environ = os.environ if environ is None else environ
+        try:
+            return cls._read(os.environ if environ is None else environ)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+
+    @classmethod
+    def _read(cls, environ: Mapping[str, str]) -> Settings:
         readers: dict[str, Callable[[str, str], object]] = {
             "memory_devices": _read_memory_devices,
             "partition_table": _read_text,

@@ -10,12 +10,16 @@ class CoarseError(Exception):
     """Base of all errors of this package."""
 
 
+class SettingsError(CoarseError, ValueError):
+    """A COARSE_* variable is not known, or has a value that cannot be."""
+
+
 class WorkerLostError(CoarseError):
     """A worker died or left while others still needed it."""
 
 
 class MemoryDeviceLostError(CoarseError):
-    """A memory device died or stopped answering."""
+    """A memory device could not be started, died, or stopped answering."""
 
 
 class SchemaMismatchError(CoarseError):

@@ -64,15 +64,17 @@ def run_state_memory(plan: TrainPlan, progress: Progress = lambda _: None) -> tu
     check_memory(plan)
     results = []
     for system in plan.systems:
-        progress(f"{system}  {plan.num_workers} workers")
-        with_model, without = (_peak_bytes(plan, system, model) for model in (plan.model, BASELINE_MODEL))
-        results.append(StateMemory(system=system, plan=plan, peak_bytes=with_model - without))
+        peaks = []
+        for model in (plan.model, BASELINE_MODEL):
+            progress(f"{system}  {model}  {plan.num_workers} workers")
+            peaks.append(_peak_bytes(plan, system, model))
+        results.append(StateMemory(system=system, plan=plan, peak_bytes=peaks[0] - peaks[1]))
     return tuple(results)
 
 
 def num_progress_steps(plan: TrainPlan) -> int:
     """How often run_state_memory() calls its progress function."""
-    return len(plan.systems)
+    return 2 * len(plan.systems)
 
 
 def _peak_bytes(plan: TrainPlan, system: str, model: str) -> int:

@@ -60,9 +60,9 @@ class SyncPlan:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if not self.systems or not self.sizes:
             raise ValueError("nothing to measure: need at least one system and one size")
-        if self.num_workers < 1 or self.rounds < 1 or self.budget_s <= 0 or self.memory_devices < 0:
+        if self.num_workers < 2 or self.rounds < 1 or self.budget_s <= 0 or self.memory_devices < 0:
             raise ValueError(
-                "workers and rounds start at 1, the budget above 0 s, memory devices at 0 (default)"
+                "workers start at 2, rounds at 1, the budget above 0 s, memory devices at 0 (default)"
             )
         item_bytes = np.dtype(self.dtype).itemsize
         for nbytes in self.sizes:

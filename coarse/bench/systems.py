@@ -41,7 +41,7 @@ def missing(system: str) -> str | None:
         "coarse-unregistered": lambda: _importable("coarse.kernels._native"),
         "mpich": lambda: _importable("mpi4py") and _mpich_launcher() is not None,
         "openmpi": lambda: _importable("mpi4py") and _openmpi_launcher() is not None,
-        "horovod": lambda: _importable("horovod.torch") and _script("horovodrun") is not None,
+        "horovod": lambda: _importable("horovod.torch") and find_program("horovodrun") is not None,
     }.get(system, lambda: _importable("torch"))()
     if present:
         return None
@@ -86,7 +86,7 @@ def _launch_openmpi(system: str, job: WorkerJob, socket_path: str) -> Launch:
 
 def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
     prefix = (
-        _required(_script("horovodrun"), "horovodrun"),
+        _required(find_program("horovodrun"), "horovodrun"),
         *("--gloo", "--network-interfaces", "lo", "-np", str(job.num_workers)),
         *("-H", f"localhost:{job.num_workers}"),
     )
@@ -97,6 +97,12 @@ def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
 
 
 _LAUNCHERS = {"mpich": _launch_mpich, "openmpi": _launch_openmpi, "horovod": _launch_horovod}
+
+
+def find_program(name: str) -> str | None:
+    """Path of a program of this Python environment, else of PATH; None if there is none."""
+    beside = Path(sys.executable).parent / name
+    return os.fspath(beside) if beside.exists() else shutil.which(name)
 
 
 def _worker_command(system: str, job: WorkerJob, socket_path: str, rank: int) -> tuple[str, ...]:
@@ -113,7 +119,7 @@ def _importable(module: str) -> bool:
 
 
 def _mpich_launcher() -> str | None:
-    return _script("mpiexec.hydra") or shutil.which("mpiexec.mpich")
+    return find_program("mpiexec.hydra") or shutil.which("mpiexec.mpich")
 
 
 def _mpich_library() -> str:
@@ -124,12 +130,6 @@ def _mpich_library() -> str:
 
 def _openmpi_launcher() -> str | None:
     return shutil.which("mpirun.openmpi")
-
-
-def _script(name: str) -> str | None:
-    """A program of this Python environment, else of PATH."""
-    beside = Path(sys.executable).parent / name
-    return os.fspath(beside) if beside.exists() else shutil.which(name)
 
 
 def _required(path: str | None, program: str) -> str:

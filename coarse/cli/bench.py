@@ -22,6 +22,7 @@ _MEMORY_PEERS = ("ddp", "ddp-default", "fsdp", "coarse-overlap")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
 _TRACES = ("bert-large", "bert-base", "resnet50")
 _MODELS = ("bert-large", "bert-base", "bert-small", "bert-tiny", "resnet50", "digits")
+_MODELS_OF_SIZE = ("bert-large", "bert-base", "bert-small", "resnet50")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
 _TABLE_WIDTH = 160
@@ -56,7 +57,9 @@ def _add_sync_parser(benches: Any) -> None:
         choices=ALGORITHM_CHOICES,
         help="of COARSE; default: $COARSE_ALGORITHM, or auto",
     )
-    parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: the session's")
+    parser.add_argument(
+        "--memory-devices", type=int, default=0, metavar="K", help="default: $COARSE_MEMORY_DEVICES"
+    )
     parser.add_argument(
         "--budget",
         type=float,
@@ -167,7 +170,7 @@ def _add_memory_parser(benches: Any) -> None:
         "coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes (ddp-default), and FSDP2.",
     )
     parser.set_defaults(handler=run_memory_command)
-    parser.add_argument("--model", default="bert-base", choices=_MODELS)
+    parser.add_argument("--model", default="bert-base", choices=_MODELS_OF_SIZE)
     parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))

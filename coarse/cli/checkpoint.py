@@ -90,13 +90,20 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Reads every byte; returns 1 if one is wrong."""
+    """Reads every byte; returns 1 if one is wrong.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     from coarse.checkpoint.catalogue import names_of, open_verified
     from coarse.checkpoint.progress import SaveProgress
 
     results = []
     with _open(arguments) as folder:
-        for name in [_name(text) for text in arguments.checkpoints] or names_of(folder):
+        names = [_name(text) for text in arguments.checkpoints] or names_of(folder)
+        if not names:
+            raise CheckpointError(f"{arguments.folder} has no checkpoints")
+        for name in names:
             reason = ""
             try:
                 with SaveProgress(f"verify {name}") as progress:

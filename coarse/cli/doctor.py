@@ -17,6 +17,7 @@ from coarse import __version__
 from coarse.cli.failure import signal_name
 from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
 from coarse.env import Settings, own_process_environment
+from coarse.errors import SettingsError
 from coarse.machine.host import (
     Cpu,
     DaxDevice,
@@ -94,11 +95,10 @@ def examine(host: Host) -> list[Finding]:
         *_peers(),
         *cpu_findings(host.cpu),
         *memory_findings(host.memory),
-        pool_finding(host.memory),
         *numa_findings(host.numa_nodes),
         *device_findings(host.dax_devices, host.gpus, host.gpus_note),
         *nccl_findings(host.gpus),
-        *transfer_findings(),
+        *settings_findings(host.memory),
         *limit_findings(host.limits),
         *_runtime(),
     ]
@@ -232,13 +232,23 @@ def memory_findings(memory: Memory) -> list[Finding]:
     ]
 
 
-def pool_finding(memory: Memory) -> Finding:
+def settings_findings(memory: Memory) -> list[Finding]:
+    """What COARSE_* variables say that this machine makes something of, or what is wrong with them."""
+    try:
+        settings = Settings.from_environment()
+    except SettingsError as error:
+        advice = "unset the variable, or correct it"
+        return [Finding(topic="settings", name="COARSE_*", value=str(error), status=FAILED, advice=advice)]
+    return [pool_finding(memory, settings), *transfer_findings(settings)]
+
+
+def pool_finding(memory: Memory, settings: Settings) -> Finding:
     """What old versions may take while a checkpoint is written (coarse.proxy.group_snapshots.choose_pool_limit)."""
     variable = "COARSE_SNAPSHOT_POOL_BYTES"
     available = memory.available_bytes
     if memory.cgroup_limit_bytes is not None:
         available = min(available, memory.cgroup_limit_bytes - (memory.cgroup_used_bytes or 0))
-    chosen = Settings.from_environment().snapshot_pool_bytes
+    chosen = settings.snapshot_pool_bytes
     value = (
         f"{format_bytes(chosen)} for each model, by {variable}"
         if chosen
@@ -246,7 +256,7 @@ def pool_finding(memory: Memory) -> Finding:
     )
     is_too_large = chosen > available
     return Finding(
-        topic="memory",
+        topic="settings",
         name="snapshot pool",
         value=value,
         status=NOTE if is_too_large else GOOD,
@@ -317,8 +327,7 @@ def device_findings(
     ]
     return [
         *(dax or [Finding(topic=topic, name="DAX", value="none")]),
-        *(cards or [Finding(topic=topic, name="GPU", value="none")]),
-        *([Finding(topic=topic, name="GPUs missing", value=gpus_note)] if gpus_note else []),
+        *(cards or [Finding(topic=topic, name="GPU", value=gpus_note or "none")]),
     ]
 
 
@@ -336,14 +345,14 @@ def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:
     return [Finding(topic=topic, name=name, value="none", status=NOTE, advice=advice)]
 
 
-def transfer_findings() -> list[Finding]:
+def transfer_findings(settings: Settings) -> list[Finding]:
     """Whether gradients on a GPU are copied by the processor; nothing where nobody has said so."""
     variable = "COARSE_GPU_TRANSFERS"
-    if Settings.from_environment().gpu_transfers != "off":
+    if settings.gpu_transfers != "off":
         return []
     return [
         Finding(
-            topic="devices",
+            topic="settings",
             name="gradients on GPUs",
             value=f"copied by the processor, by {variable}=off",
             status=NOTE,

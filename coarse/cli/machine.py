@@ -62,13 +62,16 @@ def run_list(arguments: argparse.Namespace) -> int:
 def run_show(arguments: argparse.Namespace) -> int:
     """Prints one machine, or the one at hand; returns 2 if there is no such machine."""
     if arguments.here:
+        from rich.markup import escape
+
         from coarse.machine.host import read_host
 
         host = read_host()
         if arguments.json:
             print(json.dumps({"kind": "measured", "host": asdict(host)}, indent=2))
         else:
-            _print_table("This machine", ("what", "value"), list(host_rows(host)))
+            rows = [(what, escape(value)) for what, value in host_rows(host)]
+            _print_table("This machine", ("what", "value"), rows)
         return 0
     try:
         machine = load_machine(arguments.name)
@@ -171,9 +174,7 @@ def host_rows(host: Host) -> Iterator[Row]:
     for index, gpu in enumerate(host.gpus):
         yield f"GPU {index}", f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB, driver {gpu.driver}"
     if not host.gpus:
-        yield "GPUs", "none"
-    if host.gpus_note:
-        yield "GPUs missing", host.gpus_note
+        yield "GPUs", host.gpus_note or "none"
 
 
 def _devices(machine: Machine) -> str:

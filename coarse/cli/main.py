@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from coarse import __version__
-from coarse.errors import CoarseError
+from coarse.errors import CoarseError, SettingsError
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Module of each sub-command, in the order of the help text."""
 
+_EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
 
 
@@ -48,13 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(_commands_needed(argv))
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        prog, names = f"{parser.prog} {arguments.command}", " ".join(unknown)
+        parser.exit(_EXIT_USAGE, f"{prog}: error: unrecognized arguments: {names} (see `{prog} --help`)\n")
     handler: Callable[[argparse.Namespace], int] = arguments.handler
     try:
         return handler(arguments)
     except CoarseError as error:
         print(f"coarse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _EXIT_USAGE if isinstance(error, SettingsError) else 1
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
 

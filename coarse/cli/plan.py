@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from coarse.env import Settings
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.bench.trace import ComputeTrace
@@ -25,9 +26,7 @@ if TYPE_CHECKING:  # slow to import: not for `coarse --help`
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
 _TABLE_WIDTH = 150
 _CACHED = "cached"
-_MODELS: Mapping[str, str] = MappingProxyType(
-    {"bert-large": "bert-large", "bert-base": "bert-base", "resnet-50": "resnet50"}
-)
+_MODELS = ("bert-large", "bert-base", "resnet50")
 _DEFAULT_ENDPOINTS = 2
 
 
@@ -75,7 +74,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="which devices play what on --machine; default: the paper's, or half of the devices",
     )
-    parser.add_argument("--model", choices=tuple(_MODELS), help="plan dual synchronisation for this model")
+    parser.add_argument("--model", choices=_MODELS, help="plan dual synchronisation for this model")
     parser.add_argument(
         "--tflops",
         type=float,
@@ -210,7 +209,6 @@ def plan_model(basis: Basis, trace: ComputeTrace, mode: str | int) -> DualSyncPl
 
 def _shards(basis: Basis, trace: ComputeTrace) -> tuple[ShardRange, ...]:
     """What a model's gradients, all of float32, are cut into, in the order in which they are ready."""
-    from coarse.env import Settings
     from coarse.profiler.partition import plan_partition
 
     gather_bytes = Settings().gather_bytes
@@ -250,6 +248,8 @@ def plan_as_json(basis: Basis, trace: ComputeTrace | None, split: DualSyncPlan |
         "sync_costs": asdict(basis.costs),
         "workers_all_to_all_from_bytes": all_to_all_from_bytes(basis),
     }
+    if basis.profile.is_of_this_machine:
+        document["session"] = session_decisions(basis)
     if trace is not None and split is not None:
         document["dual_sync"] = {
             "model": trace.model,
@@ -296,7 +296,7 @@ def _trace(model: str | None, tflops: float | None, machine: str | None) -> Comp
     if model is None:
         return None
     gpu = load_machine(machine).topology.gpu if machine else ""
-    return place_trace(load_trace(_MODELS[model]), gpu=gpu, tflops=tflops)
+    return place_trace(load_trace(model), gpu=gpu, tflops=tflops)
 
 
 # ---- tables ----
@@ -316,6 +316,8 @@ def _print_plan(
             _print_times(basis, worker)
     print_shard_size(basis.size)
     _print_worker_path(basis)
+    if basis.profile.is_of_this_machine:
+        _print_session(basis)
     if trace is not None and split is not None:
         _print_split(trace, split, len(_shards(basis, trace)))
 
@@ -344,6 +346,21 @@ def _print_worker_path(basis: Basis) -> None:
             why = "where both take equally long over all links at once, predicted"
         row = (format_size(round(crossing)), why)
         print_table("Workers' own all-reduce: all-gather, and all-to-all", ("from", "why"), [row])
+
+
+def _print_session(basis: Basis) -> None:
+    """What sessions make of a profile of the host's memory: no link carries a shard there."""
+    title = f"A session goes by (COARSE_ROUTING={Settings.from_environment().routing})"
+    print_table(title, ("decision",), [(line,) for line in session_decisions(basis)])
+
+
+def session_decisions(basis: Basis) -> tuple[str, ...]:
+    """What a session with this environment's settings decides by the same profile, and why: a line each."""
+    from coarse.profiler.link_plan import plan_links
+
+    profile, settings = basis.profile, Settings.from_environment()
+    plan = plan_links(profile, basis.origin, local_devices=profile.key.local_devices, settings=settings)
+    return plan.decisions[1:]
 
 
 def _print_times(basis: Basis, worker: int) -> None:

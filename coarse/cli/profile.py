@@ -207,6 +207,10 @@ def _scope(arguments: argparse.Namespace) -> Scope:
         dilation = settings.time_dilation if settings.machine else _DEFAULT_DILATION
     elif not machine:
         raise ValueError("--time-dilation needs --machine: only emulated time dilates")
+    if arguments.partition_table and arguments.memory_devices:
+        raise ValueError(
+            "--memory-devices does not go with --partition-table, which says what devices there are"
+        )
     is_open = arguments.workers is None and arguments.memory_devices is None
     name = arguments.partition_table or ("" if arguments.memory_devices else settings.partition_table)
     if not name and machine and is_open:

@@ -32,6 +32,8 @@ _REDIRECTED_STREAMS: Mapping[str, frozenset[str]] = {
 _STREAMS = _REDIRECTED_STREAMS["3"]
 
 
+_DEVICE_VARIABLES = ("COARSE_MEMORY_DEVICES", "COARSE_PARTITION_TABLE")
+
 _SESSION_FLAGS = (
     (
         "--memory-devices",
@@ -236,7 +238,10 @@ def environments_of(
     _require_sound_nodes(arguments)
     num_workers: int = arguments.num_workers
     common = {**inherited, **_session_variables(arguments)}
-    _require_sound_settings(common)
+    for flag, other in (_DEVICE_VARIABLES, _DEVICE_VARIABLES[::-1]):
+        if vars(arguments)[flag] is not None and vars(arguments)[other] is None:
+            common.pop(other, None)  # what is inherited says the same in another way
+    _require_sound_settings(common, num_workers)
     common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
@@ -291,13 +296,17 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
         )
 
 
-def _require_sound_settings(environment: Mapping[str, str]) -> None:
+def _require_sound_settings(environment: Mapping[str, str], num_workers: int) -> None:
     """Says once what every worker would say."""
     try:
         settings = Settings.from_environment(environment)
         if settings.machine:
             load_machine(settings.machine)
-    except (OSError, ValueError) as error:
+        if settings.partition_table or not isinstance(settings.memory_devices, int):
+            from coarse.client.join import check_memory
+
+            check_memory(settings, num_workers)
+    except (OSError, ValueError, CoarseError) as error:
         raise UsageError(str(error)) from None
 
 

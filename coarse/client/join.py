@@ -144,6 +144,25 @@ def _announcement_key(node: int) -> str:
     return f"devices/{node}"
 
 
+def check_memory(settings: Settings, num_workers: int) -> None:
+    """Takes a little of each memory that memory devices of this node are to own, before anything is started.
+
+    Args:
+        settings: Of the sessions to come.
+        num_workers: On this node.
+
+    Raises:
+        ValueError, CoarseError: If there is no such memory or table, the table is for more workers, or somebody else
+            has the memory for himself.
+    """
+    path = settings.partition_table
+    if path:  # a smaller one may be for a process group of some of the workers
+        num_workers = min(num_workers, PartitionTable.load(path).num_workers)
+    table = choose_partition_table(path, num_workers=num_workers, devices=settings.memory_devices)
+    for memory in table.memories:
+        try_memory(memory)
+
+
 def _choose_table(settings: Settings, num_workers: int) -> PartitionTable:
     """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
     table = choose_partition_table(

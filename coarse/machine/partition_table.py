@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from coarse.machine.toml_lines import TomlDocument
 
 _TABLES = Path(__file__).with_name("partition_tables")
+_EXAMPLES = {"node": "node = 2", "path": 'path = "/dev/dax0.0"', "device": "device = 0"}
 _KEYS = ("kind", "workers", "gpu", *filter(None, PLACE_KEYS.values()))
 _HOST = MemoryName()
 
@@ -281,6 +282,8 @@ def _memory(section: Mapping[str, Any]) -> MemoryName:
     for name in filter(None, PLACE_KEYS.values()):
         if name in section and name != expected:
             raise FieldError(name, f"{name} has no meaning for kind {kind!r}")
+    if expected and expected not in section:
+        raise FieldError("kind", f"kind {kind!r} needs a key such as {_EXAMPLES[expected]}")
     # A GPU is named as PyTorch does.
     return MemoryName(kind=kind, place=str(section.get(expected, "")).removeprefix("cuda:"))
 

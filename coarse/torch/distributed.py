@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from coarse.errors import CoarseError, SessionClosedError
+from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
@@ -275,6 +276,11 @@ class DistributedDataParallel(Offloading):
             self._gradients.expect(output)
 
     # Buffers.
+
+    @property
+    def session(self) -> Session:
+        """The session of this model's workers and memory devices: what was decided of its links, and why."""
+        return self._session
 
     @property
     def broadcast_buffers(self) -> bool:

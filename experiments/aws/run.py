@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,14 @@ from statistics import fmean, median
 from typing import Any
 
 from coarse.bench.record import Provenance, append_records
+from coarse.bench.systems import find_program
 from experiments.aws.instances import INSTANCES, Instance
 
 TRAIN = Path(__file__).with_name("train.py")
 ROOT = Path(__file__).resolve().parents[2]
+SYSTEMS = ("none", "ddp", "horovod", "coarse", "coarse-offload")
+"""Those of experiments.aws.train, in the order in which they run."""
+
 _LARGEST_DIFFERENCE = (
     0.1  # between systems, of how far training has moved parameters: sums are rounded differently
 )
@@ -62,7 +65,7 @@ class RunError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 if a run failed or its results differ."""
     arguments = _parse(argv)
-    instance = INSTANCES[arguments.instance]
+    instance: Instance = arguments.found
     arguments.results.mkdir(parents=True, exist_ok=True)
     provenance = Provenance.here()
     done: list[tuple[Run, dict[str, Any]]] = []
@@ -111,8 +114,8 @@ def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
 
 def installed_systems() -> tuple[str, ...]:
     """Systems that can run here; Horovod where it is installed."""
-    has_horovod = importlib.util.find_spec("horovod") is not None and shutil.which("horovodrun") is not None
-    return ("none", "ddp", *(["horovod"] if has_horovod else []), "coarse", "coarse-offload")
+    has_horovod = importlib.util.find_spec("horovod") is not None and find_program("horovodrun") is not None
+    return tuple(system for system in SYSTEMS if system != "horovod" or has_horovod)
 
 
 def execute(run: Run, instance: Instance, *, warm_up: int, steps: int) -> dict[str, Any]:
@@ -128,6 +131,8 @@ def execute(run: Run, instance: Instance, *, warm_up: int, steps: int) -> dict[s
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise RunError(f"not done after {_LIMIT_S} s") from None
+        except OSError as error:
+            raise RunError(f"could not be started: {error}") from None
         if done.returncode != 0 or not result.exists():
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
             raise RunError(f"ended with exit code {done.returncode}:\n{last}")
@@ -146,7 +151,7 @@ def command_of(run: Run, instance: Instance, *, warm_up: int, steps: int, result
         *("--warm-up", str(warm_up), "--steps", str(steps), "--result", str(result)),
     ]
     if run.system == "horovod":
-        return ["horovodrun", "--gloo", "-np", workers, sys.executable, *script]
+        return [find_program("horovodrun") or "horovodrun", "--gloo", "-np", workers, sys.executable, *script]
     devices: list[str] = []
     if run.memory == "cuda":
         devices = ["--partition-table", str(instance.tables[run.ratio])]
@@ -227,11 +232,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--model", action="append", dest="models", default=[], help="only this one; repeatable"
     )
     parser.add_argument(
-        "--system", action="append", dest="systems", default=[], help="only this one; repeatable"
+        "--system",
+        action="append",
+        dest="systems",
+        default=[],
+        choices=SYSTEMS,
+        help="only this one; repeatable",
     )
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=50, help="steps that are")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.found = INSTANCES[arguments.instance]
+    known = arguments.found.batches
+    if unknown := sorted(set(arguments.models) - set(known)):
+        parser.error(f"--model {unknown[0]}: {arguments.instance} trains {', '.join(known)}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 #
 #     experiments/aws/setup.sh            # GPU instance: p3.16xlarge, g4dn.metal
 #     experiments/aws/setup.sh --cpu      # any machine, without GPUs
-#     experiments/aws/setup.sh --horovod  # builds Horovod too, with NCCL where there are GPUs (some 15 minutes)
+#     experiments/aws/setup.sh --horovod  # builds Horovod too (some 15 minutes); where there are GPUs it is with NCCL,
+#                                         # for which nvcc and nccl.h must be there
 #
 # Run it in a checkout. It may be run again. A driver that is newly installed needs a reboot, and then another run.
 # V100 (p3) and T4 (g4dn) need PyTorch built for CUDA 12: wheels for CUDA 13 have no code for V100 any more.
@@ -50,12 +51,19 @@ install_python() {
     "$venv/bin/python" -m pip install --quiet -e '.[torch,examples,cuda]'
 }
 
+# A peer that cannot be built is left out; the runs go on without it.
 install_horovod() {
-    if $cpu_only; then
-        PATH=$PWD/$venv/bin:$PATH PYTHON=python benchmarks/build_horovod.sh
-    else
-        HOROVOD_GPU_OPERATIONS=NCCL PATH=$PWD/$venv/bin:$PATH PYTHON=python benchmarks/build_horovod.sh
+    local environment=(PATH="$(realpath -m "$venv")/bin:$PATH" PYTHON=python)
+    if ! $cpu_only; then
+        if ! command -v nvcc >/dev/null || ! echo '#include <nccl.h>' | g++ -E -x c++ - >/dev/null 2>&1; then
+            echo "setup.sh: Horovod is left out: with NCCL it needs nvcc on PATH, of PyTorch's CUDA version, and" \
+                "nccl.h: packages cuda-nvcc, cuda-cudart-dev and libnccl-dev of NVIDIA's repository" >&2
+            return
+        fi
+        environment+=(HOROVOD_GPU_OPERATIONS=NCCL)
     fi
+    env "${environment[@]}" benchmarks/build_horovod.sh ||
+        echo "setup.sh: Horovod was not built, and is left out" >&2
 }
 
 if command -v apt-get >/dev/null; then install_packages; fi

@@ -71,6 +71,11 @@ def test_show_of_what_is_not_whole(folder, capsys, which):
     assert "CheckpointError" in capsys.readouterr().err
 
 
+def test_nothing_to_verify_is_an_error(tmp_path, capsys):
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert f"{tmp_path} has no checkpoints" in capsys.readouterr().err
+
+
 def test_verify(folder, capsys):
     code, found = run_json(capsys, "verify", folder, "step-1", "2")
     assert (code, [each["whole"] for each in found]) == (0, [True, True])

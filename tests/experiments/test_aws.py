@@ -56,11 +56,25 @@ def test_every_system_has_its_launcher(tmp_path):
         return " ".join(command_of(run, P3, warm_up=5, steps=50, result=tmp_path / "r"))
 
     assert command("ddp").startswith(f"{sys.executable} -m coarse run -n 4 {TRAIN} --system ddp ")
-    assert command("horovod").startswith("horovodrun --gloo -np 4 ")
+    assert "horovodrun --gloo -np 4 " in command("horovod")
     assert "coarse run -n 4 --partition-table " in command("coarse", "2:1", "cuda")
     assert "p3-2to1.toml" in command("coarse", "2:1", "cuda")
     assert "coarse run -n 4 --memory-devices 2 " in command("coarse", "2:1", "host")
     assert "--device cuda --gpus 0,2,4,6 " in command("none")
+
+
+def test_a_model_that_the_instance_does_not_train_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--instance", "p3.16xlarge", "--model", "resnet"])
+    assert "--model resnet: p3.16xlarge trains resnet50, bert-large" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_a_run_that_failed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("experiments.aws.run.find_program", lambda name: None)
+    arguments = ["--instance", "cpu", "--model", "digits", "--system", "horovod", "--results", str(tmp_path)]
+    assert main(arguments) == 1
+    assert "FAILED: digits, batch 64, horovod: could not be started: " in capsys.readouterr().err
 
 
 def test_results_that_differ_are_told():

@@ -41,7 +41,7 @@ def main() -> None:
         for step in range(first + 1, STEPS + 1):
             if (attempt, rank, step) == (0, 0, KILLED_IN) and device >= 0:
                 checkpointer.wait()
-                os.kill(model._session.device_pids[device], signal.SIGKILL)
+                os.kill(model.session.device_pids[device], signal.SIGKILL)
             optimizer.zero_grad()
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
             model(inputs).square().mean().backward()

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coarse.bench import memory, sync, train
+from coarse.bench import memory, state_memory, sync, train
 from coarse.bench.fleet import BenchError
 from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
 from coarse.bench.sync import SyncPlan, run_sync
@@ -45,7 +45,7 @@ def parse(*arguments: str) -> argparse.Namespace:
         {"sizes": (0,)},
         {"systems": ()},
         {"dtype": "float8"},
-        {"num_workers": 0},
+        {"num_workers": 1},
         {"rounds": 0},
         {"budget_s": 0.0},
         {"memory_devices": -1},
@@ -135,6 +135,7 @@ def test_names_of_the_command_line_are_those_of_the_benchmarks() -> None:
     assert bench._SYNC_PEERS == sync.PEERS
     assert bench._TRAIN_PEERS == train.PEERS
     assert tuple(MODELS) == bench._MODELS
+    assert {*bench._MODELS_OF_SIZE} < {*MODELS} - {state_memory.BASELINE_MODEL}
 
 
 def test_command_line_parser_imports_no_extra() -> None:

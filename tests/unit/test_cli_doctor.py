@@ -10,6 +10,7 @@ import pytest
 
 from coarse.cli import doctor
 from coarse.cli.sync_probe import SyncLatency, SyncProbeError
+from coarse.env import Settings
 from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, MemoryAccess, NumaNode, read_host
 
 MEMORY = Memory(
@@ -57,31 +58,39 @@ def test_huge_pages_that_are_off_come_with_the_command():
     assert "shmem_enabled" in pages.advice
 
 
-def test_the_pool_of_snapshots_is_half_of_what_is_left(monkeypatch):
-    monkeypatch.delenv("COARSE_SNAPSHOT_POOL_BYTES", raising=False)
-    assert doctor.pool_finding(MEMORY).value == "as large as a model with its state, at most 16 GiB now"
+def test_the_pool_of_snapshots_is_half_of_what_is_left():
+    settings = Settings()
+    assert (
+        doctor.pool_finding(MEMORY, settings).value
+        == "as large as a model with its state, at most 16 GiB now"
+    )
     limited = replace(MEMORY, cgroup_limit_bytes=4 << 30, cgroup_used_bytes=1 << 30)
-    assert "at most 1.5 GiB now" in doctor.pool_finding(limited).value
+    assert "at most 1.5 GiB now" in doctor.pool_finding(limited, settings).value
 
 
-def test_a_pool_of_more_than_there_is_is_noted(monkeypatch):
-    monkeypatch.setenv("COARSE_SNAPSHOT_POOL_BYTES", "8GiB")
-    assert doctor.pool_finding(MEMORY).status == doctor.GOOD
+def test_a_pool_of_more_than_there_is_is_noted():
+    settings = Settings(snapshot_pool_bytes=8 << 30)
+    assert doctor.pool_finding(MEMORY, settings).status == doctor.GOOD
     limited = replace(MEMORY, cgroup_limit_bytes=4 << 30)
-    finding = doctor.pool_finding(limited)
+    finding = doctor.pool_finding(limited, settings)
     assert finding.value == "8 GiB for each model, by COARSE_SNAPSHOT_POOL_BYTES"
     assert (finding.status, "lower COARSE_SNAPSHOT_POOL_BYTES" in finding.advice) == (doctor.NOTE, True)
 
 
-def test_gradients_that_the_processor_copies_are_noted_where_somebody_said_so(monkeypatch):
-    monkeypatch.setenv("COARSE_GPU_TRANSFERS", "off")
-    (finding,) = doctor.transfer_findings()
+def test_gradients_that_the_processor_copies_are_noted_where_somebody_said_so():
+    (finding,) = doctor.transfer_findings(Settings(gpu_transfers="off"))
     assert (finding.status, finding.value) == (
         doctor.NOTE,
         "copied by the processor, by COARSE_GPU_TRANSFERS=off",
     )
-    monkeypatch.delenv("COARSE_GPU_TRANSFERS")
-    assert doctor.transfer_findings() == []
+    assert doctor.transfer_findings(Settings()) == []
+
+
+def test_a_variable_that_cannot_be_is_a_failure(monkeypatch):
+    monkeypatch.setenv("COARSE_ALGORITHM", "bad")
+    (finding,) = doctor.settings_findings(MEMORY)
+    assert finding.status == doctor.FAILED
+    assert finding.value.startswith("COARSE_ALGORITHM='bad' is none of auto, ")
 
 
 def test_memory_without_cores_is_named_as_possible_cxl():

@@ -68,17 +68,23 @@ def test_a_profile_of_a_file(tmp_path, capsys):
     profile_of(local=(5, 4), remote=(10, 8), kind="emulated").save(path)
     document = plan(tmp_path, "--profile", str(path))
     assert routes(document) == [(0, 1), (1, 0)]
+    assert "session" not in document
     assert f"emulated, from {path}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_the_last_profile_of_this_machine(tmp_path):
     key = key_of(host=host_key(read_host()), versions=current_versions())
-    profile_of(key).save(cache_path(key))
-    assert plan(tmp_path)["origin"] == str(cache_path(key))
+    profile_of(key, local=(5, 4), remote=(10, 8)).save(cache_path(key))
+    document = plan(tmp_path)
+    assert document["origin"] == str(cache_path(key))
+    # In the host's memory a session stays local whatever the profile says, and says so.
+    assert routes(document) == [(0, 1), (1, 0)]
+    assert document["session"][0].startswith("routes: local, because in the host's memory")
+    assert document["session"][1:3] == ["w0: md0", "w1: md1"]
     assert plan(tmp_path, "--profile", "cached")["kind"] == "measured"
 
 
-@pytest.mark.parametrize("model", ["bert-large", "bert-base", "resnet-50"])
+@pytest.mark.parametrize("model", ["bert-large", "bert-base", "resnet50"])
 def test_dual_synchronisation_of_a_model(tmp_path, capsys, model):
     split = plan(tmp_path, "--machine", "aws-p3", "--model", model)["dual_sync"]
     assert 0 <= split["m_bytes"] <= split["total_bytes"]

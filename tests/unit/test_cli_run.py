@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from coarse.cli.main import build_parser
-from coarse.cli.run import command_of, environments_of, threads_per_worker
+from coarse.cli.run import UsageError, command_of, environments_of, threads_per_worker
 from coarse.cli.supervisor import JobPlan
 from coarse.env import Settings
 
@@ -81,6 +81,37 @@ def test_address_and_port_can_be_given():
 def test_session_flags_beat_the_environment(flag, text, variable):
     environment = environments_of(parse(flag, text, "-m", "train"), {variable: "inherited"})[0]
     assert environment[variable] == text
+
+
+def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
+    table = tmp_path / "table.toml"
+    table.write_text("[[memory_device]]\nworkers = [0]\n")
+    by_table = environments_of(
+        parse("--partition-table", str(table), "-m", "train"), {"COARSE_MEMORY_DEVICES": "2"}
+    )
+    assert "COARSE_MEMORY_DEVICES" not in by_table[0]
+    by_number = environments_of(
+        parse("--memory-devices", "2", "-m", "train"), {"COARSE_PARTITION_TABLE": str(table)}
+    )
+    assert "COARSE_PARTITION_TABLE" not in by_number[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--memory-devices", "numa:9999"), "there is no NUMA node 9999 on this machine"),
+        (("--memory-devices", "host,dax:/dev/null"), "is a character device, but no DAX device"),
+        (
+            ("--partition-table", "aws-p3"),
+            "partition table aws-p3 is for 4 workers, this job has 2 on this node",
+        ),
+        (("--partition-table", "nowhere"), "no partition table is named .nowhere."),
+        (("--partition-table", "aws-p3", "--memory-devices", "2"), "COARSE_MEMORY_DEVICES does not go with"),
+    ],
+)
+def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):
+    with pytest.raises(UsageError, match=message):
+        environments_of(parse("-n", "2", *flags, "-m", "train"), {})
 
 
 def test_every_setting_has_a_flag():

@@ -45,7 +45,6 @@ def test_a_text_is_a_size_or_refused(text):
 def test_the_environment_gives_every_setting():
     settings = Settings.from_environment(
         {
-            "COARSE_MEMORY_DEVICES": "3",
             "COARSE_PARTITION_TABLE": "table.toml",
             "COARSE_SYNC_CORES": "2",
             "COARSE_SHARD_BYTES": "4MB",
@@ -59,7 +58,6 @@ def test_the_environment_gives_every_setting():
         }
     )
     assert settings == Settings(
-        memory_devices=3,
         partition_table="table.toml",
         sync_cores=2,
         shard_bytes=4_000_000,
@@ -104,6 +102,15 @@ def test_without_variables_the_defaults_hold():
 def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, text):
     with pytest.raises(ValueError, match=name):
         Settings.from_environment({name: text})
+
+
+def test_memory_devices_are_said_once():
+    environ = {"COARSE_MEMORY_DEVICES": "2", "COARSE_PARTITION_TABLE": "aws-p3"}
+    with pytest.raises(
+        ValueError, match="COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE=aws-p3"
+    ):
+        Settings.from_environment(environ)
+    assert Settings.from_environment({**environ, "COARSE_MEMORY_DEVICES": "0"}).partition_table == "aws-p3"
 
 
 def test_a_machine_is_emulated_by_exchange():

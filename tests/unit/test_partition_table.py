@@ -42,7 +42,7 @@ DEVICE = "[[memory_device]]\n"
         (DEVICE + "workers = []\n", 1, "no memory device has a worker"),
         (DEVICE + 'kind = "tape"\nworkers = [0]\n', 2, "kind 'tape' is none of host"),
         (DEVICE + "size = 3\n", 1, "expected `workers` and `kind`"),
-        (DEVICE + 'kind = "numa"\nworkers = [0]\n', 1, "node '' is no number of a NUMA node"),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\n', 2, "kind 'numa' needs a key such as node = 2"),
         (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = -1\n', 4, "node '-1' is no number"),
         (
             DEVICE + 'kind = "numa"\nworkers = [0]\npath = "/dev/dax0.0"\n',
