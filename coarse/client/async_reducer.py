@@ -89,7 +89,13 @@ class AsyncReducer:
             self._rows.add(name, group.id, 0, 1, group.rows.fd)
 
     def register_parameters(
-        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], *, writes: bool
+        self,
+        name: str,
+        specs: Sequence[TensorSpec],
+        state_names: Sequence[str],
+        *,
+        writes: bool,
+        most_workers: int,
     ) -> TensorGroup:
         """Registers gradients whose parameters are updated, by the key `name/name of the gradient`; as register().
 
@@ -97,7 +103,8 @@ class AsyncReducer:
             name: As for register().
             specs: As for Session.register_parameters(), which checks what this does not.
             state_names: As for that.
-            writes: Whether this worker's values of parameters are everybody's; one worker's are.
+            writes: Whether this worker's values of parameters are everybody's on this node; one worker's are.
+            most_workers: Of any node, because all nodes register the same.
 
         Raises:
             SchemaMismatchError, SyncTimeoutError: As by register().
@@ -105,7 +112,7 @@ class AsyncReducer:
         """
         ranks = self._client.ranks
         # Is never pushed: its memory, which all workers see, has of each parameter how often each worker copied it.
-        copies = TensorSpec(name="copies", dtype="float32", num_elements=len(specs) * len(ranks), op="mean")
+        copies = TensorSpec(name="copies", dtype="float32", num_elements=len(specs) * most_workers, op="mean")
         with self._registering:
             group = self._client.register(name, [*specs, copies], state_names=state_names)
             self._groups[group.id] = group

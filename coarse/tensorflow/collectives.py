@@ -43,6 +43,7 @@ class Collectives:
         self.num_workers = session.identity.world_size
         self.writes_for_node = self.rank == session.node_workers[0]
         """Whether what all workers of the node share is this one's to write."""
+        self._most_workers_of_a_node = session.most_workers_of_a_node
         self._reducer = session.open_async_reducer()
         self._cannot_reduce_rows = session.cannot_reduce_rows()
         self._tables: dict[tuple[str, str, str, int, int], str] = {}
@@ -101,7 +102,11 @@ class Collectives:
             group = self._next_group(name)
             with _explained(f"building {name}"):
                 registered = self._reducer.register_parameters(
-                    group, specs, state_names, writes=self.writes_for_node
+                    group,
+                    specs,
+                    state_names,
+                    writes=self.writes_for_node,
+                    most_workers=self._most_workers_of_a_node,
                 )
         return registered, [f"{group}/{spec.name}" for spec in specs]
 

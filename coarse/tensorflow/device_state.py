@@ -23,7 +23,7 @@ class StatePlace:
     Args:
         map_memory: Maps its memory, float32 with the parameter's shape, which all workers of the node share.
         sign: What Keras's value is multiplied with to have the memory devices', and the other way; 1 or -1.
-        writes: Whether this worker's assignments count: worker 0's do, which are everybody's.
+        writes: Whether this worker's assignments count: those of the node's first one do, and are its node's.
     """
 
     map_memory: Callable[[], FloatArray]
@@ -35,8 +35,8 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
     """A momentum or moment of a parameter in the memory devices: a variable that is not on this worker.
 
     It is in its optimizer's `variables` and in checkpoints where Keras's own would be, under the same name, so that
-    files are the same. Read and assigned while no update is under way, as variables are; what worker 0 assigns is
-    everybody's once workers have met, as in the next update.
+    files are the same. Read and assigned while no update is under way, as variables are; what a node's first worker
+    assigns is its node's once workers have met, as in the next update.
 
     Args:
         name: "momentum", as Keras calls it.
@@ -73,7 +73,7 @@ class DeviceState(Trackable):  # type: ignore[misc,unused-ignore]
         return value
 
     def assign(self, value: Any) -> Any:
-        """Makes `value` everybody's if this is worker 0; on other workers nothing happens.
+        """Makes `value` the node's if this is its first worker; on other workers nothing happens.
 
         Args:
             value: Of the same shape.

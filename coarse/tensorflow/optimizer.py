@@ -29,9 +29,9 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
     """Has the memory devices run a Keras optimizer, where its state then lies once for all workers of the node.
 
     Gradients go to the memory devices, which update the parameters by their sum over the workers; each worker gets
-    the updated parameters. What is assigned to a variable in between counts: worker 0's value is what is updated
-    next. Clipping, gradient accumulation, moving averages, loss scaling and learning-rate schedules are Keras's own.
-    Saved models and checkpoints have the state, as Keras writes it, and load with or without COARSE.
+    the updated parameters. What is assigned to a variable in between counts: the value of a node's first worker is
+    what is updated next. Clipping, gradient accumulation, moving averages, loss scaling and learning-rate schedules
+    are Keras's own. Saved models and checkpoints have the state, as Keras writes it, and load with or without COARSE.
 
     Args:
         optimizer: keras.optimizers.SGD, Adam or AdamW, built within strategy.scope(), or a LossScaleOptimizer around

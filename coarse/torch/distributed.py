@@ -278,9 +278,9 @@ class DistributedDataParallel(Offloading):
     # Buffers.
 
     @property
-    def session(self) -> Session:
-        """The session of this model's workers and memory devices: what was decided of its links, and why."""
-        return self._session
+    def session(self) -> Session | None:
+        """That of the workers and their memory devices, which says what was decided; None in a job of one worker."""
+        return self._session if self._world_size > 1 else None
 
     @property
     def broadcast_buffers(self) -> bool:

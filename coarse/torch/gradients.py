@@ -430,6 +430,14 @@ class GradientSynchroniser:
         self._sent[index] = 1
         self._path.send(index, gradient, self._kind)
 
+    def _leave_out(self, index: int) -> None:
+        """Takes part without a gradient, in its turn too: a mean of other nodes comes to the slot nevertheless."""
+        self._absent.append(index)
+        if self._shares_slots and not self._is_slot_free(index):
+            bisect.insort(self._waiting, index, key=operator.neg)
+        else:
+            self._take_part(index, present=False)
+
     def _take_part(self, index: int, *, present: bool) -> None:
         self._sent[index] = 1
         self._path.take_part(index, self._kind, present=present)
@@ -439,7 +447,10 @@ class GradientSynchroniser:
 
     def _send_waiting(self, index: int) -> None:
         self._waiting.remove(index)
-        self._send_gradient(index, self._parameters[index].grad)
+        if index in self._absent:
+            self._take_part(index, present=False)
+        else:
+            self._send_gradient(index, self._parameters[index].grad)
 
     def _send_all_waiting(self) -> None:
         """Waits for one slot after the other; all workers do in the same order, so that it ends."""
@@ -496,8 +507,7 @@ class GradientSynchroniser:
             elif counted or unused:
                 self._pushed[index] = 1
                 self._num_pushed += 1
-                self._absent.append(index)
-                self._take_part(index, present=False)
+                self._leave_out(index)
 
     def _unfinished_message(self) -> str:
         missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]

@@ -12,6 +12,7 @@ import torch
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SessionClosedError
 from coarse.session import AnyTensorGroup, Session
+from coarse.torch.buffers import broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.gradient_policy import MeasuredGradient
@@ -84,6 +85,11 @@ class Offloading(Refusals):
         if self._gradients is None:
             raise ValueError(self.cannot_offload())
         self._gradients.check_finished()
+        parameters = [parameter for _, parameter in self._trainable]
+        if len(self._session.node_workers) < self._session.identity.world_size:
+            # Each node's are those of its own first worker from now on.
+            broadcast_tensors(self._session, parameters)
+            self._session.release_buffers()
         gradients = self._register_gradients(
             f"{self._name}/parameters",
             rule.state_names,
@@ -95,7 +101,6 @@ class Offloading(Refusals):
         self._gradients.remove_hooks()
         self._gradients.group.close()
         writes = self._session.identity.rank == self._session.node_workers[0]
-        parameters = [parameter for _, parameter in self._trainable]
         assert isinstance(gradients.group, TensorGroup)
         offloaded = OffloadedParameters(
             gradients.group,

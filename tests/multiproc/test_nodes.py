@@ -84,6 +84,24 @@ def test_an_optimizer_keeps_the_same_bits_on_every_node(job, shape):
 # ---- contributions that are not there, buffers that are not registered ----
 
 
+def test_parameters_that_are_updated_by_name_are_registered_on_nodes_of_several_sizes(job):
+    """As optimizers of Keras are."""
+    shape = (2, 1)
+
+    def worker(me):
+        with me.join(node=node_of(me.rank, shape), memory_devices=1) as session:
+            writes = me.rank == session.node_workers[0]
+            most_workers = session.most_workers_of_a_node
+            assert most_workers == 2
+            with contextlib.closing(session.open_async_reducer()) as reducer:
+                reducer.register_parameters(
+                    "model", means(*LENGTHS), ADAM_STATES, writes=writes, most_workers=most_workers
+                )
+                leave_together(me)
+
+    assert [outcome.details for outcome in together(job, sum(shape), worker)] == [""] * 3
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 1, 1)])
 def test_absent_and_joined_contributions(job, shape):
     def worker(me):

@@ -404,34 +404,71 @@ TEST(NodeDisagreement, OnWhetherAStepWasMadeIsAnEventAtTheOwner) {
       << events[0].message;
 }
 
-TEST(NodeDisagreement, OnTheOptimizersSettingsIsAnEventAtTheOwner) {
-  for (const bool isOverlapped : {false, true}) {
-    Nodes nodes({{1, 1, 1}, {1, 1, 1}});
-    nodes.start().addGroup(optimizerPlan());
-    const auto set = [&](std::size_t rank, float stepSize, float gradientScale) {
-      UpdateSettings settings;
-      settings.rule = UpdateRule::kSgd;
-      settings.stepSize = stepSize;
-      settings.gradientScale = gradientScale;
-      std::fill_n(nodes.node(rank).settings(optimizerPlan(), 0), std::size(kParameterElements), settings);
-    };
-    const auto push = [&](std::size_t rank) {
-      const std::uint8_t flags = isOverlapped ? kPresent | kUpdate : kPresent;
-      ASSERT_EQ(nodes.worker(rank).push(1, 2, flags, nullptr), WaitStatus::kDone);
-      nodes.worker(rank).flush();
-    };
-    for (const std::size_t rank : {0, 1}) set(rank, 0.5F, rank == 0 ? 1.F : 0.999F);  // norms may be rounded
-    for (const std::size_t rank : {0, 1}) push(rank);
+/// Two nodes of a worker each, which take one tensor through a step by turns.
+class NodeSettings : public testing::Test {
+ protected:
+  void SetUp() override {
+    nodes_.start().addGroup(optimizerPlan());
+    settings_.rule = UpdateRule::kSgd;
+    settings_.stepSize = 0.5F;
+    for (const std::size_t rank : {0, 1}) set(rank, settings_);
+  }
+  void set(std::size_t rank, const UpdateSettings& settings) {
+    std::fill_n(nodes_.node(rank).settings(optimizerPlan(), 0), std::size(kParameterElements), settings);
+  }
+  void push(std::size_t rank, std::uint8_t flags) {
+    ASSERT_EQ(nodes_.worker(rank).push(1, 2, static_cast<std::uint8_t>(kPresent | flags), nullptr),
+              WaitStatus::kDone);
+    nodes_.worker(rank).flush();
+  }
+  void synchronise(std::uint8_t flags) {
+    for (const std::size_t rank : {0, 1}) push(rank, flags);
     for (const std::size_t rank : {0, 1})
-      ASSERT_EQ(nodes.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
-    set(1, 0.25F, 1);
-    for (const std::size_t rank : {0, 1}) push(rank);
+      ASSERT_EQ(nodes_.worker(rank).pullAll(1, kPatienceSeconds), WaitStatus::kDone);
+  }
+  void expectDisagreement() {
     const std::uint32_t shard = static_cast<std::uint32_t>(optimizerPlan().shards.size() - 1);
-    const std::vector<ProxyEvent> events = nodes.node(shard % 2).events(0);
+    const std::vector<ProxyEvent> events = nodes_.node(shard % 2).events(0);
     ASSERT_EQ(events.size(), 1u);
     EXPECT_NE(events[0].message.find("disagree on the optimizer's settings"), std::string::npos)
         << events[0].message;
   }
+  UpdateSettings settings_;
+  Nodes nodes_{{{1, 1, 1}, {1, 1, 1}}};
+};
+
+TEST_F(NodeSettings, ThatDifferEndAnUpdateBeforeItIsMade) {
+  synchronise(kUpdate);
+  settings_.stepSize = 0.25F;
+  set(1, settings_);
+  for (const std::size_t rank : {0, 1}) push(rank, kUpdate);
+  expectDisagreement();
+}
+
+TEST_F(NodeSettings, ThatDifferAreFoundAtTheAverageAfterAnUpdateByMeans) {
+  settings_.gradientScale = -1;
+  set(1, settings_);
+  synchronise(0);  // settings of an update to come, which a worker may be writing: nobody looks at them
+  synchronise(kUpdate | kReduced);
+  for (const std::size_t rank : {0, 1}) push(rank, 0);
+  expectDisagreement();
+}
+
+TEST_F(NodeSettings, MayChangeOnAllNodes) {
+  for (const float stepSize : {0.5F, 0.25F, 0.125F}) {
+    settings_.stepSize = stepSize;
+    set(1, settings_);
+    synchronise(0);
+    set(0, settings_);
+    synchronise(kUpdate | kReduced);
+  }
+  EXPECT_TRUE(nodes_.node(0).events(0, kMomentSeconds).empty());
+}
+
+TEST_F(NodeSettings, ThatMeasureOnOneNodeAloneDiffer) {
+  push(0, kMeasure);
+  push(1, 0);
+  expectDisagreement();
 }
 
 // ---- leaving ----

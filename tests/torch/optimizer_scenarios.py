@@ -282,6 +282,19 @@ def narrow_state_dicts_go_both_ways(context: Context) -> None:
 
 
 @offloaded_scenario(compare=False)
+def parameters_that_nobody_made_equal_become_the_first_workers(context: Context) -> None:
+    module = mlp()
+    first = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(context.rank)
+    model = context.wrap(module, init_sync=False)
+    offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for parameter, expected in zip(module.parameters(), first, strict=True):
+        assert torch.equal(parameter, expected)
+
+
+@offloaded_scenario(compare=False)
 def what_is_written_to_a_narrow_parameter_stays(context: Context) -> None:
     module = mlp().to(torch.bfloat16)
     model = context.wrap(module)
@@ -519,6 +532,36 @@ def leaves_unused_parameters_alone_in_step(context: Context) -> Any:
 @offloaded_scenario(tolerance=TOLERANCE)
 def leaves_unused_parameters_alone_overlapped(context: Context) -> Any:
     return use_branches(context, overlap=True)
+
+
+class Terms(nn.Module):
+    """A sum of terms with a large weight each; whoever calls it says which ones take part."""
+
+    def __init__(self, num_terms: int, num_elements: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(num_elements, generator=generator)) for _ in range(num_terms)
+        )
+
+    def forward(self, inputs: torch.Tensor, terms: Iterable[int]) -> torch.Tensor:
+        return torch.stack([(self.weights[term] * inputs).square().mean() for term in terms]).sum()
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def large_parameters_that_a_worker_leaves_out_overlapped(context: Context) -> Any:
+    """Gradients take turns in their slots, also where those that one worker has meet what another has none for."""
+    num_terms, num_elements = 16, 1 << 19
+    module = Terms(num_terms, num_elements)
+    model = context.wrap(module, find_unused_parameters=True)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, overlap=True)
+    terms = [term for term in range(num_terms) if context.rank == 0 or term // 2 % 2]
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = context.inputs(step, 1, num_elements)[0]
+        model(inputs, terms).backward()
+        optimizer.step()
+    return [weight.detach()[::101].clone() for weight in module.weights]
 
 
 def clamp_weights(context: Context, *, overlap: bool) -> Any:

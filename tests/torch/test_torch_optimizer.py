@@ -62,6 +62,7 @@ ACROSS_NODES_IN_EVERY_RUN = [
     "adamw_in_step",
     "adamw_bfloat16_in_step",
     "leaves_unused_parameters_alone_overlapped",
+    "large_parameters_that_a_worker_leaves_out_overlapped",
     "unscales_and_clips_within_the_update",
 ]
 COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
@@ -157,7 +158,11 @@ def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node
 @pytest.mark.parametrize(
     "name",
     slow_but_for(
-        ["nonfinite_gradients_are_skipped_by_all"], [name for name in COARSE_ONLY if name not in ON_ONE_NODE]
+        [
+            "nonfinite_gradients_are_skipped_by_all",
+            "parameters_that_nobody_made_equal_become_the_first_workers",
+        ],
+        [name for name in COARSE_ONLY if name not in ON_ONE_NODE],
     ),
 )
 def test_holds_across_two_nodes(name: str, two_node_pool: WorkerPool) -> None:

@@ -72,25 +72,35 @@ void record(NodeContribution& contribution, const FrameHeader& header) noexcept 
   contribution.step.store(header.step, std::memory_order_release);
 }
 
-/// FNV-1a of the settings by which a node's workers update a shard's parameter in this step, or did in the
-/// last one.
+/// One byte of an FNV-1a digest.
+std::uint32_t mix(std::uint32_t digest, std::uint8_t byte) noexcept { return (digest ^ byte) * 16777619U; }
+
+/// Digest of the settings by which this node's workers update a shard's parameter.
+/// @pre all of them have pushed an update that is not done, and so write no other settings.
 std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noexcept {
-  if (!group.plan().hasOptimizer) return 0;
-  UpdateSettings settings = group.settings(shard, 0);
-  settings.gradientScale = 1;  // may come of norms, which processors of several kinds round in several ways
+  const UpdateSettings settings = group.settings(shard, 0);
   std::array<std::uint8_t, offsetof(UpdateSettings, hasGradient)> bytes;
   std::memcpy(bytes.data(), &settings, bytes.size());
   std::uint32_t digest = 2166136261U;
-  for (const std::uint8_t byte : bytes) digest = (digest ^ byte) * 16777619U;
+  for (const std::uint8_t byte : bytes) digest = mix(digest, byte);
   return digest;
 }
 
+/// What nodes must agree on: the settings of this update, or of the last one, and whether it is one.
+std::uint32_t agreement(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
+  if (!group.plan().hasOptimizer) return 0;
+  const std::uint32_t digest = group.isUpdate(shard)
+                                   ? settingsDigest(group, shard)
+                                   : segment.settings(shard).load(std::memory_order_relaxed);
+  return mix(digest, group.control().contribution(shard, 0).flags & (kUpdate | kMeasure));
+}
+
 /// What a node contributes to a step.
-FrameHeader contributionHeader(const TensorGroup& group, const RingEntry& entry) {
+FrameHeader contributionHeader(const TensorGroup& group, const NodeSegment& segment, const RingEntry& entry) {
   FrameHeader header =
       headerOf(FrameKind::kPartial, entry, group.shape(entry.shard), group.numPresent(entry.shard));
   header.numCounted = group.numCounted(entry.shard);
-  header.settings = settingsDigest(group, entry.shard);
+  header.settings = agreement(group, segment, entry.shard);
   return header;
 }
 
@@ -176,8 +186,16 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
     sendPartial(group, entry);
     return;
   }
-  record(group->segment.contribution(entry.shard, index_.node), contributionHeader(tensors, entry));
+  record(group->segment.contribution(entry.shard, index_.node),
+         contributionHeader(tensors, group->segment, entry));
   arrive(group, entry);
+}
+
+void NodeExchange::noteUpdate(const TensorGroup& tensors, std::uint32_t shard) {
+  const GroupPointer group = find(tensors.plan().id);
+  if (group == nullptr) return;
+  // relaxed: what is contributed next to the shard comes after this update.
+  group->segment.settings(shard).store(settingsDigest(tensors, shard), std::memory_order_relaxed);
 }
 
 /// Reduces what this node's workers contributed, into the slot of the first of them, and sends it from there:
@@ -199,7 +217,7 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
     void* outputs[] = {partial};
     reduce(shape.dtype, partialOp(shape.op), inputs.data(), numInputs, outputs, 1, shape.numElements, 1);
   }
-  const FrameHeader header = contributionHeader(tensors, entry);
+  const FrameHeader header = contributionHeader(tensors, group->segment, entry);
   // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
   group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
   links_.send(index_.ownerOf(entry.shard), header, {partial, group});

@@ -21,6 +21,7 @@ NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& m
   ArrayCursor cursor(mapping_.data());
   rounds_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   results_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
+  settings_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
   arrivals_ = cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
   contributions_ = cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
   places_ = mapping_.data() + cursor.offset();
@@ -48,8 +49,7 @@ std::vector<std::size_t> NodeSegment::placeOffsets(const GroupPlan& plan, NodeIn
 
 std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index) noexcept {
   ArrayCursor cursor(nullptr);
-  cursor.take<std::atomic<std::uint32_t>>(numShards);
-  cursor.take<std::atomic<std::uint32_t>>(numShards);
+  for (int array = 0; array < 3; ++array) cursor.take<std::atomic<std::uint32_t>>(numShards);
   cursor.take<std::atomic<std::uint32_t>>(numOwned(numShards, index));
   cursor.take<NodeContribution>(numOwned(numShards, index) * index.numNodes);
   return cursor.offset();

@@ -344,11 +344,11 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
                       std::to_string(descriptor.shard) + ", which another memory device has taken");
     return false;
   }
+  // Before this arrival: a worker of another node that leaves after it may well have what it waits for.
+  const bool lacksNodes = !isUpdateByMean(descriptor.flags) && hasLeftElsewhere_.load();
   record(*group, client, descriptor);
   // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
-  const bool needsOtherNodes = !isUpdateByMean(descriptor.flags);
-  if (numLeft_.load(std::memory_order_seq_cst) > 0 || (needsOtherNodes && hasLeftElsewhere_.load()))
-    report(static_cast<int>(client), "");
+  if (lacksNodes || numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
   return true;
 }
 
@@ -475,11 +475,10 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
 /// Brings a shard that lies in one memory to its end, or on its way there, or to the other nodes.
 void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   // What nodes have averaged before, each of them updates its own parameters by.
-  if (nodeExchange_ && !isUpdateByMean(group.control().contribution(entry.shard, 0).flags)) {
-    nodeExchange_->contribute(group, entry);
-  } else {
-    computeOf(group).begin({&group, entry});
-  }
+  const bool isOwnBusiness = isUpdateByMean(group.control().contribution(entry.shard, 0).flags);
+  if (nodeExchange_ && !isOwnBusiness) return nodeExchange_->contribute(group, entry);
+  if (nodeExchange_) nodeExchange_->noteUpdate(group, entry.shard);
+  computeOf(group).begin({&group, entry});
 }
 
 /// Brings a shard to its end whose mean over all nodes is in every slot. Called from sync cores and from the

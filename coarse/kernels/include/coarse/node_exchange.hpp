@@ -22,9 +22,9 @@ inline constexpr std::size_t kMostNodes = 256;
 /// shard is owned by a node, to which the others send the reduction of their own workers' contributions, and
 /// from which they get the result. What a result is depends on contributions alone, never on when they come.
 ///
-/// Thread safety: contribute() may be called from any sync core; addGroup() and the rest from one control
-/// thread. The functions it is given are called from sync cores and from the links' thread. Locks:
-/// groupsMutex_ alone, and those of NodeLinks, never both.
+/// Thread safety: contribute() and noteUpdate() may be called from any sync core; addGroup() and the rest
+/// from one control thread. The functions it is given are called from sync cores and from the links' thread.
+/// Locks: groupsMutex_ alone, and those of NodeLinks, never both.
 class NodeExchange {
  public:
   /// Called when the result of a shard lies in the slots of all clients of this node.
@@ -50,6 +50,8 @@ class NodeExchange {
 
   /// Takes a shard to which all clients of this node have contributed.
   void contribute(const TensorGroup& group, const RingEntry& entry);
+  /// A shard's parameter is about to be updated by what nodes have averaged before.
+  void noteUpdate(const TensorGroup& group, std::uint32_t shard);
 
   /// A worker of this node, whose rank is `rank`, will push no more.
   void workerLeft(std::uint32_t rank);

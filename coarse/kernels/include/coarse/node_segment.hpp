@@ -48,6 +48,8 @@ class NodeSegment {
   std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
   /// Of a shard that another node owns: the last step of which the result has come.
   std::atomic<std::uint32_t>& result(std::size_t shard) const noexcept { return results_[shard]; }
+  /// What the settings come to by which this node last updated the shard's parameter, as in FrameHeader.
+  std::atomic<std::uint32_t>& settings(std::size_t shard) const noexcept { return settings_[shard]; }
   /// Nodes that have contributed to the step under way. @pre the shard is owned, as for all that follow.
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
     return arrivals_[shard / index_.numNodes];
@@ -67,6 +69,7 @@ class NodeSegment {
   Mapping mapping_;
   std::atomic<std::uint32_t>* rounds_ = nullptr;
   std::atomic<std::uint32_t>* results_ = nullptr;
+  std::atomic<std::uint32_t>* settings_ = nullptr;
   std::atomic<std::uint32_t>* arrivals_ = nullptr;
   NodeContribution* contributions_ = nullptr;
   std::byte* places_ = nullptr;
