@@ -79,3 +79,8 @@ def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
 @pytest.fixture(scope="session")
 def two_node_pool(make_pool: MakePool) -> WorkerPool:
     return make_pool("coarse", num_nodes=2)
+
+
+@pytest.fixture(scope="session")
+def two_node_stand_in_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU", stand_ins=cuda_stand_ins, num_nodes=2)

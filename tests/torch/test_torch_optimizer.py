@@ -65,6 +65,11 @@ ACROSS_NODES_IN_EVERY_RUN = [
     "large_parameters_that_a_worker_leaves_out_overlapped",
     "unscales_and_clips_within_the_update",
 ]
+ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN = [
+    "adamw_in_step",
+    "adamw_overlapped",
+    "large_parameters_that_a_worker_leaves_out_overlapped",
+]
 COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
 # Nodes share no memory, and do not tell each other whose gradient was not finite.
 ON_ONE_NODE = ["nonfinite_gradients_raise_and_name_the_worker", "parameters_and_state_live_once"]
@@ -153,6 +158,13 @@ def test_holds(name: str, coarse_pool: WorkerPool) -> None:
 @pytest.mark.parametrize("name", slow_but_for(ACROSS_NODES_IN_EVERY_RUN, PARITY))
 def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
     assert_equal_results(name, ddp_pool, two_node_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN, PARITY))
+def test_equals_torch_from_gpus_across_two_nodes(
+    name: str, ddp_pool: WorkerPool, two_node_stand_in_gpu_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, two_node_stand_in_gpu_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize(
