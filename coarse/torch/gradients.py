@@ -34,6 +34,7 @@ from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
+from coarse.torch.running_backward import may_accumulate
 from coarse.torch.static_graph import StaticGraph
 from coarse.torch.tables import TableGradients
 
@@ -375,6 +376,7 @@ class GradientSynchroniser:
         self._handed_out = bytearray(len(self._parameters))
         self._absent: list[int] = []
         self._num_pushed = 0
+        self._is_prepared = False
         self._sent = bytearray(len(self._parameters))
         self._waiting: list[int] = []  # gradients whose slots are not free, from the last to the first
 
@@ -382,7 +384,7 @@ class GradientSynchroniser:
 
     def _on_output(self, _: torch.Tensor) -> None:
         with self._lock:
-            if self._expecting and not self._armed:
+            if self._expecting and not self._armed and may_accumulate(self._parameters):
                 self._arm()
 
     def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
@@ -397,7 +399,8 @@ class GradientSynchroniser:
 
     def _arm(self) -> None:
         self._armed = True
-        if self._updates_in_backward and not self._num_pushed:
+        if self._updates_in_backward and not self._is_prepared:
+            self._is_prepared = True
             assert self._offloaded is not None
             self._before_update()
             self._offloaded.begin()

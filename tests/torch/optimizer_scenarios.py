@@ -534,6 +534,22 @@ def leaves_unused_parameters_alone_overlapped(context: Context) -> Any:
     return use_branches(context, overlap=True)
 
 
+@offloaded_scenario(tolerance=TOLERANCE)
+def a_penalty_on_the_gradient_of_inputs_overlapped(context: Context) -> Any:
+    """An update is prepared once, however many backward passes a forward has."""
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model, overlap=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = context.inputs(step, 4, 8).requires_grad_()
+        output = model(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        (output.square().mean() + slope.square().mean()).backward()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
 class Terms(nn.Module):
     """A sum of terms with a large weight each; whoever calls it says which ones take part."""
 

@@ -389,6 +389,21 @@ def torch_autograd_grad_averages_nothing(context: Context) -> Any:
 
 
 @parity
+def a_penalty_on_the_gradient_of_inputs(context: Context) -> Any:
+    """torch.autograd.grad() of inputs is no backward at whose end parameters are known to be unused."""
+    model = context.wrap(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = context.inputs(step, 4, 8).requires_grad_()
+        output = model(inputs, (step + context.rank) % 2)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        (output.square().mean() + slope.square().mean()).backward()
+        optimizer.step()
+    return states(model)
+
+
+@parity
 def unused_parameters_keep_no_gradient(context: Context) -> Any:
     return train(context, context.wrap(Branches(), find_unused_parameters=True), head=1)
 

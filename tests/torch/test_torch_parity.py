@@ -27,6 +27,7 @@ ACROSS_NODES = [
     "broadcasts_buffers_before_each_forward",
     "no_sync_accumulates_locally",
     "branches_may_differ_between_workers",
+    "a_penalty_on_the_gradient_of_inputs",
     "join_divides_by_remaining_workers",
     "join_with_buffers",
     "two_models_trained_in_turn",
