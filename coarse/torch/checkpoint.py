@@ -116,7 +116,9 @@ class Checkpointer:
             remove_unfinished(parent)
             newest_step = max((name.step for name in names_of(parent)), default=_NO_CHECKPOINT)
         # Others go on when worker 0 has tidied up.
-        (self._newest_left,) = self._workers.told_by_first(newest_step)
+        (newest_step,) = self._workers.told_by_first(newest_step)
+        # Steps that were taken before are of the training that these checkpoints are of.
+        self._newest_left = _NO_CHECKPOINT if first_step else newest_step
         self._options = options or WriteOptions()
         offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
         self._snapshots: SnapshotSaves | None = None

@@ -115,18 +115,20 @@ TEST(FinishedUpdates, AreNoneIfNoShardHasSeenThem) {
 }
 
 TEST(FinishedUpdates, LeaveATensorWithoutGradientAsItIs) {
-  Job job;
-  for (const std::size_t client : {0, 1}) {
-    job.set(client, 0, 1, false);
-    job.push(client, 1);
+  for (const std::uint32_t numLoaded : {0, 50}) {  // updates of which its state was loaded
+    Job job;
+    for (const std::size_t client : {0, 1}) {
+      job.set(client, 0, numLoaded + 1, false);
+      job.push(client, 1);
+    }
+    for (const std::size_t client : {0, 1}) job.pull(client, 1);
+    const GroupUpdates updates = job.settle();
+    EXPECT_EQ(updates.problem, "");
+    EXPECT_EQ(updates.step, 1U);
+    EXPECT_EQ(updates.updateNumbers, (Numbers{numLoaded, 1}));
+    EXPECT_EQ(job.parameter(0)[0], 8);
+    EXPECT_EQ(job.parameter(1)[0], 7);
   }
-  for (const std::size_t client : {0, 1}) job.pull(client, 1);
-  const GroupUpdates updates = job.settle();
-  EXPECT_EQ(updates.problem, "");
-  EXPECT_EQ(updates.step, 1U);
-  EXPECT_EQ(updates.updateNumbers, (Numbers{0, 1}));
-  EXPECT_EQ(job.parameter(0)[0], 8);
-  EXPECT_EQ(job.parameter(1)[0], 7);
 }
 
 TEST(FinishedUpdates, AreRefusedWhereWorkersDisagree) {

@@ -14,6 +14,11 @@
 namespace coarse {
 namespace {
 
+/// Number of the last update of a parameter whose next one has `settings`: this one, if there is a gradient.
+std::uint32_t lastUpdate(const UpdateSettings& settings, bool hasGradient) noexcept {
+  return hasGradient ? settings.updateNumber : std::max(settings.updateNumber, 1U) - 1;
+}
+
 /// Has the shard's contributions say what they would if every worker had pushed its update.
 void contributeForAll(const TensorGroup& group, std::uint32_t shard) noexcept {
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
@@ -90,10 +95,8 @@ std::string Copy::redo(std::uint32_t shard, const std::vector<std::size_t>& lost
   if (!settings) return "the slots of all workers are lost";
   if (!isRunnable(*settings, group_.plan().numStates)) return "there is no update rule";
   UpdateRecord& seen = record(shard);
-  if (gradient != nullptr) {
-    update(plan, *settings, gradient);
-    seen.updateNumber.store(settings->updateNumber, std::memory_order_relaxed);
-  }
+  if (gradient != nullptr) update(plan, *settings, gradient);
+  seen.updateNumber.store(lastUpdate(*settings, gradient != nullptr), std::memory_order_relaxed);
   // release: the update before the note of it.
   seen.step.store(step(shard) + 1, std::memory_order_release);
   return {};
@@ -162,8 +165,8 @@ GroupUpdates finish(TensorGroup& group, const Copy& copy, const std::vector<std:
 
 void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept {
   UpdateRecord& record = group.control().update(shard);
-  if (group.numPresent(shard) > 0)
-    record.updateNumber.store(group.settings(shard, 0).updateNumber, std::memory_order_relaxed);
+  record.updateNumber.store(lastUpdate(group.settings(shard, 0), group.numPresent(shard) > 0),
+                            std::memory_order_relaxed);
   // release: the update before the note of it.
   record.step.store(record.step.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
