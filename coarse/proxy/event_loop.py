@@ -5,17 +5,31 @@ from __future__ import annotations
 import contextlib
 import selectors
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Watched:
+    read: Callable[[], object]
+    flush: Callable[[], bool] = lambda: True
 
 
 class EventLoop:
-    """Calls back when descriptors can be read. One thread."""
+    """Calls back when descriptors can be read, or take what is left to be sent. One thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Calls `callback` whenever `fd` can be read or its other end is gone, until unwatch()."""
-        self._selector.register(fd, selectors.EVENT_READ, callback)
+        self._selector.register(fd, selectors.EVENT_READ, _Watched(callback))
+
+    def flush_later(self, fd: int, flush: Callable[[], bool]) -> None:
+        """Calls `flush` whenever `fd` takes more, until it returns True. Does nothing if `fd` is not watched."""
+        with contextlib.suppress(KeyError):
+            watched = self._selector.get_key(fd).data
+            watched.flush = flush
+            self._selector.modify(fd, selectors.EVENT_READ | selectors.EVENT_WRITE, watched)
 
     def unwatch(self, fd: int) -> None:
         """Stops that; `fd` must still be open. Does nothing if it is not watched."""
@@ -24,8 +38,16 @@ class EventLoop:
 
     def run_once(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` and calls back what is due."""
-        for key, _ in self._selector.select(timeout_s):
-            key.data()
+        for key, events in self._selector.select(timeout_s):
+            if events & selectors.EVENT_WRITE and key.data.flush():
+                self._stop_flushing(key)
+            if events & selectors.EVENT_READ:
+                key.data.read()
+
+    def _stop_flushing(self, key: selectors.SelectorKey) -> None:
+        current = self._selector.get_map().get(key.fd)
+        if current is not None and current.data is key.data:
+            self._selector.modify(key.fd, selectors.EVENT_READ, key.data)
 
     def close(self) -> None:
         """Forgets everything that is watched; the descriptors stay their owners'."""

@@ -71,14 +71,16 @@ class Peers:
 
     def tell(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends to every other device; one that is gone is noticed by its socket."""
-        for channel in self._channels.values():
-            with contextlib.suppress(OSError):
-                channel.send(message, fds)
+        for device in self._channels:
+            self.tell_one(device, message, fds)
 
     def tell_one(self, device: int, message: Message, fds: Sequence[int] = ()) -> None:
-        """The same to one device."""
+        """The same to one device; what its socket does not take yet goes out when it does."""
+        channel = self._channels[device]
         with contextlib.suppress(OSError):
-            self._channels[device].send(message, fds)
+            channel.send(message, fds)
+        if not _flush(channel):
+            self._loop.flush_later(channel.fileno(), lambda: _flush(channel))
 
     def await_stop(self, deadline_s: float) -> set[int]:
         """Waits until every other device has said STOPPED; what it says after that is not read.
@@ -142,3 +144,11 @@ class Peers:
             self._stopped.add(device)
         else:
             self._on_message(device, received)
+
+
+def _flush(channel: Channel) -> bool:
+    """Whether nothing is left that could be sent; of one whose other end is gone nothing can."""
+    try:
+        return channel.flush()
+    except OSError:
+        return True

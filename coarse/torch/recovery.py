@@ -76,13 +76,13 @@ class Recovery:
         self.step = 0
         """Number of steps that were taken before this worker started."""
         if self._num_updates:
-            state = bytes(model.kept_state(self._num_updates))
-            if not state:
+            own = bytes(model.kept_state(self._num_updates))
+            if not own:
                 raise RuntimeError(
-                    f"the memory devices hold step {self._num_updates}, but no state of this worker: steps were taken "
-                    "before Recovery was constructed. Construct it before the first step, and start the job anew"
+                    f"the memory devices hold step {self._num_updates}, but no state of this worker, because steps "
+                    "were taken before Recovery was constructed. Construct it first, and start the job anew"
                 )
-            kept = json.loads(state)
+            kept = json.loads(own)
             if kept["update"] != self._num_updates:
                 raise RuntimeError(
                     f"the memory devices hold step {self._num_updates}, and this worker's state of step "
