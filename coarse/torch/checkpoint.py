@@ -111,12 +111,9 @@ class Checkpointer:
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
         self._parent = parent
-        newest_step = _NO_CHECKPOINT
         if self._workers.rank == 0:
             remove_unfinished(parent)
-            newest_step = max((name.step for name in names_of(parent)), default=_NO_CHECKPOINT)
-        # Others go on when worker 0 has tidied up.
-        (newest_step,) = self._workers.told_by_first(newest_step)
+        newest_step = self._find_newest_step()  # others go on when worker 0 has tidied up
         # Steps that were taken before are of the training that these checkpoints are of.
         self._newest_left = _NO_CHECKPOINT if first_step else newest_step
         self._options = options or WriteOptions()
@@ -198,6 +195,7 @@ class Checkpointer:
         """Loads the newest checkpoint of which every byte is right, or that of a step.
 
         Loading is strict: tensors that are missing, too many or of another shape are listed, and nothing is changed.
+        After an older one than the newest, nothing is saved beside those that are newer: a folder holds one training.
 
         Returns:
             How many steps the training had taken; 0 if the folder never had a checkpoint.
@@ -224,7 +222,15 @@ class Checkpointer:
                     )
                 self._num_steps = checkpoint.step
                 logger.info("[step %d] restored %s", checkpoint.step, checkpoint.path.name)
-        self._newest_left = _NO_CHECKPOINT
+        self._newest_left = _NO_CHECKPOINT if step is None else self._find_newest_step()
+        if self._newest_left > self._num_steps:
+            logger.warning(
+                "%s has newer checkpoints than that of step %d, up to step %d; to save what comes now, remove them, "
+                "or choose another folder",
+                self._parent.path,
+                self._num_steps,
+                self._newest_left,
+            )
         self._workers.barrier()
         return self._num_steps
 
@@ -264,8 +270,8 @@ class Checkpointer:
         if self._newest_left >= self._num_steps:
             raise CheckpointError(
                 f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
-                f"{self._num_steps} of a training that was not restored. Call restore() first, or choose another "
-                "folder."
+                f"{self._num_steps} of a training that did not go on from it. Call restore() first, remove what is "
+                "newer, or choose another folder."
             )
         self._num_saves += 1
         own_state = self._own_state()
@@ -314,6 +320,12 @@ class Checkpointer:
             save_number=self._num_saves,
             has_worker_state=bool(self._state),
         )
+
+    def _find_newest_step(self) -> int:
+        """Of all checkpoints in the folder, as worker 0 sees it. Collective."""
+        names = names_of(self._parent) if self._workers.rank == 0 else []
+        newest_step = max((name.step for name in names), default=_NO_CHECKPOINT)
+        return self._workers.told_by_first(newest_step)[0]
 
     def _open_same(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
         """Opens the checkpoint that worker 0 has chosen and verified."""

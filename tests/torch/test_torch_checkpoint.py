@@ -376,6 +376,27 @@ def test_a_certain_step_can_be_restored(tmp_path):
             checkpointer.restore(step=7)
 
 
+def test_a_folder_holds_one_training(tmp_path, caplog):
+    """What goes on from an older checkpoint would be pruned before what it left behind, and not be found again."""
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        for _ in range(2):
+            take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+            checkpointer.save()
+        checkpointer.restore(step=2)
+        assert "newer checkpoints than that of step 2, up to step 4" in caplog.text
+        take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
+        with pytest.raises(
+            CheckpointError, match="of step 4, and this is step 3 of a training that did not go on"
+        ):
+            checkpointer.save()
+        checkpointer.restore(step=4)
+        take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+        checkpointer.save()
+    assert (tmp_path / "step-6").is_dir()
+
+
 def test_a_training_that_was_not_restored_does_not_save_beside_newer_checkpoints(tmp_path):
     model = with_buffers()
     optimizer = make_adamw(model)
