@@ -7,12 +7,12 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from coarse.client.parameter_cache import CacheStatistics, ParameterCache
 from coarse.errors import CoarseError
+from coarse.torch.module_hooks import OwnHook
 from coarse.torch.session import is_failing
 
 
@@ -70,11 +70,11 @@ class CachedParameters:
         """Has state dicts of `module` be exact, loaded ones go to the devices, and exit wait for the last update."""
         reference = weakref.ref(self)
 
-        def pull(*_: Any) -> None:
+        def pull() -> None:
             if (cached := reference()) is not None:
                 cached.pull()
 
-        def publish(*_: Any) -> None:
+        def publish() -> None:
             if (cached := reference()) is not None:
                 cached.publish()
 
@@ -85,8 +85,8 @@ class CachedParameters:
                     cached._finish_update()
 
         atexit.register(finish, os.getpid())
-        module.register_state_dict_pre_hook(pull)
-        module.register_load_state_dict_post_hook(publish)
+        module.register_state_dict_pre_hook(OwnHook(pull))
+        module.register_load_state_dict_post_hook(OwnHook(publish))
 
     def statistics(self) -> CacheStatistics:
         """Of all reads so far."""

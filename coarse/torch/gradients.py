@@ -248,7 +248,12 @@ class GradientSynchroniser:
         ]
 
     def bring_to_slots(self) -> list[bool]:
-        """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one."""
+        """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one.
+
+        Raises:
+            RuntimeError: As check_finished().
+        """
+        self.check_finished()
         self.finish_update()
         self.num_updates += 1
         self._pass_by("step.prepare")

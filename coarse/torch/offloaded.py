@@ -119,7 +119,11 @@ class OffloadedParameters:
         Args:
             present: For which parameters this worker has a gradient, if that is known.
             gradient_scale: What gradients are multiplied with, the same on every worker.
+
+        Raises:
+            RuntimeError: If a parameter has been given other memory than the memory devices'.
         """
+        self._check_places()
         self._publish()
         self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
@@ -133,6 +137,18 @@ class OffloadedParameters:
                 self._settings[members[numbers == number]] = record
         if present is not None:
             self._settings["has_gradient"] = present
+
+    def _check_places(self) -> None:
+        if not self._is_shared or self._is_cached or self._mirror is not None:
+            return
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if parameter.data_ptr() != view.data_ptr():
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(parameter.shape)} no longer lies in the memory devices, "
+                    "which update it there: something gave it other memory after DistributedOptimizer was made, such "
+                    "as module.to(), double() or vector_to_parameters(). Convert the model before it is wrapped, and "
+                    "write values by parameter.data.copy_()"
+                )
 
     def expect(self) -> None:
         """Notes that whatever the current stream is given next uses updated parameters; finish() comes later."""

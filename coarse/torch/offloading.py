@@ -18,6 +18,7 @@ from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.layout import common_gpu
+from coarse.torch.module_hooks import OwnHook
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.refusals import Refusals
 from coarse.torch.update_rules import UpdateRule
@@ -141,8 +142,8 @@ class Offloading(Refusals):
     def _follow_module(self, offloaded: OffloadedParameters) -> None:
         """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""
         reference = weakref.ref(offloaded)  # the module may outlive this wrapper
-        self.module.register_load_state_dict_pre_hook(lambda *_: _keep_snapshots(reference))
-        self.module.register_state_dict_pre_hook(lambda *_: _wait_for_update(reference))
+        self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
+        self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
     def agree_on_obstacle(self, reason: str) -> str:
         """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.

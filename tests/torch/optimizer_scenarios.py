@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import threading
 import warnings
 import weakref
@@ -292,6 +293,43 @@ def parameters_that_nobody_made_equal_become_the_first_workers(context: Context)
     offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
     for parameter, expected in zip(module.parameters(), first, strict=True):
         assert torch.equal(parameter, expected)
+
+
+@offloaded_scenario(compare=False)
+def parameters_that_were_moved_away_are_told(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(module.parameters()).detach(), module.parameters()
+    )
+    model(context.inputs(0, 4, 8)).square().mean().backward()
+    with raises(RuntimeError, "parameter 0 of shape (16, 8) no longer lies in the memory devices"):
+        optimizer.step()
+    dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def unused_parameters_are_named_by_step(context: Context) -> None:
+    model = context.wrap(Branches())
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(context.inputs(0, 4, 8), 0).square().mean().backward()
+    with raises(RuntimeError, "find_unused_parameters=True"):
+        optimizer.step()
+    dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def modules_can_be_copied_and_pickled(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        twin.load_state_dict(module.state_dict())
+        for one, other in zip(twin.parameters(), module.parameters(), strict=True):
+            assert torch.equal(one, other)
+            assert one.data_ptr() != other.data_ptr()
+    dist.barrier()
 
 
 @offloaded_scenario(compare=False)
