@@ -61,8 +61,8 @@ def write_settings(group, step):
     settings["step_size"] = 0.01 / step
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
     settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
-    # Tensor 1 has a gradient in every other step only.
-    settings["update_number"] = [step, (step + 1) // 2, step, step]
+    # Tensor 1 has a gradient in every other step only, and has the number of its next update in all of them.
+    settings["update_number"] = [step, step // 2 + 1, step, step]
     settings["has_gradient"] = [1, step % 2, 1, 1]
 
 
