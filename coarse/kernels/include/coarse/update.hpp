@@ -80,9 +80,8 @@ struct alignas(64) UpdateSettings {
   float secondWeight = 0;
   float secondScale = 1;
   float epsilon = 0;
-  std::uint32_t updateNumber =
-      0;  // of this tensor's next update, from 1: workers that skipped a step disagree
-  std::uint32_t hasGradient = 0;  // of this worker, by whom it need not be the same; for finishUpdates()
+  std::uint32_t updateNumber = 0;  // of its next update, from 1 on; workers that skipped a step disagree
+  std::uint32_t hasGradient = 0;   // of this worker, by whom it need not be the same; for finishUpdates()
   std::uint32_t reserved[2] = {};
 };
 static_assert(sizeof(UpdateSettings) == 64 && std::is_trivially_copyable_v<UpdateSettings>);
