@@ -24,6 +24,7 @@ from coarse.client.schema import TensorSpec
 from coarse.client.slot_order import find_predecessors
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
+from coarse.torch import gradient_errors
 from coarse.torch.gpu_gradients import try_gpu
 from coarse.torch.gpu_slot_gradients import GpuSlotGradients
 from coarse.torch.gradient_path import GradientPath
@@ -34,11 +35,11 @@ from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
-from coarse.torch.running_backward import may_accumulate
+from coarse.torch.running_backward import current_backward, may_accumulate
+from coarse.torch.shared_parameters import averagers_of
 from coarse.torch.static_graph import StaticGraph
 from coarse.torch.tables import TableGradients
 
-_MOST_NAMES_IN_MESSAGE = 20
 # Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
 _WINDOWS_PER_MODEL = 8
 
@@ -117,6 +118,7 @@ class GradientSynchroniser:
         self._before_update: Callable[[], object] = lambda: None
         self._waits_for_update = True
         self._is_update_under_way = False
+        self._is_step_due = False  # an update was made during backward, and its step() has not come
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
@@ -126,9 +128,12 @@ class GradientSynchroniser:
         self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
         self._expecting = False
-        self._armed = False
+        self._armed_in: int | None = None  # which backward
         self._is_shadowing = False
         self._restart()
+        self._averagers = [averagers_of(parameter) for parameter in self._parameters]
+        for averagers in self._averagers:
+            averagers.add(self)
         self.handles = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(index))
             for index, parameter in enumerate(self._parameters)
@@ -322,7 +327,8 @@ class GradientSynchroniser:
                 remedies.
         """
         if self._expecting and self._num_pushed:
-            raise RuntimeError(self._unfinished_message())
+            missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
+            raise gradient_errors.unfinished(self._rank, missing, num_parameters=len(self._names))
 
     def expect(self, outputs: object) -> None:
         """Called after a forward whose backward shall average gradients.
@@ -333,8 +339,9 @@ class GradientSynchroniser:
         """
         self.finish_update()
         self._restart()
-        self._armed = False
+        self._armed_in = None
         self._expecting = True
+        self._put_hooks_last()
         if self._static is not None:
             self._static.start_iteration()
         for tensor in find_tensors(outputs):
@@ -367,14 +374,31 @@ class GradientSynchroniser:
         self._expecting = False
         for handle in self.handles:
             handle.remove()
+        for averagers in self._averagers:
+            averagers.discard(self)
 
     def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
-        def on_gradient(parameter: torch.nn.Parameter) -> None:
-            self._on_gradient(index, parameter)
+        def on_gradient(_: torch.nn.Parameter) -> None:
+            self._on_gradient(index)
 
         # Where a user compiles a function that calls backward(), hooks would be traced.
         hook: Callable[[torch.nn.Parameter], None] = torch.compiler.disable(on_gradient)
         return hook
+
+    def _put_hooks_last(self) -> None:
+        """What a user's hook makes of a gradient is averaged, also where it was registered after this one."""
+        for parameter, handle in zip(self._parameters, self.handles, strict=True):
+            hooks = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1:
+                hooks[handle.id] = hooks.pop(handle.id)
+
+    def is_averaging(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradient of this parameter is under way."""
+        return self._expecting and bool(self._pushed[self._index_of[id(parameter)]])
+
+    def end_step(self) -> None:
+        """Admits the next update that a backward makes."""
+        self._is_step_due = False
 
     def _restart(self) -> None:
         self._pushed = bytearray(len(self._parameters))
@@ -389,41 +413,56 @@ class GradientSynchroniser:
 
     def _on_output(self, _: torch.Tensor) -> None:
         with self._lock:
-            if self._expecting and not self._armed and may_accumulate(self._parameters):
+            # One that failed before its first gradient can be repeated.
+            if self._expecting and self._armed_in != current_backward() and may_accumulate(self._parameters):
                 self._arm()
 
-    def _on_gradient(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _on_gradient(self, index: int) -> None:
         """The hot path: runs once per parameter and backward."""
         if not self._expecting:
             return
         with self._lock:
-            if not self._armed:
+            if self._armed_in is None:
                 self._arm()
             if self._static is None or self._static.is_last(index, self._names):
-                self._push(index, parameter.grad)
+                self._push(index, self._parameters[index].grad)
 
     def _arm(self) -> None:
-        self._armed = True
+        self._armed_in = current_backward()
         if self._updates_in_backward and not self._is_prepared:
+            if self._is_step_due:
+                raise gradient_errors.step_is_due(self._rank)
             self._is_prepared = True
             assert self._offloaded is not None
             self._before_update()
             self._offloaded.begin()
         Variable._execution_engine.queue_callback(self._untraced_end)
 
-    def _push(self, index: int, gradient: torch.Tensor) -> None:
+    def _push(self, index: int, gradient: torch.Tensor | None) -> None:
         if self._failpoints:
             self._failpoints.reach("backward.push", step=self.num_updates + 1, count=self._num_pushed)
         if self._pushed[index]:
-            raise RuntimeError(self._twice_message(index))
+            raise gradient_errors.came_twice(self._rank, self._names[index])
+        if gradient is None:
+            raise gradient_errors.taken_away(self._rank, self._names[index])
+        if len(self._averagers[index]) > 1:
+            self._check_averaged_once(index)
         self._pushed[index] = 1
         self._num_pushed += 1
+        if self._updates_in_backward:
+            assert self._offloaded is not None
+            self._offloaded.expect_one(index)
         if self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
         elif self._shares_slots:
             self._push_in_turn(index, gradient)
         else:
             self._path.send(index, gradient, self._kind)
+
+    def _check_averaged_once(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if any(each is not self and each.is_averaging(parameter) for each in self._averagers[index]):
+            raise gradient_errors.averaged_elsewhere(self._rank, self._names[index])
 
     def _push_in_turn(self, index: int, gradient: torch.Tensor) -> None:
         if not self._is_slot_free(index):
@@ -472,7 +511,7 @@ class GradientSynchroniser:
     def _end_of_backward(self) -> None:
         """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""
         with self._lock:
-            self._armed = False
+            self._armed_in = None
             if not self._expecting:
                 return
             if self._num_pushed < len(self._parameters):
@@ -498,6 +537,7 @@ class GradientSynchroniser:
 
     def _end_updates(self) -> None:
         self.num_updates += 1
+        self._is_step_due = True
         for parameter in self._parameters:
             parameter.grad = None
         self._end_update(is_whole=not self._absent)
@@ -516,28 +556,6 @@ class GradientSynchroniser:
                 self._pushed[index] = 1
                 self._num_pushed += 1
                 self._leave_out(index)
-
-    def _unfinished_message(self) -> str:
-        missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
-        shown = ", ".join(missing[:_MOST_NAMES_IN_MESSAGE])
-        if len(missing) > _MOST_NAMES_IN_MESSAGE:
-            shown += f" and {len(missing) - _MOST_NAMES_IN_MESSAGE} more"
-        return (
-            f"worker {self._rank}: the last backward is unfinished: {len(missing)} of {len(self._names)} "
-            f"parameters got no gradient, so that their averages are still waited for: {shown}. Each "
-            "parameter must take part in the loss. If your model does not use all of them in each "
-            "iteration, pass find_unused_parameters=True to DistributedDataParallel; also check that the "
-            "loss uses all outputs of forward(), and that the previous backward did not fail."
-        )
-
-    def _twice_message(self, index: int) -> str:
-        return (
-            f"worker {self._rank}: parameter {self._names[index]!r} got a gradient twice in one backward. "
-            "It is used by several checkpointed segments or re-entrant backward passes, or outside of "
-            "forward(). If the graph is the same in each iteration, pass static_graph=True to "
-            "DistributedDataParallel; otherwise use torch.utils.checkpoint with use_reentrant=False, or "
-            "make several backward passes under no_sync()."
-        )
 
 
 def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:

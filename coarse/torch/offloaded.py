@@ -155,6 +155,12 @@ class OffloadedParameters:
         self._note_update(range(len(self._parameters)))
         self._is_expected = True
 
+    def expect_one(self, index: int) -> None:
+        """Notes that one parameter may be updated from now on, while backward still runs."""
+        if not self._is_cached:
+            # What comes later in this backward and has saved it, detached from the graph, must not read it.
+            torch.autograd.graph.increment_version(self._parameters[index])
+
     def wait(self) -> None:
         """Waits until the updates that this worker has pushed are complete."""
         self._finish_update()

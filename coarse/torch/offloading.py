@@ -174,6 +174,10 @@ class Offloading(Refusals):
         offloaded.begin(present, gradient_scale=gradient_scale)
         gradients.push_update(present)
 
+    def end_overlapped_step(self) -> None:
+        """Admits the next update during backward."""
+        self._open_gradients().end_step()
+
     def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
         """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
         return self._open_gradients().measured(num_changes=num_changes)

@@ -56,10 +56,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
             no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
             one averaging backward() for each step(). Settings are those at the beginning of backward().
-
         max_grad_norm: Averaged gradients whose 2-norm over all parameters is longer are scaled down to it, as by
             torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the reduction, and costs no
-            pass over memory. After GradScaler it is that of the unscaled gradients.
+            pass over memory. After GradScaler it is that of the unscaled gradients. What is written to a gradient's
+            `.data` is not seen, as torch does not count it; write to the gradient itself.
         on_nonfinite: What NaN or Inf in an averaged gradient leads to: "ignore" updates all the same, as torch does;
             "raise" has step() raise NonFiniteGradientError on every worker, which names the worker and parameter;
             "skip" leaves parameters and state as they are, on every worker.
@@ -126,8 +126,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             staleness=staleness,
             before_update=_weakly(self._prepare_update),
         )
-        # Read by GradScaler, which then hands scale and found_inf to step().
-        self._step_supports_amp_scaling = not overlap
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by GradScaler before it calls step(); where this is true it hands scale and found_inf to it."""
+        if self._offloaded is not None and self._overlaps:
+            raise RuntimeError(
+                "overlap=True has updated the parameters during backward(), by gradients of the scaled loss, which "
+                "GradScaler could not unscale any more. Pass overlap=False, or train in bfloat16 without a GradScaler"
+            )
+        return self._offloaded is not None
 
     @property
     def runs_in_memory_devices(self) -> bool:
@@ -203,6 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
         if self._overlaps:
             self._check_updated()
+            self._model.end_overlapped_step()
             return None
         scale = self._gradient_scale()
         if scale is not None:

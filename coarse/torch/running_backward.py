@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 
+def current_backward() -> int:
+    """Its number: each call of backward() has another, also one within another."""
+    return int(torch._C._current_graph_task_id())
+
+
 def may_accumulate(parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Whether it adds to the gradients of `parameters`, as far as the hook of an output can see.
 

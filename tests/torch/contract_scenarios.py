@@ -71,6 +71,41 @@ def names_parameters_that_fire_twice(context: Context) -> Any:
 
 
 @contract
+def a_parameter_that_two_models_average_in_one_backward_is_refused(context: Context) -> Any:
+    class Scaled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.inner(inputs) * self.scale
+
+    shared = mlp()
+    one, other = context.wrap(shared), context.wrap(Scaled(shared))
+    inputs = context.inputs(0, 4, 8)
+    for model in (one, other):
+        train(context, model)
+    with raises(
+        RuntimeError, "another DistributedDataParallel", "inner.2.bias", "one wrapped model after the other"
+    ):
+        (one(inputs) + other(inputs)).sum().backward()
+    del one, other, model
+    gc.collect()
+    train(context, context.wrap(shared))
+    around = context.wrap(Scaled(context.wrap(mlp())))
+    with raises(RuntimeError, "another DistributedDataParallel", "no wrapped module inside"):
+        around(inputs).sum().backward()
+
+
+@contract
+def a_hook_that_takes_the_gradient_away_is_named(context: Context) -> Any:
+    model = context.wrap(mlp())
+    model.module[2].bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with raises(RuntimeError, "a hook of parameter '2.bias'", "between backward() and step()"):
+        model(context.inputs(0, 4, 8)).sum().backward()
+
+
+@contract
 def static_graph_notices_changes(context: Context) -> Any:
     model = context.wrap(Branches(), static_graph=True)
     train(context, model, head=0)

@@ -995,13 +995,53 @@ def overlapped_steps_without_an_averaging_backward_are_refused(context: Context)
 
 
 @offloaded_scenario(compare=False)
-def a_scaler_finds_no_gradients_after_an_overlapped_backward(context: Context) -> None:
+def overlapped_updates_by_a_scaled_loss_are_refused(context: Context) -> None:
     model = context.wrap(mlp())
     optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
-    scaler = torch.amp.GradScaler(torch.get_default_device().type)
-    scaler.scale(model(context.inputs(0, 4, 8)).sum()).backward()
-    with raises(AssertionError, "No inf checks were recorded"):
-        scaler.step(optimizer)
+    for enabled in (False, True):
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, enabled=enabled)
+        scaler.scale(model(context.inputs(0, 4, 8)).sum()).backward()
+        if enabled:
+            with raises(RuntimeError, "gradients of the scaled loss", "overlap=False"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+
+
+@offloaded_scenario(compare=False)
+def two_overlapped_updates_without_a_step_are_refused(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    for _ in range(2):
+        loss_of(model, context, 0).backward()
+        optimizer.step()
+    loss_of(model, context, 1).backward()
+    before = [parameter.clone() for parameter in module.parameters()]
+    with raises(RuntimeError, "without a step() after it", "no_sync", "model.module", "overlap=False"):
+        loss_of(model, context, 2).backward()
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter, value, rtol=0, atol=0)
+    assert_equal_on_all_workers(context, module.parameters())
+
+
+class ReadsDetached(nn.Module):
+    """Its backward needs the second weight again when that one's gradient is complete already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs) @ self.second.weight.detach())
+
+
+@offloaded_scenario(compare=False)
+def a_weight_that_backward_needs_after_its_overlapped_update_is_refused(context: Context) -> None:
+    model = context.wrap(ReadsDetached())
+    offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    with raises(RuntimeError, "modified by an inplace operation"):
+        model(context.inputs(0, 4, 8)).sum().backward()
 
 
 @offloaded_scenario(compare=False)

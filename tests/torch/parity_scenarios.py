@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -373,6 +374,36 @@ def second_backward_of_one_forward_stays_local(context: Context) -> Any:
     loss = model(context.inputs(0, 4, 8)).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
+    return states(model)
+
+
+@parity
+def a_backward_that_failed_before_its_first_gradient_is_repeated(context: Context) -> Any:
+    model = context.wrap(mlp())
+    loss = model(context.inputs(0, 4, 8)).square().mean()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not yet")
+
+    failing = loss.grad_fn.next_functions[0][0].next_functions[0][0].register_hook(fail)
+    with raises(ValueError, "not yet"):
+        loss.backward(retain_graph=True)
+    failing.remove()
+    loss.backward()
+    return states(model)
+
+
+@parity
+def hooks_of_gradients_that_come_after_wrapping(context: Context) -> Any:
+    model = context.wrap(mlp(width=1024))
+
+    def scale(parameter: nn.Parameter) -> None:
+        time.sleep(0.05)  # whatever is under way arrives
+        parameter.grad.mul_(context.rank + 1)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(scale)
+    model(context.inputs(0, 4, 8)).square().mean().backward()
     return states(model)
 
 

@@ -1,0 +1,59 @@
+"""What a training loop can do wrong between forward and step, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_NAMES = 20
+
+
+def unfinished(rank: int, missing: Sequence[str], *, num_parameters: int) -> RuntimeError:
+    """The parameters `missing` got no gradient in the last backward."""
+    shown = ", ".join(missing[:_MOST_NAMES])
+    if len(missing) > _MOST_NAMES:
+        shown += f" and {len(missing) - _MOST_NAMES} more"
+    return RuntimeError(
+        f"worker {rank}: the last backward is unfinished: {len(missing)} of {num_parameters} "
+        f"parameters got no gradient, so that their averages are still waited for: {shown}. Each "
+        "parameter must take part in the loss. If your model does not use all of them in each "
+        "iteration, pass find_unused_parameters=True to DistributedDataParallel; also check that the "
+        "loss uses all outputs of forward(), and that the previous backward did not fail."
+    )
+
+
+def came_twice(rank: int, name: str) -> RuntimeError:
+    """The gradient of the parameter `name` was complete, and came again."""
+    return RuntimeError(
+        f"worker {rank}: parameter {name!r} got a gradient twice in one backward. "
+        "It is used by several checkpointed segments or re-entrant backward passes, or outside of "
+        "forward(). If the graph is the same in each iteration, pass static_graph=True to "
+        "DistributedDataParallel; otherwise use torch.utils.checkpoint with use_reentrant=False, or "
+        "make several backward passes under no_sync()."
+    )
+
+
+def taken_away(rank: int, name: str) -> RuntimeError:
+    """Somebody else's hook left no gradient of the parameter `name`."""
+    return RuntimeError(
+        f"worker {rank}: a hook of parameter {name!r} has set its .grad to None before it was averaged. "
+        "Remove it; what is to run after averaging belongs between backward() and step()."
+    )
+
+
+def averaged_elsewhere(rank: int, name: str) -> RuntimeError:
+    """The gradient of the parameter `name` is under way to the memory devices for another model."""
+    return RuntimeError(
+        f"worker {rank}: another DistributedDataParallel, of which parameter {name!r} is part too, averages "
+        "its gradient in this same backward. Wrap one module that has all parts, with no wrapped module "
+        "inside; or call forward and backward for one wrapped model after the other."
+    )
+
+
+def step_is_due(rank: int) -> RuntimeError:
+    """Another backward is going to update parameters during backward, and the last one had no step()."""
+    return RuntimeError(
+        f"worker {rank}: overlap=True updates parameters in each backward() that averages gradients, and the "
+        "last one did so without a step() after it. Call step() after each; gather gradients of several "
+        "backward passes under no_sync() until the last, take those that are for another model alone through "
+        "model.module, or pass overlap=False."
+    )
