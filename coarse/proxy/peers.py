@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import time
 from collections.abc import Callable, Sequence
 
 from coarse.errors import ProtocolError
+from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received
@@ -76,11 +76,7 @@ class Peers:
 
     def tell_one(self, device: int, message: Message, fds: Sequence[int] = ()) -> None:
         """The same to one device; what its socket does not take yet goes out when it does."""
-        channel = self._channels[device]
-        with contextlib.suppress(OSError):
-            channel.send(message, fds)
-        if not _flush(channel):
-            self._loop.flush_later(channel.fileno(), lambda: _flush(channel))
+        outbox.send(self._loop, self._channels[device], message, fds)
 
     def await_stop(self, deadline_s: float) -> set[int]:
         """Waits until every other device has said STOPPED; what it says after that is not read.
@@ -144,11 +140,3 @@ class Peers:
             self._stopped.add(device)
         else:
             self._on_message(device, received)
-
-
-def _flush(channel: Channel) -> bool:
-    """Whether nothing is left that could be sent; of one whose other end is gone nothing can."""
-    try:
-        return channel.flush()
-    except OSError:
-        return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from coarse.errors import ProtocolError
+from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received, int_field
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class WorkerConnection:
     """A connection that may become a worker's: it has to say hello first."""
 
-    def __init__(self, channel: Channel, pid: int) -> None:
+    def __init__(self, loop: EventLoop, channel: Channel, pid: int) -> None:
+        self._loop = loop
         self.channel = channel
         self.pid = pid
         self.client = -1
@@ -33,9 +35,8 @@ class WorkerConnection:
         self.has_left = False
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Tells the worker; one that is gone is noticed by its pidfd, one that reads nothing gets what fits."""
-        with contextlib.suppress(OSError):
-            self.channel.send(message, fds)
+        """Tells the worker; one that is gone is noticed by its pidfd, one that has left gets what fits."""
+        outbox.send(self._loop, self.channel, message, fds)
 
     def close(self) -> None:
         """Closes the connection. Idempotent."""
@@ -177,7 +178,7 @@ class Workers:
             connection.close()
             return
         connection.setblocking(False)
-        worker = WorkerConnection(Channel(connection), pid)
+        worker = WorkerConnection(self._loop, Channel(connection), pid)
         self._connections.append(worker)
         self._loop.watch(connection.fileno(), lambda: self._read(worker))
 

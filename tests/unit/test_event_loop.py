@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 
+from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.protocol import Channel
 
@@ -24,9 +25,8 @@ def test_messages_to_one_who_reads_late_arrive_in_order():
         sender, reader = connected()
         loop.watch(sender.fileno(), lambda: None)
         for number in range(MESSAGES):
-            sender.send({"type": "number", "number": number})
+            outbox.send(loop, sender, {"type": "number", "number": number})
         assert not sender.flush(), "the socket takes all at once: send more"
-        loop.flush_later(sender.fileno(), sender.flush)
         heard = []
         thread = threading.Thread(
             target=lambda: heard.extend(reader.receive().message["number"] for _ in range(MESSAGES))
