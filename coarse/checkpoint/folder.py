@@ -64,13 +64,14 @@ class Folder:
             OSError: If it cannot be opened or made.
         """
         place = Path(path).expanduser().absolute()
+        observe = observe or (lambda operation, name: None)
         if create:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(place, observe)
         try:
             descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"there is no folder {place}") from None
-        return cls(place, descriptor, observe or (lambda operation, name: None))
+        return cls(place, descriptor, observe)
 
     def enter(self, name: str, *, create: bool = False) -> Folder:
         """Opens a folder in this one.
@@ -261,3 +262,17 @@ def _what_is_wrong(error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return "is a symbolic link, which no checkpoint has"
     return "is not what a checkpoint has there"
+
+
+def _make(place: Path, observe: Observer) -> None:
+    """Makes a folder and those above it, and has the disk know of their names."""
+    missing = [each for each in (place, *place.parents) if not each.exists()]
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for made in missing:
+        observe("fsync", f"{made.parent.name}/")
+        with suppress(PermissionError):  # of one in which names can be made, but not listed
+            descriptor = os.open(made.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

@@ -324,3 +324,12 @@ def test_a_folder_that_is_missing_is_named(tmp_path):
         Folder.open(tmp_path / "nowhere")
     with Folder.open(tmp_path) as parent, pytest.raises(CheckpointError, match="step-4: is missing"):
         open_checkpoint(parent, CheckpointName(4))
+
+
+def test_the_disk_knows_of_every_folder_that_was_made(tmp_path):
+    seen = []
+    for _ in range(2):
+        Folder.open(
+            tmp_path / "a" / "b", create=True, observe=lambda *operation: seen.append(operation)
+        ).close()
+    assert sorted(seen) == sorted([("fsync", f"{tmp_path.name}/"), ("fsync", "a/")])
