@@ -344,7 +344,8 @@ class MemoryDevice:
 
     def _register(self, worker: WorkerConnection, message: Message) -> None:
         self._registrar.register(worker.client, message)
-        if self._workers.departed_ranks:
+        # Who was refused has asked too, and may have left before others have asked here.
+        if any(map(self._registrar.is_waiting_for, self._workers.departed)):
             self._abort(self._departure())
 
     def _unregister(self, worker: WorkerConnection, message: Message) -> None:

@@ -121,9 +121,14 @@ class Workers:
         return all(worker.has_left for worker in self._admitted.values())
 
     @property
+    def departed(self) -> set[int]:
+        """Clients that were let in and have left."""
+        return {client for client, worker in self._admitted.items() if worker.has_left}
+
+    @property
     def departed_ranks(self) -> set[int]:
-        """Of workers that were let in and have left."""
-        return {self._job.rank(client) for client, worker in self._admitted.items() if worker.has_left}
+        """Their ranks."""
+        return {self._job.rank(client) for client in self.departed}
 
     def __getitem__(self, client: int) -> WorkerConnection:
         """A worker that has been let in."""

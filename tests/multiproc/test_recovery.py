@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -198,6 +199,26 @@ def test_another_optimizer_is_refused(job):
 
     crash(job, 0, dies_at(1, 3, "step.prepare"))
     job.run(WORKERS, other)
+
+
+def test_workers_that_leave_after_a_refusal_end_the_job(job):
+    """Also where one leaves before a memory device has heard what the other asked for: nothing is kept then."""
+
+    def asks_for_another_length(me):
+        with join(me, memory_devices=2) as session:
+            connection = session._client._connections[1]
+            if me.rank == 1:
+                send = connection.send
+
+                def send_late(*message):
+                    time.sleep(0.5)
+                    send(*message)
+
+                connection.send = send_late
+            with pytest.raises(SchemaMismatchError):
+                register(session, [length + me.rank for length in LENGTHS])
+
+    job.run(WORKERS, asks_for_another_length)
 
 
 def test_another_number_of_workers_is_refused(job):
