@@ -12,8 +12,6 @@ locally, as in torch's DDP.
 
 from __future__ import annotations
 
-import bisect
-import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
 
@@ -21,7 +19,6 @@ import torch
 from torch.autograd import Variable
 
 from coarse.client.schema import TensorSpec
-from coarse.client.slot_order import find_predecessors
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
@@ -37,6 +34,7 @@ from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
 from coarse.torch.running_backward import current_backward, may_accumulate
 from coarse.torch.shared_parameters import averagers_of
+from coarse.torch.slot_turns import SlotTurns
 from coarse.torch.static_graph import StaticGraph
 from coarse.torch.tables import TableGradients
 
@@ -104,10 +102,6 @@ class GradientSynchroniser:
             )
         )
         self._shares_slots = shares_slots
-        self._predecessors: list[tuple[int, ...]] = [()] * len(parameters)
-        if shares_slots:
-            assert isinstance(self.group, TensorGroup)
-            self._predecessors = find_predecessors([self.group.slot(i) for i in range(len(parameters))])
         self.num_updates = 0
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
@@ -124,6 +118,10 @@ class GradientSynchroniser:
         self._tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._path = self._choose_path(gradient_as_view=gradient_as_view)
+        self._turns: SlotTurns | None = None
+        if shares_slots:
+            assert isinstance(self.group, TensorGroup)
+            self._turns = SlotTurns(self.group, self._path, self._send)
         self._find_unused = find_unused
         self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
@@ -302,7 +300,7 @@ class GradientSynchroniser:
         with self._lock:
             if not self._expecting or self._is_shadowing or self._pushed[index] or self._handed_out[index]:
                 return None
-            if self._shares_slots and not self._is_slot_free(index):
+            if self._turns is not None and not self._turns.is_free(index):
                 return None
             self._handed_out[index] = 1
         slot = self._path.slot(index)
@@ -403,11 +401,11 @@ class GradientSynchroniser:
     def _restart(self) -> None:
         self._pushed = bytearray(len(self._parameters))
         self._handed_out = bytearray(len(self._parameters))
-        self._absent: list[int] = []
+        self._absent: set[int] = set()
         self._num_pushed = 0
         self._is_prepared = False
-        self._sent = bytearray(len(self._parameters))
-        self._waiting: list[int] = []  # gradients whose slots are not free, from the last to the first
+        if self._turns is not None:
+            self._turns.restart()
 
     # What follows runs inside backward.
 
@@ -454,59 +452,25 @@ class GradientSynchroniser:
             self._offloaded.expect_one(index)
         if self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
-        elif self._shares_slots:
-            self._push_in_turn(index, gradient)
         else:
-            self._path.send(index, gradient, self._kind)
+            self._take_turn(index)
 
     def _check_averaged_once(self, index: int) -> None:
         parameter = self._parameters[index]
         if any(each is not self and each.is_averaging(parameter) for each in self._averagers[index]):
             raise gradient_errors.averaged_elsewhere(self._rank, self._names[index])
 
-    def _push_in_turn(self, index: int, gradient: torch.Tensor) -> None:
-        if not self._is_slot_free(index):
-            bisect.insort(self._waiting, index, key=operator.neg)
-            self._path.flush()  # nobody is to wait for what is held back here
-            return
-        self._send_gradient(index, gradient)
-        for waiting in [each for each in self._waiting if self._is_slot_free(each)]:
-            self._send_waiting(waiting)
-
-    def _send_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        self._sent[index] = 1
-        self._path.send(index, gradient, self._kind)
-
-    def _leave_out(self, index: int) -> None:
-        """Takes part without a gradient, in its turn too: a mean of other nodes comes to the slot nevertheless."""
-        self._absent.append(index)
-        if self._shares_slots and not self._is_slot_free(index):
-            bisect.insort(self._waiting, index, key=operator.neg)
+    def _take_turn(self, index: int) -> None:
+        if self._turns is None:
+            self._send(index)
         else:
-            self._take_part(index, present=False)
+            self._turns.take(index)
 
-    def _take_part(self, index: int, *, present: bool) -> None:
-        self._sent[index] = 1
-        self._path.take_part(index, self._kind, present=present)
-
-    def _is_slot_free(self, index: int) -> bool:
-        return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
-
-    def _send_waiting(self, index: int) -> None:
-        self._waiting.remove(index)
+    def _send(self, index: int) -> None:
         if index in self._absent:
-            self._take_part(index, present=False)
+            self._path.take_part(index, self._kind, present=False)
         else:
-            self._send_gradient(index, self._parameters[index].grad)
-
-    def _send_all_waiting(self) -> None:
-        """Waits for one slot after the other; all workers do in the same order, so that it ends."""
-        assert isinstance(self.group, TensorGroup)
-        for index in list(self._waiting):
-            for predecessor in self._predecessors[index]:
-                if self._path.is_late(predecessor):
-                    self.group.pull(predecessor)
-            self._send_waiting(index)
+            self._path.send(index, self._parameters[index].grad, self._kind)
 
     def _end_of_backward(self) -> None:
         """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""
@@ -519,16 +483,16 @@ class GradientSynchroniser:
             if self._num_pushed < len(self._parameters):
                 self._path.flush()  # another backward may bring the rest; meanwhile let others have these
                 return
-            if self._waiting:
-                self._send_all_waiting()
+            if self._turns is not None:
+                self._turns.finish()
             for index in self._tables.bring_rows(are_averaged=not self._updates_in_backward):
-                self._take_part(index, present=True)
+                self._path.take_part(index, self._kind, present=True)
             self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
             if not self._updates_in_backward:
                 contributors = self._path.collect(counts=bool(self._absent))
-                self._path.deliver(frozenset(self._absent), contributors)
+                self._path.deliver(self._absent, contributors)
                 self._tables.deliver(contributors)
                 if self._kind is UpdateKind.MEASURE:
                     self._delivered = fingerprints([p.grad for p in self._parameters])
@@ -555,7 +519,8 @@ class GradientSynchroniser:
             elif counted or unused:
                 self._pushed[index] = 1
                 self._num_pushed += 1
-                self._leave_out(index)
+                self._absent.add(index)
+                self._take_turn(index)
 
 
 def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:

@@ -1,0 +1,63 @@
+"""Gradients that take turns in fewer slots than there are parameters."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Callable
+
+from coarse.client.slot_order import find_predecessors
+from coarse.client.tensor_group import TensorGroup
+from coarse.torch.gradient_path import GradientPath
+
+
+class SlotTurns:
+    """Sends each gradient when all that had bytes of its slot before are out of the way.
+
+    Nobody waits for ever, whatever order gradients come in on different workers (docs/design/optimizer.md).
+
+    Args:
+        group: Its tensors share slots.
+        path: By which gradients go.
+        send: Sends a gradient, or that there is none: then a mean of other nodes comes to its slot.
+    """
+
+    def __init__(self, group: TensorGroup, path: GradientPath, send: Callable[[int], object]) -> None:
+        self._group = group
+        self._path = path
+        self._send = send
+        self._predecessors = find_predecessors([group.slot(i) for i in range(len(group.specs))])
+        self.restart()
+
+    def restart(self) -> None:
+        """Another backward begins; nothing of the last one waits any more."""
+        self._sent = bytearray(len(self._predecessors))
+        self._waiting: list[int] = []  # from the last parameter to the first
+
+    def is_free(self, index: int) -> bool:
+        """Whether whatever had the slot before has been sent, and is complete."""
+        return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
+
+    def take(self, index: int) -> None:
+        """Sends a gradient, if its slot is free, and those that it was in the way of; else it waits."""
+        if not self.is_free(index):
+            bisect.insort(self._waiting, index, key=operator.neg)
+            self._path.flush()  # nobody is to wait for what is held back here
+            return
+        self._go(index)
+        for waiting in [each for each in self._waiting if self.is_free(each)]:
+            self._waiting.remove(waiting)
+            self._go(waiting)
+
+    def finish(self) -> None:
+        """Waits for one slot after the other; all workers do in the same order, so that it ends."""
+        while self._waiting:
+            index = self._waiting.pop(0)
+            for predecessor in self._predecessors[index]:
+                if self._path.is_late(predecessor):
+                    self._group.pull(predecessor)
+            self._go(index)
+
+    def _go(self, index: int) -> None:
+        self._sent[index] = 1
+        self._send(index)
