@@ -35,8 +35,8 @@ BERT_OPTIMIZERS: dict[str, Make] = {
 # moves an element by twice the learning rate.
 BERT_TOLERANCE = {
     "float32": dict.fromkeys(BERT_OPTIMIZERS, 1e-3) | {"lion": 3e-2},
-    "bfloat16": dict.fromkeys(BERT_OPTIMIZERS, 0.3),
-    "float16": dict.fromkeys(BERT_OPTIMIZERS, 0.2),
+    "bfloat16": dict.fromkeys(BERT_OPTIMIZERS, 0.1),
+    "float16": dict.fromkeys(BERT_OPTIMIZERS, 0.1),
 }
 
 
@@ -56,10 +56,23 @@ def small_bert() -> nn.Module:
     return BertForSequenceClassification(config)
 
 
+def average_in_float32(_, bucket):  # torch does not know annotations that are text
+    """As memory devices do.
+
+    Torch's own class halves gradients before it adds them up, which rounds those of float16 that are subnormal: alone
+    that has 200 steps of Lion end 0.24 of their way apart.
+    """
+    total = torch.distributed.all_reduce(bucket.buffer().float(), async_op=True).get_future()
+    num_workers = torch.distributed.get_world_size()
+    return total.then(lambda done: done.value()[0].div_(num_workers).to(bucket.buffer().dtype))
+
+
 def run_bert(context: Context, make: Make, dtype: torch.dtype, *, overlap: bool) -> dict[str, torch.Tensor]:
     """The losses, and by how much all parameters have moved in the end."""
     module = small_bert().to(dtype)
     model = context.wrap(module)
+    if not context.is_coarse and dtype is not torch.float32:
+        model.register_comm_hook(None, average_in_float32)
     before = torch.cat([p.detach().float().flatten() for p in module.parameters()])
     if dtype is torch.float32:
         optimizer = offload(context, make(model.parameters()), model, overlap=overlap)
