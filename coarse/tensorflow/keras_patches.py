@@ -39,6 +39,7 @@ def apply(strategy_class: Any) -> None:
     _patch_predict(trainer, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
+    _patch_build(trainer.TensorFlowTrainer, strategy_class)
     _patch_gradients(keras.optimizers.Optimizer, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
     guard(keras.callbacks, strategy_class)
@@ -74,6 +75,8 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
     def train(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._distribute_strategy is None:
             _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
+        elif isinstance(self._distribute_strategy, strategy_class):
+            _check_compilable(self)
         return original(self, *arguments, **keywords)
 
     setattr(train, _MARK, True)
@@ -94,6 +97,35 @@ def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
             model.name,
             advice,
         )
+
+
+def _check_compilable(model: Any) -> None:
+    if model.jit_compile and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"model {model.name!r} was compiled with jit_compile=True, and XLA cannot compile what is reduced with "
+            "other workers. Compile it with jit_compile=False"
+        )
+
+
+def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
+    """Keras averages the first batch over workers to build by its shapes: they may have unlike numbers of rows."""
+    original = trainer_class._maybe_symbolic_build
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        strategy = self._distribute_strategy
+        if iterator is None or not isinstance(strategy, strategy_class):
+            return original(self, iterator, data_batch)
+        batches = next(iter(iterator))[-1]
+        batch = tf.nest.map_structure(
+            lambda each: strategy.experimental_local_results(each)[0], next(batches)
+        )
+        return original(self, data_batch=batch)
+
+    setattr(maybe_symbolic_build, _MARK, True)
+    trainer_class._maybe_symbolic_build = maybe_symbolic_build
 
 
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:

@@ -120,6 +120,33 @@ def embedding(strategy: Any) -> dict[str, Any]:
     return trained(strategy, build, tokens())
 
 
+def fewer_rows_than_workers(strategy: Any) -> dict[str, Any]:
+    """First batches that are unequal, and of one row, also of text."""
+    x, y = inputs()
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse", metrics=["mae"])
+        reader = keras.Sequential(
+            [
+                keras.Input((1,), dtype="string"),
+                keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot"),
+                keras.layers.Dense(1),
+            ]
+        )
+        reader.compile(keras.optimizers.SGD(1e-2), "mse")
+    evaluated = [model.evaluate(x[:rows], y[:rows], verbose=0) for rows in (3, 1)]
+    for rows in (3, 1):
+        model.train_on_batch(x[:rows], y[:rows])
+    for rows in (5, 1):
+        model.fit(x[:rows], y[:rows], verbose=0)
+    reader.fit(tf.constant([["a"], ["b"], ["a"]]), y[:3], verbose=0)
+    return {
+        "evaluated": [np.asarray(each, "f8").tolist() for each in evaluated],
+        "predicted": list(np.shape(model.predict(x[:1], verbose=0))),
+        "digest": digest(model) + digest(reader),
+    }
+
+
 def rows_of_tables(strategy: Any) -> dict[str, Any]:
     """Rows of two tables, one of which travels twice, and what comes of them in graphs and eagerly."""
     rank = strategy.rank
@@ -571,6 +598,7 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
         for name, action in (
             ("fit in scope", lambda: outside.fit(x, y, batch_size=BATCH, verbose=0)),
             ("update", lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))),
+            ("jit_compile", lambda: compiled_by_xla().fit(x, y, batch_size=BATCH, verbose=0)),
             ("MAX", lambda: strategy.run(lambda: all_reduce("MAX"))),
             ("product", lambda: strategy.run(lambda: all_reduce("product"))),
         ):
@@ -584,6 +612,12 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
     return said
 
 
+def compiled_by_xla() -> Any:
+    model = perceptron()
+    model.compile(keras.optimizers.SGD(1e-2), "mse", jit_compile=True)
+    return model
+
+
 def all_reduce(op: str) -> Any:
     return tf.distribute.get_replica_context().all_reduce(op, tf.ones(2))
 
@@ -595,6 +629,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         several_steps_per_execution_and_batch_norm,
         embedding_and_accumulation,
         embedding,
+        fewer_rows_than_workers,
         rows_of_tables,
         offloaded_optimizers,
         offloaded_fit,

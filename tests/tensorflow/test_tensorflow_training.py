@@ -27,7 +27,13 @@ LIKE_ONE_PROCESS = [
     "own_loop",
 ]
 TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-2]
-SCENARIOS = [*LIKE_ONE_PROCESS, "shuffled_and_clipped", "mixed_precision", "saving"]
+SCENARIOS = [
+    *LIKE_ONE_PROCESS,
+    "fewer_rows_than_workers",
+    "shuffled_and_clipped",
+    "mixed_precision",
+    "saving",
+]
 
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -255,6 +261,21 @@ def test_what_was_built_outside_of_scope_is_named(results):
         assert "was built outside of strategy.scope()" in said["fit in scope"]
         assert "'of_each_worker:0' was created outside of strategy.scope()" in said["update"]
         assert "each worker trains one of its own" in said["fit"]
+
+
+def test_a_step_that_xla_is_to_compile_is_refused(results):
+    _, workers = scenario_of(results, "scope_missing")
+    for said in workers:
+        assert "jit_compile=True" in said["jit_compile"]
+        assert "jit_compile=False" in said["jit_compile"]
+
+
+def test_workers_may_have_unlike_numbers_of_rows_or_none(results):
+    alone, workers = scenario_of(results, "fewer_rows_than_workers")
+    for worker in workers:
+        assert worker["predicted"] == [1, 1]
+        for theirs, ours in zip(alone["evaluated"], worker["evaluated"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_an_unknown_operation_is_refused_in_replicas_too(results):
