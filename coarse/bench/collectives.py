@@ -189,6 +189,7 @@ class CoarseSession:
     def join(self) -> int:
         """Joins the session with the settings of the environment, overruled by the job's options."""
         from coarse.env import Settings, WorkerIdentity
+        from coarse.machine.memory_name import parse_memory_devices
         from coarse.session import Session
         from coarse.store import DirectoryStore
 
@@ -196,7 +197,10 @@ class CoarseSession:
         identity = WorkerIdentity(
             rank=rank, world_size=num_workers, local_rank=rank, local_world_size=num_workers
         )
-        settings = replace(Settings.from_environment(), **self._job.options)
+        chosen = dict(self._job.options)
+        if "memory_devices" in chosen:
+            chosen["memory_devices"] = parse_memory_devices(chosen["memory_devices"])
+        settings = replace(Settings.from_environment(), **chosen)
         self.value = Session.join(
             identity=identity, store=DirectoryStore(self._job.directory), settings=settings
         )

@@ -12,6 +12,8 @@ from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.memory import available_bytes
 from coarse.bench.record import SyncRecord
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
+from coarse.env import Settings
+from coarse.machine.memory_name import parse_memory_devices
 
 PEERS = ("gloo", "mpich", "openmpi", "horovod")
 COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
@@ -37,8 +39,8 @@ class SyncPlan:
         num_workers: Workers of each system.
         sizes: Lengths of one worker's tensor, in bytes.
         dtype: One of DTYPES.
-        algorithm: COARSE's algorithm; "" leaves it to the environment, as 0 memory devices do.
-        memory_devices: Memory devices of COARSE.
+        algorithm: COARSE's algorithm; "" leaves it to the environment.
+        memory_devices: How many COARSE has, or the memory of each, as COARSE_MEMORY_DEVICES says it; "" likewise.
         budget_s: Seconds of measuring per system and size, over all rounds; at least 2 iterations a round.
         rounds: Turns that each system takes at each size.
 
@@ -51,7 +53,7 @@ class SyncPlan:
     sizes: tuple[int, ...]
     dtype: str = "float32"
     algorithm: str = ""
-    memory_devices: int = 0
+    memory_devices: str = ""
     budget_s: float = 2.0
     rounds: int = 3
 
@@ -60,10 +62,10 @@ class SyncPlan:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if not self.systems or not self.sizes:
             raise ValueError("nothing to measure: need at least one system and one size")
-        if self.num_workers < 2 or self.rounds < 1 or self.budget_s <= 0 or self.memory_devices < 0:
-            raise ValueError(
-                "workers start at 2, rounds at 1, the budget above 0 s, memory devices at 0 (default)"
-            )
+        if self.num_workers < 2 or self.rounds < 1 or self.budget_s <= 0:
+            raise ValueError("workers start at 2, rounds at 1, the budget above 0 s")
+        if self.memory_devices:
+            Settings(memory_devices=parse_memory_devices(self.memory_devices))
         item_bytes = np.dtype(self.dtype).itemsize
         for nbytes in self.sizes:
             if nbytes < item_bytes or nbytes % item_bytes:

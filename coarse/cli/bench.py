@@ -58,7 +58,10 @@ def _add_sync_parser(benches: Any) -> None:
         help="of COARSE; default: $COARSE_ALGORITHM, or auto",
     )
     parser.add_argument(
-        "--memory-devices", type=int, default=0, metavar="K", help="default: $COARSE_MEMORY_DEVICES"
+        "--memory-devices",
+        default="",
+        metavar="K",
+        help="how many COARSE has, or the memory of each: host,numa:2; default: $COARSE_MEMORY_DEVICES",
     )
     parser.add_argument(
         "--budget",

@@ -82,7 +82,18 @@ def test_command_prints_tables_and_appends_records(tmp_path: Path) -> None:
         "--workers",
         "2",
     ]
-    command += ["--sizes", "4KiB,64KiB", "--budget", "0.02", "--rounds", "1", "--json", os.fspath(path)]
+    command += [
+        "--memory-devices",
+        "host,host",
+        "--sizes",
+        "4KiB,64KiB",
+        "--budget",
+        "0.02",
+        "--rounds",
+        "1",
+        "--json",
+        os.fspath(path),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in path.read_text().splitlines()]

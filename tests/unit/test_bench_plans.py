@@ -48,7 +48,9 @@ def parse(*arguments: str) -> argparse.Namespace:
         {"num_workers": 1},
         {"rounds": 0},
         {"budget_s": 0.0},
-        {"memory_devices": -1},
+        {"memory_devices": "-1"},
+        {"memory_devices": "65"},
+        {"memory_devices": "numa:"},
     ],
 )
 def test_sync_plan_refuses(wrong: dict[str, Any]) -> None:
