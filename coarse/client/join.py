@@ -317,12 +317,16 @@ def _introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callabl
 def _dismiss(directory: Path, kept: KeptDevices) -> None:
     """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
     connections = []
-    with contextlib.suppress(MemoryDeviceLostError, FileNotFoundError):
-        token = (directory / TOKEN_FILE).read_text()
-        for device in range(len(kept.workers)):
+    # To all before any is told: the first one that ends takes the directory along.
+    for device in range(len(kept.workers)):
+        with contextlib.suppress(MemoryDeviceLostError):
             connections.append(DeviceConnection(device, socket_path(directory, device)))
-            connections[-1].send({"type": "dismiss", "token": token})
     try:
+        with contextlib.suppress(FileNotFoundError):
+            token = (directory / TOKEN_FILE).read_text()
+            for connection in connections:
+                with contextlib.suppress(MemoryDeviceLostError):
+                    connection.send({"type": "dismiss", "token": token})
         for connection in connections:
             connection.await_end(_DISMISSAL_TIMEOUT_S)
     finally:

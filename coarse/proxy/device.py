@@ -33,7 +33,7 @@ from coarse.proxy.loss import (
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemory, Segment, open_memory
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, Segment, open_memories
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
@@ -41,7 +41,6 @@ from coarse.proxy.protocol import Message, Received, int_field
 from coarse.proxy.registrar import Registrar
 from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
 from coarse.proxy.snapshot_service import SnapshotService
-from coarse.proxy.socket_directory import abandon_socket
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
 
@@ -55,11 +54,11 @@ class MemoryDevice:
 
     Args:
         job: This device's place in the session; its descriptors now belong to the device.
-        memory: Where everything lies; stays the caller's.
+        memories: Where everything lies; stay the caller's.
         contents: What it has of earlier attempts, and keeps for later ones.
     """
 
-    def __init__(self, job: DeviceJob, memory: DeviceMemory, contents: DeviceContents) -> None:
+    def __init__(self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents) -> None:
         self._job = job
         self._contents = contents
         self._loop = EventLoop()
@@ -69,20 +68,20 @@ class MemoryDevice:
         self._peers = Peers(job, self._loop, on_message=self._hear_peer, on_lost=self._lose_peer)
         self._mailbox = Mailbox(self._loop)
         self._data_path = DataPath(
-            job, memory, self._event_fd, look_again=lambda: self._mailbox.post(self._progress)
+            job, memories.own, self._event_fd, look_again=lambda: self._mailbox.post(self._progress)
         )
-        self._snapshots = SnapshotService(memory, self._workers.send, self._mailbox.post)
+        self._snapshots = SnapshotService(memories.own, self._workers.send, self._mailbox.post)
         self._registrar = Registrar(
             job,
-            memory,
+            memories,
             self._workers.send,
             self._peers.tell,
             self._snapshots,
             contents.groups,
             contents.replicas,
         )
-        self._storage = StorageService(value_memory(memory), self._workers.send, contents.storage)
-        self._replication = Replication(job, memory, contents, self._peers.tell_one)
+        self._storage = StorageService(value_memory(memories.own), self._workers.send, contents.storage)
+        self._replication = Replication(job, memories, contents, self._peers.tell_one)
         self._has_shared = False
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self.lost: set[int] = set()
@@ -92,6 +91,7 @@ class MemoryDevice:
         self._is_aborted = False
         self._goes_on = False
         self._is_unfinished = False  # a worker has left before its time
+        self._is_dismissed = False
         self._deadline = time.monotonic() + (job.join_timeout_s if job.leader_pid else job.keep_s)
         self._answers: dict[str, Callable[[WorkerConnection, Message], None]] = {
             "register": self._register,
@@ -173,7 +173,8 @@ class MemoryDevice:
         self._data_path.release_clients()
 
     def _is_to_be_continued(self) -> bool:
-        return bool(self._job.keep_s) and (self._is_aborted or self._is_unfinished)
+        is_unfinished = self._is_aborted or self._is_unfinished
+        return bool(self._job.keep_s) and is_unfinished and not self._is_dismissed
 
     def _settle(self) -> bool:
         """Brings the contents to one whole step, once nobody uses them; returns whether it could.
@@ -223,9 +224,9 @@ class MemoryDevice:
         self._data_path.close()
         # Before any connection is closed: who waits for that may start devices in the same place.
         if self._job.keep_s and not self._goes_on:
-            leave_session_directory(self._workers.socket_path)
+            leave_session_directory(self._workers.socket)
         elif not self._data_path.is_started and not self._goes_on:
-            abandon_socket(self._workers.socket_path)
+            self._workers.socket.abandon()
         self._registrar.close()
         self._storage.close()
         self._snapshots.close()
@@ -300,6 +301,7 @@ class MemoryDevice:
     def dismissed(self) -> None:
         """Ends, if the contents only wait for another attempt."""
         if self._workers.is_empty:
+            self._is_dismissed = True
             self._deadline = 0.0
 
     def device_replaced(self, device: int, fd: int) -> None:
@@ -427,14 +429,14 @@ def run_device(job_fd: int) -> None:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
     job = DeviceJob.read(job_fd)
-    with contextlib.closing(open_memory(job.memory)) as memory:
-        _move_near(memory)
+    with contextlib.closing(open_memories(job.memories, job.device)) as memories:
+        _move_near(memories.own)
         contents = DeviceContents()
         if not job.keep_s:
-            MemoryDevice(job, memory, contents).run()
+            MemoryDevice(job, memories, contents).run()
             return
         attempt = job
-        while (device := MemoryDevice(attempt.with_own_sockets(), memory, contents)).run():
+        while (device := MemoryDevice(attempt.with_own_sockets(), memories, contents)).run():
             # From now on whoever comes first starts the attempt.
             job = job.with_peers(device.lost, device.replaced)
             attempt = replace(job, leader_pid=0)

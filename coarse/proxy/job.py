@@ -37,7 +37,7 @@ class DeviceJob:
         node: The node's number.
         nodes: The ranks of the workers of every node, this one's by client number.
         local_clients: The workers whose slots lie in this device's memory.
-        memory: What it owns, as in MemoryName.
+        memories: What each device of the node owns, as in MemoryName.
         clients_in_memory: The workers whose slots lie there, in segments of this device and of others that own the
             same.
         num_sync_cores: Threads that reduce.
@@ -58,7 +58,6 @@ class DeviceJob:
         keep_s: How long to wait for the workers of the next attempt, if those of one are lost; 0 for not at all.
         replicas: How many devices, the next ones of the ring, have the contents of each once more.
         clients_of: The workers that each device serves.
-        is_replica_near: Whether that of the home device lies in the same memory as what it is a replica of.
     """
 
     device: int
@@ -67,7 +66,7 @@ class DeviceJob:
     node: int
     nodes: tuple[tuple[int, ...], ...]
     local_clients: tuple[int, ...]
-    memory: str
+    memories: tuple[str, ...]
     clients_in_memory: tuple[int, ...]
     num_sync_cores: int
     scheduling: str
@@ -87,7 +86,11 @@ class DeviceJob:
     keep_s: float
     replicas: int = 0
     clients_of: tuple[tuple[int, ...], ...] = ()
-    is_replica_near: bool = False
+
+    @property
+    def memory(self) -> str:
+        """What this device owns."""
+        return self.memories[self.device]
 
     @property
     def is_home(self) -> bool:
@@ -103,6 +106,11 @@ class DeviceJob:
     def keeps_replica(self) -> bool:
         """Whether this is that device."""
         return self.device == self.replica_keeper
+
+    @property
+    def is_replica_near(self) -> bool:
+        """Whether that replica lies in the same memory as what it is a replica of."""
+        return self.memories[HOME_DEVICE] == self.memories[self.replica_keeper]
 
     @property
     def num_nodes(self) -> int:
@@ -190,7 +198,7 @@ class DeviceJob:
         """Reads a job from `fd` to its end, and closes it."""
         with os.fdopen(fd, "rb") as stream:
             values = json.load(stream)
-        for name in ("local_clients", "clients_in_memory", "peer_fds"):
+        for name in ("local_clients", "memories", "clients_in_memory", "peer_fds"):
             values[name] = tuple(values[name])
         for name in ("nodes", "link_fds", "clients_of"):
             values[name] = tuple(map(tuple, values[name]))

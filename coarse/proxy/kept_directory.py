@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coarse.errors import RendezvousError
-from coarse.proxy.socket_directory import KEPT_FILE, abandon_socket
+from coarse.proxy.socket_directory import KEPT_FILE, OwnSocket
 
 _MOST_TRIES = 100
 
@@ -90,20 +90,21 @@ def make_session_directory(job: str, session: str) -> Path:
     return directory
 
 
-def leave_session_directory(socket_path: Path) -> None:
+def leave_session_directory(own: OwnSocket) -> None:
     """Removes the directory in which a memory device has listened that ends now, as all of its session do.
 
-    Unless it is another session's by now, which has the same name.
+    Unless it is another session's by now, which has the same name, or another device has taken this one's place.
 
     Args:
-        socket_path: Where this process has listened.
+        own: Where this process has listened.
     """
-    directory = socket_path.parent
-    kept = KeptDevices.read(directory)
-    if kept is None:  # its session never came about
-        abandon_socket(socket_path)
-    elif os.getpid() in kept.pids:
-        shutil.rmtree(directory, ignore_errors=True)
+    directory = own.path.parent
+    if own.is_in_place():
+        kept = KeptDevices.read(directory)
+        if kept is None:  # its session never came about
+            own.abandon()
+        elif os.getpid() in kept.pids:
+            shutil.rmtree(directory, ignore_errors=True)
     for path in (directory.parent, directory.parent.parent):
         with contextlib.suppress(OSError):  # not empty, or gone
             path.rmdir()

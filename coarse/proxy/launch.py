@@ -20,7 +20,7 @@ from coarse.env import Settings, own_process_environment
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
-from coarse.proxy.job import HOME_DEVICE, DeviceJob
+from coarse.proxy.job import DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
@@ -225,7 +225,7 @@ def _job_of(
     keep_s: float,
 ) -> DeviceJob:
     algorithms = algorithms_of(settings, table)
-    num_devices, num_clients, memory = table.num_devices, table.num_workers, table.memories[device]
+    num_devices, num_clients = table.num_devices, table.num_workers
     return DeviceJob(
         device=device,
         num_devices=num_devices,
@@ -233,8 +233,8 @@ def _job_of(
         node=node,
         nodes=nodes,
         local_clients=table.devices[device].workers,
-        memory=memory,
-        clients_in_memory=table.workers_in(memory),
+        memories=table.memories,
+        clients_in_memory=table.workers_in(table.memories[device]),
         num_sync_cores=count_sync_cores(settings, num_devices, num_clients),
         scheduling=settings.scheduling,
         spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
@@ -253,7 +253,6 @@ def _job_of(
         keep_s=keep_s,
         replicas=settings.replicas,
         clients_of=tuple(each.workers for each in table.devices),
-        is_replica_near=table.memories[HOME_DEVICE] == table.memories[(HOME_DEVICE + 1) % num_devices],
     )
 
 

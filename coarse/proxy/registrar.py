@@ -14,7 +14,7 @@ from coarse.proxy.group_snapshots import (
 )
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_groups import KeptGroups
-from coarse.proxy.memory import DeviceMemory, HostMemory, Segment
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, Segment
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.protocol import Message, int_field
 from coarse.proxy.registration import (
@@ -56,7 +56,7 @@ class Registrar:
 
     Args:
         job: The device's place in the session.
-        memory: Where slots lie.
+        memories: Where slots lie, and what the node has once.
         send: Answers a worker.
         send_to_peers: Tells the other devices.
         snapshots: Reads snapshots of groups, if this is the home device.
@@ -67,7 +67,7 @@ class Registrar:
     def __init__(
         self,
         job: DeviceJob,
-        memory: DeviceMemory,
+        memories: DeviceMemories,
         send: SendToWorker,
         send_to_peers: SendToPeers,
         snapshots: SnapshotService,
@@ -75,7 +75,8 @@ class Registrar:
         replicas: KeptGroups,
     ) -> None:
         self._job = job
-        self._memory = memory
+        self._memory = memories.own
+        self._common = memories.common
         self._send = send
         self._send_to_peers = send_to_peers
         self._snapshots = snapshots
@@ -248,8 +249,6 @@ class Registrar:
     def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""
         num_bytes = {}
-        if self._job.num_nodes > 1:
-            num_bytes[NODE] = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
         if schema.state_names is not None:
             num_bytes[PARAMETERS] = plan.parameter_bytes
         if plan.kept_bytes:
@@ -259,21 +258,24 @@ class Registrar:
         allocated = {
             name: found[name].duplicate()
             if name in found
-            else self._memory.allocate(f"{name} of {schema.name}", length)
+            else self._common.allocate(f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
         }
+        if self._job.num_nodes > 1:
+            node_bytes = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
+            allocated[NODE] = self._memory.allocate(f"{NODE} of {schema.name}", node_bytes)
         control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
         allocated[CONTROL] = self._memory.allocate_host(f"{CONTROL} of {schema.name}", control_bytes)
         if self._undoes(schema):
             undo_bytes = {UNDO_PARAMETERS: plan.parameter_bytes, UNDO_STATES: plan.kept_bytes}
             for name, length in undo_bytes.items():
                 if length:
-                    allocated[name] = self._memory.allocate(f"{name} of {schema.name}", length)
+                    allocated[name] = self._common.allocate(f"{name} of {schema.name}", length)
             allocated[UNDO_CONTROL] = self._memory.allocate_host(
                 f"{UNDO_CONTROL} of {schema.name}", _native.undo_control_bytes(plan.num_shards)
             )
         if schema.state_names is not None:
-            allocated.update(allocate_snapshots(self._memory, schema.name, plan))
+            allocated.update(allocate_snapshots(self._common, schema.name, plan))
         return allocated
 
     def _allocate_replica(self, registration: Registration, plan: _native.GroupPlan) -> dict[str, Segment]:
@@ -305,21 +307,25 @@ class Registrar:
             min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
         )
         num_clients = len(self._job.clients_in_memory)
-        needed = slot_bytes * num_clients + schema.kept_bytes
-        needed += tensor_bytes * (num_nodes - 1) // num_nodes
+        own = slot_bytes * num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
+        common = schema.kept_bytes
         if (kept := self._kept.find(schema)) is not None:
-            needed -= sum(segment.num_bytes for segment in kept.segments.values())
+            common -= sum(segment.num_bytes for segment in kept.segments.values())
         elif self._is_replicated(schema) and self._job.is_replica_near:
-            needed += schema.kept_bytes
+            own += schema.kept_bytes
         if self._undoes(schema):
-            needed += schema.kept_bytes
-        available = self._memory_of(schema).available_bytes()
-        if needed > available:
-            raise OutOfDeviceMemoryError(
-                f"{schema.name}: {num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
-                f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on this "
-                "node, a smaller model or a smaller dtype."
-            )
+            common += schema.kept_bytes
+        for memory, needed in (
+            (self._memory_of(schema), own + common // self._common.num_places),
+            (self._common, common),
+        ):
+            available = memory.available_bytes()
+            if needed > available:
+                raise OutOfDeviceMemoryError(
+                    f"{schema.name}: {num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
+                    f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on "
+                    "this node, a smaller model or a smaller dtype."
+                )
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         self._add_group(registration, proxy)
@@ -420,7 +426,7 @@ class Registrar:
         snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
         # In pages, which small tensors do not fill.
         whole_bytes = _native.snapshot_pool_bytes(plan) // _native.MOST_SNAPSHOTS
-        available_bytes = self._memory.available_bytes()
+        available_bytes = self._common.available_bytes()
         snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
         self._snapshots.add(registration.group, snapshots)
         return versions

@@ -13,7 +13,7 @@ from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_groups import DeviceContents, KeptGroups
-from coarse.proxy.memory import DeviceMemory, Segment
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, Segment
 from coarse.proxy.protocol import Message, int_field, text_field
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates
 from coarse.proxy.storage import holders_of
@@ -32,16 +32,16 @@ class Replication:
 
     Args:
         job: The device's place in the session.
-        memory: Where what comes back to it is to lie.
+        memories: Where what comes back to it is to lie.
         contents: What the device has.
         send: Tells another device.
     """
 
     def __init__(
-        self, job: DeviceJob, memory: DeviceMemory, contents: DeviceContents, send: SendToPeer
+        self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents, send: SendToPeer
     ) -> None:
         self._job = job
-        self._memory = memory
+        self._memories = memories
         self._contents = contents
         self._send = send
 
@@ -96,24 +96,24 @@ class Replication:
         if message["type"] == REFILL_VALUE:
             key = text_field(message, "key")
             num_bytes = int_field(message, "num_bytes", low=1)
-            self._contents.storage.put(
-                key, self._copy(f"stored tensor {key[:100]!r}", segments[0], num_bytes)
-            )
+            label = f"stored tensor {key[:100]!r}"
+            self._contents.storage.put(key, _copy(self._memories.own, label, segments[0], num_bytes))
             return
         schema_message, updates = message.get("schema"), message.get("updates")
         if not isinstance(schema_message, dict) or not isinstance(updates, dict):
             raise ProtocolError("a group comes back without saying what it is")
         schema = GroupSchema.from_message(schema_message)
         copies = {
-            name: self._copy(f"{name} of {schema.name}", segment, segment.num_bytes)
+            name: _copy(self._memories.common, f"{name} of {schema.name}", segment, segment.num_bytes)
             for name, segment in zip(message["names"], segments, strict=True)
         }
         recovered = RecoveredUpdates.from_message(updates)
         self._contents.groups.restore(schema, copies, recovered)
         logger.info("[md%s] has %s again, of step %d", self._job.device, schema.name, recovered.step)
 
-    def _copy(self, label: str, segment: Segment, num_bytes: int) -> Segment:
-        copy = self._memory.allocate(label, num_bytes)
-        with copy.map() as target, segment.map(read_only=True) as source:
-            target[:num_bytes] = source[:num_bytes]
-        return copy
+
+def _copy(memory: DeviceMemory, label: str, segment: Segment, num_bytes: int) -> Segment:
+    copy = memory.allocate(label, num_bytes)
+    with copy.map() as target, segment.map(read_only=True) as source:
+        target[:num_bytes] = source[:num_bytes]
+    return copy

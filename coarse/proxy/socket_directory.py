@@ -15,16 +15,44 @@ def socket_path(directory: str | os.PathLike[str], device: int) -> str:
     return str(Path(directory) / f"md{device}.sock")
 
 
-def abandon_socket(path: Path) -> None:
-    """Removes one device's socket, and with the last one the directory, in a session that never came about.
+class OwnSocket:
+    """Where one memory device listens, in a directory whose place another session of the same name can take.
 
-    That is the leader's duty, but it may have been killed.
+    Args:
+        path: Of the socket, which is there.
     """
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        # Fails while other devices still have their sockets there; the last one succeeds.
-        left = {other.name for other in path.parent.iterdir()}
-        if left <= {TOKEN_FILE, KEPT_FILE}:
-            for name in left:
-                (path.parent / name).unlink()
-        path.parent.rmdir()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._directory_fd = -1
+        with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
+            self._directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def is_in_place(self) -> bool:
+        """Whether the directory of that name is still the one in which this device began to listen."""
+        try:
+            return os.path.samestat(os.stat(self.path.parent), os.fstat(self._directory_fd))
+        except OSError:
+            return False
+
+    def abandon(self) -> None:
+        """Removes the socket, and with the last one the directory, in a session that never came about.
+
+        That is the leader's duty, but it may have been killed.
+        """
+        if not self.is_in_place():
+            return
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            # Fails while other devices still have their sockets there; the last one succeeds.
+            left = {other.name for other in self.path.parent.iterdir()}
+            if left <= {TOKEN_FILE, KEPT_FILE}:
+                for name in left:
+                    (self.path.parent / name).unlink()
+            self.path.parent.rmdir()
+
+    def close(self) -> None:
+        """Lets go of the directory, whose number the system may give to another one from now on. Idempotent."""
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
+            self._directory_fd = -1

@@ -19,6 +19,7 @@ from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received, int_field
+from coarse.proxy.socket_directory import OwnSocket
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +96,12 @@ class Workers:
         self._handler = handler
         self._listener = socket.socket(fileno=job.listen_fd)
         self._listener.setblocking(False)
+        self.socket = OwnSocket(Path(self._listener.getsockname()))
+        """Where workers connect."""
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}
         self._processes: list[int] = []  # pidfds of those that were let in, where another attempt may follow
         loop.watch(self._listener.fileno(), self._accept)
-
-    @property
-    def socket_path(self) -> Path:
-        """Where workers connect."""
-        return Path(self._listener.getsockname())
 
     @property
     def is_complete(self) -> bool:
@@ -170,6 +168,7 @@ class Workers:
         for worker in self._connections:
             worker.close()
         self._listener.close()
+        self.socket.close()
 
     def _accept(self) -> None:
         try:

@@ -15,8 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "multiproc"))
 
 from harness import Job, job_of_test
+from kept_training import finish, join, register, train
 from test_memory_kinds import LENGTHS, reducing, specs
-from test_recovery import crash, dies_at, finish, train
+from test_recovery import crash, dies_at
 
 from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError
 from coarse.kernels import _native
@@ -138,12 +139,46 @@ def test_slots_of_workers_lie_on_the_far_node(job):
             group = session.register("gradients", specs())
             for index in range(len(LENGTHS)):
                 np.frombuffer(group.buffer(index), np.float32)[:] = 1
-            address = np.frombuffer(group.buffer(0), np.uint8).ctypes.data
-            maps = Path("/proc/self/numa_maps").read_text()
-            begins = [int(line.split()[0], 16) for line in maps.splitlines() if "memfd:coarse-" in line]
-            return parse_numa_maps(maps, max(begin for begin in begins if begin <= address))
+            return policy_and_pages(np.frombuffer(group.buffer(0), "u1").ctypes.data)
 
-    assert [list(pages) for pages in job.run(2, worker)] == [[str(FAR)]] * 2
+    for policy, pages in job.run(2, worker):
+        assert policy == f"bind:{FAR}"
+        assert list(pages) == [str(FAR)]
+
+
+def test_pages_are_on_two_nodes_by_turns():
+    memory = NumaMemory(0, FAR)
+    assert memory.available_bytes() <= 2 * min(NumaMemory(node).available_bytes() for node in (0, FAR))
+    segment = memory.allocate("test", 64 << 20)
+    mapping = _native.Mapping(segment.region, segment.num_bytes)
+    mapping.populate()
+    assert parse_numa_maps(Path("/proc/self/numa_maps").read_text(), mapping.address) == {0: 8192, FAR: 8192}
+    segment.close()
+    with pytest.raises(OutOfDeviceMemoryError, match=f"2048.0 MiB of NUMA nodes 0 and {FAR}"):
+        memory.allocate("test", 2 << 30)
+
+
+def test_what_an_optimizer_keeps_lies_on_the_nodes_of_all_memory_devices(job):
+    """And trains to the same bits there, also after a crash."""
+    with job_of_test() as undisturbed:
+        expected = undisturbed.run(2, lambda me: train(me, 0))[0][2]
+
+    def worker(me):
+        with join(me, memory_devices=parse_memory_devices(f"numa:0,numa:{FAR}")) as session:
+            group = register(session)
+            arrays = [np.frombuffer(view, "f4") for view in (group.parameter(0), group.state(0, 0))]
+            assert all(np.isfinite(array).all() for array in arrays)  # numa_maps counts what was touched
+            return [policy_and_pages(array.ctypes.data) for array in arrays]
+
+    for found in job.run(2, worker):
+        for policy, pages in found:
+            assert policy == f"interleave:0-{FAR}"
+            assert min(pages.values()) > 0
+            assert abs(pages["0"] - pages[str(FAR)]) <= 1
+    settings = {"memory_devices": parse_memory_devices(f"numa:0,numa:{FAR}")}
+    with job_of_test() as disturbed:
+        crash(disturbed, 0, dies_at(1, 4, "step.push 0"), **settings)
+        assert finish(disturbed, 1, **settings)[2] == expected
 
 
 def test_a_session_starts_from_what_the_firmware_says(job):
@@ -187,6 +222,14 @@ def test_doctor_names_both_for_the_command_line():
     text = " ".join(done.stdout.split())
     assert f"no cores: possibly CXL memory (--memory-devices numa:{FAR}), reads 250 ns 20.48 GB/s" in text
     assert f"(--memory-devices dax:{DAX})" in text
+
+
+def policy_and_pages(address):
+    """Of the mapping in which an address lies, in this process."""
+    maps = Path("/proc/self/numa_maps").read_text()
+    found = [line.split() for line in maps.splitlines() if "memfd:coarse-" in line]
+    begin, policy = max((int(begin, 16), policy) for begin, policy, *_ in found if int(begin, 16) <= address)
+    return policy, parse_numa_maps(maps, begin)
 
 
 def node_free_bytes(node):

@@ -12,7 +12,9 @@ import pytest
 from harness import open_descriptors
 from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
 
+from coarse.client import join as join_module
 from coarse.errors import RendezvousError, SchemaMismatchError
+from coarse.proxy.socket_directory import socket_path
 
 
 @pytest.fixture(scope="module")
@@ -253,17 +255,33 @@ def test_memory_devices_end_when_their_time_is_over(job):
     assert list(job.temporary.iterdir()) == []
 
 
+def train_anew(me):
+    """The first attempt of another run of the same job."""
+    me.directory = me.directory / "again"
+    me.directory.mkdir(exist_ok=True)
+    return train(me, 0)
+
+
 def test_a_new_run_of_the_job_starts_anew_and_ends_those_that_wait(job, undisturbed):
     pids = device_pids(job)
     assert len(pids) == WORKERS
 
-    def train_again(me):
-        me.directory = me.directory / "again"
-        me.directory.mkdir(exist_ok=True)
-        return train(me, 0)
-
-    assert job.run(WORKERS, train_again)[0] == [0, None, undisturbed]
+    assert job.run(WORKERS, train_anew)[0] == [0, None, undisturbed]
     assert not set(pids) & set(job.device_pids())
+
+
+def test_all_that_wait_are_ended_before_a_new_run_starts(job, undisturbed, monkeypatch):
+    """Also where the first one is gone before the second one has been told."""
+    pids = device_pids(job)
+
+    def path_after_a_while(directory, device):
+        time.sleep(0.3 * device)
+        return socket_path(directory, device)
+
+    monkeypatch.setattr(join_module, "socket_path", path_after_a_while)
+    assert job.run(WORKERS, train_anew)[0] == [0, None, undisturbed]
+    for pid in pids:
+        job.await_end(pid)
 
 
 def test_nothing_is_kept_of_a_memory_device_that_was_lost(job, undisturbed):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,11 @@ from coarse.proxy.kept_directory import (
     KeptDevices,
     forget_job,
     kept_pids,
+    leave_session_directory,
     make_session_directory,
     session_directory,
 )
+from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, socket_path
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +73,39 @@ def test_a_job_is_named_by_its_launcher():
 def test_distinct_memories_are_not_kept(other):
     with pytest.raises(ValueError, match="COARSE_KEEP_DEVICES does not go with"):
         Settings(keep_devices=1.0, **other)
+
+
+def listening(directory, device=0):
+    """As a memory device does; returns the place, and the socket to be closed."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(socket_path(directory, device))
+    return OwnSocket(Path(socket_path(directory, device))), listener
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_a_device_that_ends_leaves_the_next_session_of_the_same_name_alone(is_noted):
+    """Also where processes of both have the same number, and before it is noted which the new ones are."""
+    ending, old = listening(make_session_directory("job", "session"))
+    directory = make_session_directory("job", "session")
+    new_place, new = listening(directory)
+    if is_noted:
+        KeptDevices(workers=((0,),), memories=("host",), pids=(os.getpid(),)).write(directory)
+    leave_session_directory(ending)
+    ending.abandon()
+    assert new_place.path.exists()
+    leave_session_directory(new_place)
+    assert not directory.exists()
+    for each in (old, new, ending, new_place):
+        each.close()
+
+
+def test_the_last_device_takes_the_directory_of_a_session_that_never_came_about_along():
+    directory = make_session_directory("job", "session")
+    places = [listening(directory, device) for device in range(2)]
+    (directory / TOKEN_FILE).write_text("token")
+    for place, listener in places:
+        assert directory.exists()
+        leave_session_directory(place)
+        listener.close()
+        place.close()
+    assert not directory.exists()

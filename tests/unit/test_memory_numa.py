@@ -14,7 +14,7 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.machine.host import NumaNode, read_numa_nodes
 from coarse.proxy.device import _move_near
-from coarse.proxy.memory import available_bytes, numa, open_memory, try_memory
+from coarse.proxy.memory import Segment, available_bytes, numa, open_memories, open_memory, try_memory
 from coarse.proxy.memory.numa import NumaMemory, parse_numa_maps
 
 NODES = read_numa_nodes()
@@ -71,6 +71,48 @@ def test_pages_that_are_taken_later_are_bound_too(memory):
     assert policy_of(segment) == f"bind:{NODE}"
     assert pages_of(segment) == {NODE: -(-NUM_BYTES // mmap.PAGESIZE)}
     segment.close()
+
+
+def test_pages_take_turns_where_there_are_several_nodes():
+    """One of which is all that this machine may have: how many pages lie where, emulated_machines/ has."""
+    segment = Segment(_native.create_bound_memory("test", NUM_BYTES, [NODE, NODE], True), NUM_BYTES)
+    assert policy_of(segment) == f"interleave:{NODE}"
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "nodes"),
+    [
+        (["numa:{0}", "numa:{0}"], None),
+        (["numa:{0}", "host"], None),
+        (["numa:{0}", "numa:{1}"], (NODE, MISSING_NODE)),
+        (["numa:{1}", "numa:{0}", "numa:{1}"], (NODE, MISSING_NODE)),
+        (["numa:{0}", "numa:{1}", "host"], None),
+    ],
+)
+def test_what_a_node_has_once_lies_on_the_nodes_of_all_its_memory_devices(monkeypatch, names, nodes):
+    another = NumaNode(node=MISSING_NODE, cores=(), memory_bytes=1 << 30)
+    monkeypatch.setattr(numa, "read_numa_nodes", lambda: (*NODES, another))
+    monkeypatch.setattr(numa, "_allowed_nodes", tuple)
+    names = [name.format(NODE, MISSING_NODE) for name in names]
+    for device, name in enumerate(names):
+        memories = open_memories(names, device)
+        assert memories.own.kind == name.partition(":")[0]
+        if nodes is None:
+            assert memories.common is memories.own
+        else:
+            assert memories.common.nodes == nodes
+            assert memories.common.num_places == 2
+        memories.close()
+
+
+def test_where_nodes_take_turns_the_first_one_that_is_full_ends_it(monkeypatch):
+    monkeypatch.setattr(numa, "_check_node", lambda *_: None)
+    monkeypatch.setattr(numa, "_available_on", {2: 5 << 30, 3: 1 << 30}.get)
+    memory = NumaMemory(2, 3)
+    assert memory.available_bytes() == 2 << 30
+    with pytest.raises(OutOfDeviceMemoryError, match=r"4096.0 MiB of NUMA nodes 2 and 3, 2048.0 MiB are"):
+        memory.allocate("states of model", 4 << 30)
 
 
 def test_its_processors_are_those_of_the_node(memory):
@@ -144,14 +186,14 @@ def test_a_node_that_the_control_group_withholds_is_refused(monkeypatch):
 
 def test_the_kernel_refuses_to_bind_to_a_node_that_is_not_there():
     with pytest.raises(OSError, match=f"on NUMA node {MISSING_NODE}") as caught:
-        _native.create_bound_memory("test", NUM_BYTES, MISSING_NODE, True)
+        _native.create_bound_memory("test", NUM_BYTES, [MISSING_NODE], True)
     assert caught.value.errno == errno.EINVAL
 
 
 def test_memory_that_lies_elsewhere_is_found_out(monkeypatch, memory):
     """As if the kernel had not followed the policy: pages that are on node 0 were asked of another."""
     unbound = memory.allocate("test", NUM_BYTES)
-    memory.node = MISSING_NODE
+    memory.nodes = (MISSING_NODE,)
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         memory._verify("gradients", unbound)
     assert str(caught.value) == (

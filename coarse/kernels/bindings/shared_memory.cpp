@@ -14,7 +14,7 @@ void registerSharedMemory(py::module_& module) {
   module.def("create_sparse_sealed_memory", &createSparseSealedMemory, py::arg("label"), py::arg("num_bytes"),
              py::call_guard<py::gil_scoped_release>());
   module.def("create_bound_memory", &createBoundMemory, py::arg("label"), py::arg("num_bytes"),
-             py::arg("node"), py::arg("is_allocated"), py::call_guard<py::gil_scoped_release>());
+             py::arg("nodes"), py::arg("is_allocated"), py::call_guard<py::gil_scoped_release>());
   module.def("reopen_read_only", &reopenReadOnly, py::arg("fd"));
   module.def("sealed_bytes", &sealedBytes, py::arg("fd"));
   py::class_<Region>(module, "Region")

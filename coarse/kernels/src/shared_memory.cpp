@@ -7,6 +7,7 @@
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
 #include <stdexcept>
@@ -37,29 +38,36 @@ int fallocateRestarting(int fd, std::size_t numBytes) {
 }
 
 /// The policy belongs to the memory, not to a mapping: pages follow it whoever takes them, and however.
-int bindToNode(int fd, std::size_t numBytes, unsigned node) {
+int bindToNodes(int fd, std::size_t numBytes, const std::vector<unsigned>& nodes) {
   constexpr unsigned kBitsPerWord = 8 * sizeof(unsigned long);
-  constexpr int kBind = 2;  // MPOL_BIND of <linux/mempolicy.h>, which not every system has
-  std::vector<unsigned long> nodes(node / kBitsPerWord + 1, 0);
-  nodes[node / kBitsPerWord] = 1UL << (node % kBitsPerWord);
+  constexpr int kBind = 2, kInterleave = 3;  // MPOL_ of <linux/mempolicy.h>, which not every system has
+  std::vector<unsigned long> mask;
+  for (const unsigned node : nodes) {
+    mask.resize(std::max<std::size_t>(mask.size(), node / kBitsPerWord + 1), 0);
+    mask[node / kBitsPerWord] |= 1UL << (node % kBitsPerWord);
+  }
   void* const address = ::mmap(nullptr, numBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (address == MAP_FAILED) return errno;
   // One bit more than there are: the kernel takes the last for the end.
-  const auto count = static_cast<unsigned long>(nodes.size() * kBitsPerWord + 1);
-  const long status = ::syscall(SYS_mbind, address, numBytes, kBind, nodes.data(), count, 0);
+  const auto count = static_cast<unsigned long>(mask.size() * kBitsPerWord + 1);
+  const int policy = nodes.size() == 1 ? kBind : kInterleave;
+  const long status = ::syscall(SYS_mbind, address, numBytes, policy, mask.data(), count, 0);
   const int error = status == 0 ? 0 : errno;
   ::munmap(address, numBytes);
   return error;
 }
 
-int createMemory(const std::string& label, std::size_t numBytes, bool isAllocated, int node = -1) {
+int createMemory(const std::string& label, std::size_t numBytes, bool isAllocated,
+                 const std::vector<unsigned>& nodes = {}) {
   const std::string what = "allocating " + std::to_string(numBytes) + " bytes for " + label;
   const int fd = ::memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throwErrno(errno, what);
   if (::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) closeAndThrow(fd, errno, what);
-  if (node >= 0) {
-    const int unbound = bindToNode(fd, numBytes, static_cast<unsigned>(node));
-    if (unbound != 0) closeAndThrow(fd, unbound, what + " on NUMA node " + std::to_string(node));
+  if (!nodes.empty()) {
+    const int unbound = bindToNodes(fd, numBytes, nodes);
+    std::string where;
+    for (const unsigned node : nodes) where += " " + std::to_string(node);
+    if (unbound != 0) closeAndThrow(fd, unbound, what + " on NUMA node" + where);
   }
   const int error = isAllocated ? fallocateRestarting(fd, numBytes) : 0;
   if (error != 0) closeAndThrow(fd, error, what);
@@ -141,8 +149,9 @@ int createSparseSealedMemory(const std::string& label, std::size_t numBytes) {
   return createMemory(label, numBytes, false);
 }
 
-int createBoundMemory(const std::string& label, std::size_t numBytes, unsigned node, bool isAllocated) {
-  return createMemory(label, numBytes, isAllocated, static_cast<int>(node));
+int createBoundMemory(const std::string& label, std::size_t numBytes, const std::vector<unsigned>& nodes,
+                      bool isAllocated) {
+  return createMemory(label, numBytes, isAllocated, nodes);
 }
 
 int reopenReadOnly(int fd) {

@@ -4,16 +4,25 @@ A memory is named by its kind and, where there are several of a kind, its place:
 "dax:/dev/dax0.0" (docs/devices.md).
 """
 
-from coarse.proxy.memory.device_memory import DeviceMemory, available_bytes, open_memory, try_memory
+from coarse.proxy.memory.device_memory import (
+    DeviceMemories,
+    DeviceMemory,
+    available_bytes,
+    open_memories,
+    open_memory,
+    try_memory,
+)
 from coarse.proxy.memory.host import HostMemory
 from coarse.proxy.memory.segment import Extent, Segment
 
 __all__ = [
+    "DeviceMemories",
     "DeviceMemory",
     "Extent",
     "HostMemory",
     "Segment",
     "available_bytes",
+    "open_memories",
     "open_memory",
     "try_memory",
 ]

@@ -27,6 +27,7 @@ class CudaMemory:
 
     kind = "cuda"
     is_mappable = False
+    num_places = 1
     message_bytes = _native.CUDA_MESSAGE_BYTES
 
     def __init__(self, device: int) -> None:

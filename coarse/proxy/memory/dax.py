@@ -61,6 +61,7 @@ class DaxMemory:
 
     kind = "dax"
     is_mappable = True
+    num_places = 1
     message_bytes = _native.HOST_MESSAGE_BYTES
 
     def __init__(self, path: str) -> None:

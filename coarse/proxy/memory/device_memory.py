@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from coarse.kernels import _native
@@ -15,6 +17,8 @@ class DeviceMemory(Protocol):
     kind: str
     is_mappable: bool
     """Whether processors read and write it; else it is that of a GPU."""
+    num_places: int
+    """On how many memories its pages lie by turns."""
     message_bytes: int
     """Of a message between neighbours of a ring, at most."""
 
@@ -61,6 +65,45 @@ class DeviceMemory(Protocol):
 
     def close(self) -> None:
         """Gives the memory up, but for segments that are still open or mapped somewhere. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemories:
+    """What a memory device allocates from.
+
+    Args:
+        own: Where slots lie, and values that workers store.
+        common: Where that lies which a node has once, parameters and states of optimizers: in the memory of all its
+            memory devices, where these are NUMA nodes; else it is `own`.
+    """
+
+    own: DeviceMemory
+    common: DeviceMemory
+
+    def close(self) -> None:
+        """Gives both up. Idempotent."""
+        self.common.close()
+        self.own.close()
+
+
+def open_memories(names: Sequence[str], device: int) -> DeviceMemories:
+    """The memories of one memory device.
+
+    Args:
+        names: Of the memory of each device of the node, as in MemoryName.
+        device: Which of them it is.
+
+    Raises:
+        ValueError, DeviceMemoryBusyError: As open_memory().
+    """
+    own = open_memory(names[device])
+    memories = [MemoryName.parse(name) for name in names]
+    nodes = sorted({int(memory.place) for memory in memories if memory.kind == "numa"})
+    if len(nodes) < 2 or any(memory.kind != "numa" for memory in memories):
+        return DeviceMemories(own=own, common=own)
+    from coarse.proxy.memory.numa import NumaMemory
+
+    return DeviceMemories(own=own, common=NumaMemory(*nodes))
 
 
 def open_memory(name: str) -> DeviceMemory:

@@ -19,6 +19,7 @@ class HostMemory:
 
     kind = "host"
     is_mappable = True
+    num_places = 1
     message_bytes = _native.HOST_MESSAGE_BYTES
 
     def allocate(self, label: str, num_bytes: int) -> Segment:

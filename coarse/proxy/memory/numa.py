@@ -1,4 +1,4 @@
-"""Device memory on one NUMA node: CXL memory that Linux manages is such a node, without cores (docs/devices.md)."""
+"""Device memory on NUMA nodes: CXL memory that Linux manages is such a node, without cores (docs/devices.md)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _PAGE_BYTES = mmap.PAGESIZE  # what numa_maps counts in; a huge page counts as m
 
 
 class NumaMemory:
-    """Sealed memfds whose pages all lie on one NUMA node, which is looked up once they are there.
+    """Sealed memfds whose pages all lie on one NUMA node, or by turns on several; it is looked up where they are.
 
     Args:
-        node: Its number.
+        nodes: Their numbers.
 
     Raises:
         ValueError: If there is no such node here, or it has no memory, or this process may not have any of it.
@@ -38,10 +38,12 @@ class NumaMemory:
     is_mappable = True
     message_bytes = _native.HOST_MESSAGE_BYTES
 
-    def __init__(self, node: int) -> None:
-        self.node = node
-        self._nodes = read_numa_nodes()
-        _check_node(node, self._nodes, _allowed_nodes())
+    def __init__(self, *nodes: int) -> None:
+        self.nodes = nodes
+        self.num_places = len(nodes)
+        self._found = read_numa_nodes()
+        for node in nodes:
+            _check_node(node, self._found, _allowed_nodes())
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         available = self.available_bytes()
@@ -62,17 +64,11 @@ class NumaMemory:
         return self._bind(label, num_bytes, is_allocated=False)
 
     def available_bytes(self) -> int:
-        fields = parse_fields(Path(f"/sys/devices/system/node/node{self.node}/meminfo").read_text())
-
-        def num_bytes(name: str) -> int:
-            return parse_kib(fields.get(f"Node {self.node} {name}", ""))
-
-        # Half of what files hold in memory, as the kernel's own estimate for all nodes together leaves some of it.
-        cached = num_bytes("Active(file)") + num_bytes("Inactive(file)") + num_bytes("SReclaimable")
-        return within_cgroup(num_bytes("MemFree") + cached // 2 - RESERVE_BYTES)
+        # Where nodes take turns, the first one that is full ends it.
+        return within_cgroup(self.num_places * min(map(_available_on, self.nodes)))
 
     def cores(self) -> tuple[int, ...]:
-        return nearest_cores(self._nodes, self.node)
+        return nearest_cores(self._found, self.nodes[0])
 
     def tensor_memory(self) -> None:
         return None
@@ -85,7 +81,7 @@ class NumaMemory:
 
     def _bind(self, label: str, num_bytes: int, *, is_allocated: bool) -> Segment:
         try:
-            fd = _native.create_bound_memory(memory_name(label), num_bytes, self.node, is_allocated)
+            fd = _native.create_bound_memory(memory_name(label), num_bytes, self.nodes, is_allocated)
         except OSError as error:
             if error.errno in (errno.EPERM, errno.ENOSYS):
                 raise OutOfDeviceMemoryError(
@@ -99,19 +95,33 @@ class NumaMemory:
         mapping = _native.Mapping(segment.region, segment.num_bytes, read_only=True)
         mapping.populate()  # numa_maps counts what is mapped
         pages = parse_numa_maps(Path("/proc/self/numa_maps").read_text(), mapping.address)
-        elsewhere = {node: count for node, count in pages.items() if node != self.node}
         expected = -(-segment.num_bytes // _PAGE_BYTES)
-        if elsewhere or pages.get(self.node, 0) < expected:
+        if not set(pages) <= set(self.nodes) or sum(pages.values()) < expected:
             found = ", ".join(f"{count} on node {node}" for node, count in sorted(pages.items())) or "none"
             raise OutOfDeviceMemoryError(
-                f"{label}: {expected} pages were asked of NUMA node {self.node}, and there are {found}"
+                f"{label}: {expected} pages were asked of {self._where}, and there are {found}"
             )
+
+    @property
+    def _where(self) -> str:
+        return f"NUMA node{'s' if self.num_places > 1 else ''} {' and '.join(map(str, self.nodes))}"
 
     def _shortage(self, label: str, num_bytes: int, available: int) -> str:
         return (
-            f"{label} needs {num_bytes / 2**20:.1f} MiB of NUMA node {self.node}, {available / 2**20:.1f} MiB are "
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of {self._where}, {available / 2**20:.1f} MiB are "
             "available there. Use fewer workers, a smaller model, or memory devices on several nodes."
         )
+
+
+def _available_on(node: int) -> int:
+    fields = parse_fields(Path(f"/sys/devices/system/node/node{node}/meminfo").read_text())
+
+    def num_bytes(name: str) -> int:
+        return parse_kib(fields.get(f"Node {node} {name}", ""))
+
+    # Half of what files hold in memory, as the kernel's own estimate for all nodes together leaves some of it.
+    cached = num_bytes("Active(file)") + num_bytes("Inactive(file)") + num_bytes("SReclaimable")
+    return max(0, num_bytes("MemFree") + cached // 2 - RESERVE_BYTES)
 
 
 def parse_numa_maps(text: str, address: int) -> dict[int, int]:

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace coarse {
 
@@ -61,10 +62,12 @@ int createSealedMemory(const std::string& label, std::size_t numBytes);
 /// none.
 int createSparseSealedMemory(const std::string& label, std::size_t numBytes);
 
-/// The same as both above with all pages on one NUMA node, whoever touches them first.
+/// The same as both above with all pages on one NUMA node, or by turns on several, whoever touches them
+/// first.
 /// @throws std::system_error as above; with EINVAL if this process can't have memory of that node, with EPERM
 /// or ENOSYS if it may not say where its memory lies.
-int createBoundMemory(const std::string& label, std::size_t numBytes, unsigned node, bool isAllocated);
+int createBoundMemory(const std::string& label, std::size_t numBytes, const std::vector<unsigned>& nodes,
+                      bool isAllocated);
 
 /// Opens the same memory read-only, for peers that must not write it. The caller closes the descriptor.
 /// @throws std::system_error if that fails.
