@@ -282,7 +282,7 @@ def _fleet(plan: ReplayPlan, scheme: str) -> Fleet:
         "has_compute": plan.has_compute,
         "machine": plan.machine,
         "time_dilation": plan.time_dilation,
-        "memory_devices": plan.memory_devices,
+        "memory_devices": str(plan.memory_devices),
     }
     return Fleet("replay", plan.num_workers, options)
 

@@ -78,7 +78,9 @@ def test_distinct_memories_are_not_kept(other):
 def listening(directory, device=0):
     """As a memory device does; returns the place, and the socket to be closed."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(socket_path(directory, device))
+    within = os.open(directory, os.O_RDONLY)  # a temporary directory's path may be too long for a socket's
+    listener.bind(socket_path(f"/proc/self/fd/{within}", device))
+    os.close(within)
     return OwnSocket(Path(socket_path(directory, device))), listener
 
 
