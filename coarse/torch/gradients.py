@@ -442,7 +442,7 @@ class GradientSynchroniser:
         if self._pushed[index]:
             raise gradient_errors.came_twice(self._rank, self._names[index])
         if gradient is None:
-            raise gradient_errors.taken_away(self._rank, self._names[index])
+            gradient = self._replace_undefined(index)
         if len(self._averagers[index]) > 1:
             self._check_averaged_once(index)
         self._pushed[index] = 1
@@ -450,10 +450,24 @@ class GradientSynchroniser:
         if self._updates_in_backward:
             assert self._offloaded is not None
             self._offloaded.expect_one(index)
-        if self._tables.are_there and index in self._tables:
+        if gradient is not None and self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
         else:
             self._take_turn(index)
+
+    def _replace_undefined(self, index: int) -> torch.Tensor | None:
+        """What stands for a gradient of which an operation has said that there is none.
+
+        Zeros, as in torch's class; or None, of a parameter that counts as unused where these are looked for.
+        """
+        parameter = self._parameters[index]
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            raise gradient_errors.taken_away(self._rank, self._names[index])
+        if self._find_unused or self._static is not None or index in self._tables:
+            self._absent.add(index)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
 
     def _check_averaged_once(self, index: int) -> None:
         parameter = self._parameters[index]

@@ -19,6 +19,7 @@ from scenario import (
     Checkpointed,
     Context,
     Scenario,
+    Severed,
     Tied,
     TwoOutputs,
     assert_equal_on_all_workers,
@@ -414,6 +415,30 @@ def torch_autograd_grad_averages_nothing(context: Context) -> Any:
     local = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     loss.backward()
     return list(local), states(model)
+
+
+@parity
+def operations_that_give_a_parameter_no_gradient(context: Context) -> Any:
+    results = []
+    options: list[dict[str, bool]] = [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ]
+    for option in options:
+        for severed in ((0, 1), (0,)):
+            if option.get("static_graph") and severed == (0,):
+                continue  # graphs differ between workers
+            model = context.wrap(Severed(), **option)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+            for step in range(3):
+                optimizer.zero_grad()
+                output = model(context.inputs(step, 4, 8), is_severed=context.rank in severed)
+                output.square().mean().backward()
+                optimizer.step()
+                results.append(states(model))
+    return results
 
 
 # Unused parameters.

@@ -142,6 +142,31 @@ class Branches(nn.Module):
         return self.heads[head](self.trunk(x).relu())
 
 
+class _MatMulByConstant(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = context.saved_tensors
+        return gradients[0] @ weight.T, None
+
+
+class Severed(nn.Module):
+    """A layer whose operation, where it is asked to, says that its weight has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(8, 8)
+        self.head = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: torch.Tensor, *, is_severed: bool) -> torch.Tensor:
+        x = self.trunk(x).relu()
+        return _MatMulByConstant.apply(x, self.head) if is_severed else x @ self.head
+
+
 class TwoOutputs(nn.Module):
     """Two independent layers, one output each."""
 
