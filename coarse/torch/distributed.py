@@ -23,7 +23,13 @@ from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.join import UnevenInputsHook, check_joinable
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.offloading import Offloading
-from coarse.torch.options import check_module, check_unsupported, find_devices, trainable_parameters
+from coarse.torch.options import (
+    Devices,
+    check_module,
+    check_unsupported,
+    find_devices,
+    trainable_parameters,
+)
 from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
 from coarse.torch.state_dict import with_wrapper_prefix
@@ -31,6 +37,15 @@ from coarse.torch.tables import check_tables, find_tables
 
 _MIB = 1 << 20
 _DEFAULT_BUCKET_MIB = 25
+_COPIED_SETTINGS = (
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+)
 
 
 class DistributedDataParallel(Offloading):
@@ -53,7 +68,8 @@ class DistributedDataParallel(Offloading):
         - A parameter that is in the graph but receives no gradient at all counts as unused.
         - Under find_unused_parameters, what a parameter accumulated under no_sync is averaged even if no
           worker uses it in the iteration that averages.
-        - It can neither be pickled nor copied; `model.module` can.
+        - A copy, deep or pickled, averages nothing before its first forward with gradients, which is collective as
+          wrapping is: whoever keeps one for its weights alone costs nothing, on one worker or all.
 
     Args:
         module: The module to train. Parameters and buffers named in its attribute
@@ -110,6 +126,35 @@ class DistributedDataParallel(Offloading):
         # torch's own constructor would build a Reducer, whose hooks would average a second time.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
+        broadcast_initially = True
+        if forward_sync_buffers is None:
+            forward_sync_buffers = broadcast_initially = broadcast_buffers is None or bool(broadcast_buffers)
+        self._take_module(module)
+        check_unsupported(
+            mixed_precision=mixed_precision,
+            delayed=delay_all_reduce_named_params,
+            delay_trigger=param_to_hook_all_reduce,
+            parameters=self._module_parameters,
+        )
+        self._take_settings(
+            find_devices(self._module_parameters, device_ids, output_device),
+            dim=dim,
+            bucket_cap_mb=bucket_cap_mb or _DEFAULT_BUCKET_MIB,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+        )
+        self.process_group = choose_process_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._begin()
+        if self._world_size > 1:
+            self._register(init_sync=init_sync, broadcast_buffers=broadcast_initially)
+
+    def _take_module(self, module: torch.nn.Module) -> None:
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [
             parameter
@@ -117,19 +162,25 @@ class DistributedDataParallel(Offloading):
             if name not in self.parameters_to_ignore
         ]
         check_module(module, self._module_parameters)
-        check_unsupported(
-            mixed_precision=mixed_precision,
-            delayed=delay_all_reduce_named_params,
-            delay_trigger=param_to_hook_all_reduce,
-            parameters=self._module_parameters,
-        )
-        devices = find_devices(self._module_parameters, device_ids, output_device)
-        trainable = list(trainable_parameters(module, self.parameters_to_ignore))
-        self.process_group = choose_process_group(process_group, device_mesh)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
-
         self.module = module
+        self._trainable = list(trainable_parameters(module, self.parameters_to_ignore))
+        self.tables = find_tables(module)
+        """Parameters whose gradients are sparse."""
+        self._assign_buffers()
+
+    def _take_settings(
+        self,
+        devices: Devices,
+        *,
+        dim: int,
+        bucket_cap_mb: float,
+        find_unused_parameters: bool,
+        gradient_as_bucket_view: bool,
+        static_graph: bool,
+        skip_all_reduce_unused_params: bool,
+        batched_grad_copy: bool,
+        forward_sync_buffers: bool,
+    ) -> None:
         self.device = devices.first
         self.device_type = devices.first.type
         self.device_ids, self.output_device = devices.device_ids, devices.output_device
@@ -143,40 +194,30 @@ class DistributedDataParallel(Offloading):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
         # Read by torch.compile, which splits graphs there so that averaging overlaps with backward.
-        self.bucket_bytes_cap = int(max(bucket_cap_mb or _DEFAULT_BUCKET_MIB, 1) * _MIB)
+        self.bucket_bytes_cap = int(max(bucket_cap_mb, 1) * _MIB)
         self.broadcast_bucket_size = 250 * _MIB
-        broadcast_initially = True
-        if forward_sync_buffers is None:
-            forward_sync_buffers = broadcast_initially = broadcast_buffers is None or bool(broadcast_buffers)
         self.forward_sync_buffers = forward_sync_buffers
+
+    def _begin(self) -> None:
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
         self._closed = False
-        self._assign_buffers()
         self.reducer = ReducerFacade(self)
         self.logger = LoggerFacade(self)
-
         self._world_size = dist.get_world_size(self.process_group)
-        self._trainable = trainable
-        self.tables = find_tables(module)
-        """Parameters whose gradients are sparse."""
         self._gradients: GradientSynchroniser | None = None
         self._embeddings: EmbeddingGradients | None = None
         self._offloaded: OffloadedParameters | None = None
         self.cached_parameters: CachedParameters | None = None
         """Of an optimizer in the memory devices with bounded staleness."""
         self._buffers_broadcast: BufferBroadcast | None = None
-        if self._world_size > 1:
-            self._register(trainable, init_sync, broadcast_initially)
 
-    def _register(
-        self, trainable: list[tuple[str, torch.nn.Parameter]], init_sync: bool, broadcast_buffers: bool
-    ) -> None:
+    def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
         self._session = shared.session
         name = shared.next_model_name()
-        check_tables(self._session, trainable, self.tables)
+        check_tables(self._session, self._trainable, self.tables)
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
         self._name = name
@@ -191,6 +232,11 @@ class DistributedDataParallel(Offloading):
             self._session.release_buffers()
         self._dropped = shared.dropped
         self._watch_end()
+
+    def ensure_registered(self) -> None:
+        """Has a copy of a wrapped model average gradients too. Collective, as wrapping is. Idempotent."""
+        if self._world_size > 1 and self._gradients is None:
+            self._register(init_sync=True, broadcast_buffers=self.forward_sync_buffers)
 
     def _named_states(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
         """Everything that must be equal on all workers at the start."""
@@ -238,6 +284,8 @@ class DistributedDataParallel(Offloading):
             raise SessionClosedError(
                 "this DistributedDataParallel was closed; use its .module, or wrap it again"
             )
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.ensure_registered()
         if self._gradients is not None:
             self._gradients.check()
             if torch.is_grad_enabled():
@@ -280,6 +328,7 @@ class DistributedDataParallel(Offloading):
     @property
     def session(self) -> Session | None:
         """That of the workers and their memory devices, which says what was decided; None in a job of one worker."""
+        self.ensure_registered()
         return self._session if self._world_size > 1 else None
 
     @property
@@ -319,6 +368,7 @@ class DistributedDataParallel(Offloading):
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
         check_joinable(is_offloaded=self._offloaded is not None, has_tables=bool(self.tables))
+        self.ensure_registered()
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
 
@@ -346,7 +396,33 @@ class DistributedDataParallel(Offloading):
             states = self._named_states(buffers=bool(self.forward_sync_buffers))
             broadcast_tensors(self._session, [tensor for _, tensor in states], root=root)
 
-    # Saving and loading.
+    # Saving, loading and copying.
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """As torch's class, copies belong to the default process group.
+
+        Raises:
+            RuntimeError: If this one does not.
+        """
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError(
+                "a copy of a DistributedDataParallel would be of the default process group, and this one is of "
+                "another; copy or pickle model.module, and wrap that"
+            )
+        if self._offloaded is not None:
+            self._offloaded.wait()
+        settings = {name: getattr(self, name) for name in _COPIED_SETTINGS}
+        settings["bucket_cap_mb"] = self.bucket_bytes_cap / _MIB
+        devices = (self.device_ids, self.output_device)
+        own = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
+        return (
+            _copy_of,
+            (type(self), self.module, devices, settings),
+            {name: vars(self)[name] for name in own},
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state dict of this wrapper, or one of the bare module (keys without "module.").
@@ -386,3 +462,20 @@ class DistributedDataParallel(Offloading):
     def _remove_autograd_hooks(self) -> None:
         if self._gradients is not None:
             self._gradients.remove_hooks()
+
+
+def _copy_of(
+    kind: type[DistributedDataParallel],
+    module: torch.nn.Module,
+    devices: tuple[Sequence[Any] | None, Any],
+    settings: dict[str, Any],
+) -> DistributedDataParallel:
+    """A wrapper of a copied module, which is registered when it first averages."""
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    Joinable.__init__(model)
+    model._take_module(module)
+    model._take_settings(find_devices(model._module_parameters, *devices), **settings)
+    model.process_group = choose_process_group(None, None)
+    model._begin()
+    return model

@@ -108,6 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._offloaded: OffloadedParameters | None = None
         self._before_update: list[Callable[[], None]] = []
         self._share_groups()
+        model.ensure_registered()
         rule = find_rule(optimizer)
         reason = model.agree_on_obstacle(_obstacle(optimizer, rule, model))
         if rule is None or reason:

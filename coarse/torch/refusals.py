@@ -11,14 +11,11 @@ import torch
 class Refusals(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
     """Raises for each method that would need torch's buckets; every message says what to do instead."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __copy__(self) -> NoReturn:
         raise TypeError(
-            "a coarse.torch.DistributedDataParallel holds shared memory and can neither be pickled nor "
-            "copied; save model.module.state_dict(), or copy model.module"
+            "a shallow copy of a DistributedDataParallel would average the gradients of the same parameters; use "
+            "copy.deepcopy(model), or wrap model.module again"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce_ex__(4)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         _refuse(

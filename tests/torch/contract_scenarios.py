@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -68,6 +69,39 @@ def names_parameters_that_fire_twice(context: Context) -> Any:
     model = context.wrap(module)
     with raises(RuntimeError, "layer.0", "twice", "static_graph=True"):
         train(context, model)
+
+
+@contract
+def a_hook_that_takes_a_gradient_away_is_refused(context: Context) -> Any:
+    model = context.wrap(mlp())
+
+    def take(parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    model.module[0].weight.register_post_accumulate_grad_hook(take)
+    with raises(RuntimeError, "a hook of parameter '0.weight'", "between backward() and step()"):
+        model(context.inputs(0, 4, 8)).sum().backward()
+
+
+@contract
+def shallow_copies_are_refused(context: Context) -> Any:
+    with raises(TypeError, "copy.deepcopy(model)"):
+        copy.copy(context.wrap(mlp()))
+
+
+@contract
+def copies_of_models_cost_nothing_before_they_train(context: Context) -> Any:
+    model = context.wrap(mlp())
+    twin = copy.deepcopy(model)
+    assert twin._gradients is None
+    with torch.no_grad():
+        twin(context.inputs(0, 4, 8))
+    with twin.no_sync():
+        twin(context.inputs(0, 4, 8)).sum().backward()
+    assert twin._gradients is None
+    twin(context.inputs(1, 4, 8)).sum().backward()
+    assert twin._gradients is not None
+    assert_equal_on_all_workers(context, [parameter.grad for parameter in twin.parameters()])
 
 
 @contract

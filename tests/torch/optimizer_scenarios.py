@@ -332,6 +332,31 @@ def modules_can_be_copied_and_pickled(context: Context) -> None:
     dist.barrier()
 
 
+@offloaded_scenario(tolerance=TOLERANCE)
+def copies_of_models_train_by_themselves(context: Context) -> Any:
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, context, step).backward()
+            optimizer.step()
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+    results = []
+    for overlap in (False, True):
+        model = context.wrap(wide_mlp())
+        optimizer = offload(context, make(model), model, overlap=overlap)
+        train(model, optimizer, range(3))
+        twin = copy.deepcopy(model)
+        train(model, optimizer, range(3, 5))
+        own = offload(context, make(twin), twin, overlap=overlap)
+        train(twin, own, range(2))
+        train(model, optimizer, range(5, 6))
+        results += [everything(model, optimizer), everything(twin, own)]
+    return results
+
+
 @offloaded_scenario(compare=False)
 def what_is_written_to_a_narrow_parameter_stays(context: Context) -> None:
     module = mlp().to(torch.bfloat16)

@@ -835,17 +835,82 @@ def state_dict_of_a_module_with_a_child_called_module(context: Context) -> Any:
 
 
 @parity(compare=False)
-def refuses_pickling_and_copying(context: Context) -> Any:
+def modules_inside_can_be_copied_and_pickled(context: Context) -> Any:
     model = context.wrap(mlp())
-    for copying in (pickle.dumps, copy.deepcopy, copy.copy, lambda m: torch.save(m, io.BytesIO())):
-        with raises(TypeError, "model.module"):
-            copying(model)
     train(context, model)
     clone = copy.deepcopy(model.module)
     restored = pickle.loads(pickle.dumps(model.module))
     for other in (clone, restored):
         torch.testing.assert_close(other.state_dict(), model.module.state_dict(), rtol=0, atol=0)
         other(context.inputs(context.rank, 4, 8)).sum().backward()  # stays local
+
+
+@parity
+def copies_of_wrapped_models_average_by_themselves(context: Context) -> Any:
+    model = context.wrap(Branches(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    train(context, model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
+    results = [train(context, each, head=1) for each in (*copies, model)]
+    for each in copies:
+        assert type(each) is type(model)
+        assert each.find_unused_parameters
+        assert each.gradient_as_bucket_view
+    return results
+
+
+@parity
+def averaged_weights_of_a_wrapped_model(context: Context) -> Any:
+    """On worker 0 alone, as it is often done."""
+    model = context.wrap(convnet())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model) if context.rank == 0 else None
+    for step in range(3):
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters(model)
+    if average is None:
+        return None
+    with torch.no_grad():
+        # The bare module: torch's class would broadcast buffers.
+        return states(average), average.eval().module.module(context.inputs(9, 4, 3, 8, 8))
+
+
+class CallsCounted:
+    """A hook that notes its calls."""
+
+    def __init__(self, calls: list[int]) -> None:
+        self.calls = calls
+
+    def __call__(self, *_: Any) -> None:
+        self.calls.append(1)
+
+
+@parity
+def copies_of_a_model_in_evaluation(context: Context) -> Any:
+    model = context.wrap(mlp()).eval()
+    calls = []
+    model.register_forward_hook(CallsCounted(calls))
+    twin = copy.deepcopy(model)
+    assert not twin.training
+    with torch.no_grad():
+        output = twin(context.inputs(0, 4, 8))
+    assert not calls  # the copy has a list of its own
+    twin.train()
+    return output, train(context, twin)
+
+
+@parity(compare=False)
+def copies_of_a_model_in_a_smaller_group_are_refused(context: Context) -> Any:
+    groups = [dist.new_group([rank]) for rank in range(context.world_size)]
+    model = context.wrap(mlp(), process_group=groups[context.rank])
+    for copying in (pickle.dumps, copy.deepcopy):
+        with raises(RuntimeError, "default process group"):
+            copying(model)
 
 
 @parity
