@@ -28,11 +28,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> torch.nn.Module:
         """Places the model as accelerate does, and wraps it in coarse.torch.DistributedDataParallel.
 
-        A DistributedDataParallelKwargs handler's arguments go to the wrapper. With torch.compile, what is wrapped is
-        the compiled module.
+        A DistributedDataParallelKwargs handler's arguments and its hook, FP16 or BF16, go to the wrapper. With
+        torch.compile, what is wrapped is the compiled module.
 
         Raises:
-            RuntimeError: If the handler names a communication hook, which has no buckets to work on here.
+            NotImplementedError: If the handler names another communication hook.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if is_prepared or self.distributed_type not in _DATA_PARALLEL:

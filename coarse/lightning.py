@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from coarse.torch import DistributedDataParallel
+from coarse.torch.comm_hooks import travel_dtype
 
 NAME = "coarse"
 
@@ -21,18 +22,22 @@ class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
 
     Processes are started and told their ranks as under "ddp": by Lightning, torchrun, `coarse run` or Slurm.
 
+    Of communication hooks it takes those of DistributedDataParallel.register_comm_hook().
+
     Raises:
-        ValueError: If it is given a communication hook, which has no buckets to work on here.
+        NotImplementedError: For other hooks.
+        ValueError: If it is given a hook's wrapper.
     """
 
     strategy_name = NAME
 
     def __init__(self, **arguments: Any) -> None:
-        hooks = sorted(name for name, value in arguments.items() if name.startswith("ddp_comm_") and value)
-        if hooks:
+        if (hook := arguments.get("ddp_comm_hook")) is not None:
+            travel_dtype(hook)
+        if arguments.get("ddp_comm_wrapper") is not None:
             raise ValueError(
-                f"strategy {NAME!r} was given {', '.join(hooks)}: communication hooks work on torch's buckets, and "
-                "memory devices average tensor by tensor. Leave them out, or train with strategy='ddp'."
+                f"strategy {NAME!r} was given ddp_comm_wrapper: wrappers work on torch's buckets, and memory devices "
+                "average tensor by tensor. Leave it out, or train with strategy='ddp'."
             )
         super().__init__(**arguments)
 
@@ -43,6 +48,10 @@ class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    def _register_ddp_hooks(self) -> None:
+        if self._ddp_comm_hook is not None:  # Lightning registers them on GPUs alone
+            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
 if NAME not in StrategyRegistry:

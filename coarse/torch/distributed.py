@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
+from coarse.torch.comm_hooks import travel_dtype
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
 from coarse.torch.gradients import GradientSynchroniser
@@ -212,6 +213,8 @@ class DistributedDataParallel(Offloading):
         self.cached_parameters: CachedParameters | None = None
         """Of an optimizer in the memory devices with bounded staleness."""
         self._buffers_broadcast: BufferBroadcast | None = None
+        self._travel_dtype: torch.dtype | None = None
+        self._has_hook = False
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
@@ -262,6 +265,41 @@ class DistributedDataParallel(Offloading):
                 self._offloaded.release()
             for group in self._groups:
                 group.close()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Has gradients be rounded before they travel: torch's fp16_compress_hook and bf16_compress_hook. Collective.
+
+        Halves what crosses networks and links, and the memory of slots; `.grad` then has memory of its own, and the
+        averages have been rounded twice. torch's allreduce_hook changes nothing. No optimizer runs in the memory
+        devices then.
+
+        Raises:
+            NotImplementedError: For other hooks, which work on torch's buckets.
+            RuntimeError: If there is a hook already, or an optimizer in the memory devices, or a backward is
+                unfinished.
+        """
+        del state
+        self._use_comm_hook(hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._use_comm_hook(comm_hook_type)
+
+    def _use_comm_hook(self, hook: Any) -> None:
+        dtype = travel_dtype(hook)
+        if self._has_hook:
+            raise RuntimeError(
+                "this model has a communication hook already; wrap the module again for another"
+            )
+        if self._offloaded is not None:
+            raise RuntimeError(
+                "this model's optimizer is in the memory devices, which take gradients in the type of the "
+                "parameters; register the communication hook before it, and the optimizer runs on the workers"
+            )
+        self.ensure_registered()
+        self._has_hook = True
+        if dtype is not None and self._gradients is not None:
+            self._narrow_gradients(dtype)
+            self._watch_end()
 
     # Forward.
 

@@ -30,6 +30,7 @@ from coarse.torch.host_gradients import HostGradients
 from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.mirrored_parameters import MirroredParameters
+from coarse.torch.narrow_gradients import NarrowGradients, stand_ins
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
 from coarse.torch.running_backward import current_backward, may_accumulate
@@ -63,6 +64,8 @@ class GradientSynchroniser:
         shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
             update_in_backward().
         tables: Parameters whose gradients are sparse.
+        travel_dtype: Type to which wider gradients are rounded before they are averaged, where no optimizer is in the
+            memory devices; None for their own.
 
     Raises:
         ValueError: If a parameter's dtype cannot be averaged, or there are tables and rows cannot travel.
@@ -81,11 +84,19 @@ class GradientSynchroniser:
         measures: bool = False,
         shares_slots: bool = False,
         tables: Collection[torch.nn.Parameter] = (),
+        travel_dtype: torch.dtype | None = None,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        specs = [_spec(*named, is_table=named[1] in tables) for named in parameters]
+        self._sent = self._parameters
+        """What slots are like."""
+        if travel_dtype is not None:
+            self._sent = stand_ins(self._parameters, travel_dtype, tables)
+        specs = [
+            _spec(name, parameter, is_table=parameter in tables)
+            for name, parameter in zip(self._names, self._sent, strict=True)
+        ]
         self._may_use_streams = session.settings.gpu_transfers != "off"
         gpu = common_gpu(self._parameters) if self._may_use_streams else ""
         self.group = (
@@ -140,21 +151,28 @@ class GradientSynchroniser:
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
 
     def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:
+        if self._sent is self._parameters:
+            return self._path_of_sent(gradient_as_view=gradient_as_view)
+        return NarrowGradients(
+            self._names, self._parameters, self._sent, self._path_of_sent(gradient_as_view=True)
+        )
+
+    def _path_of_sent(self, *, gradient_as_view: bool) -> GradientPath:
         on_gpu: GradientPath | None = None
         if isinstance(self.group, TensorGroup) and self.group.is_on_gpu:
             return GpuSlotGradients(
                 self.group,
                 self._names,
-                self._parameters,
+                self._sent,
                 gradient_as_view=gradient_as_view,
                 keeps_gradients=not self._shares_slots,
             )
         if isinstance(self.group, TensorGroup) and self._may_use_streams:
-            on_gpu = try_gpu(self.group, self._names, self._parameters)
+            on_gpu = try_gpu(self.group, self._names, self._sent)
         return on_gpu or HostGradients(
             self.group,
             self._names,
-            self._parameters,
+            self._sent,
             gradient_as_view=gradient_as_view,
             keeps_gradients=not self._shares_slots,
             tables=self._tables,

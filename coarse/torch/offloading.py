@@ -39,6 +39,7 @@ class Offloading(Refusals):
     _embeddings: EmbeddingGradients | None
     tables: set[torch.nn.Parameter]
     cached_parameters: CachedParameters | None
+    _travel_dtype: torch.dtype | None
 
     @property
     def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
@@ -49,6 +50,8 @@ class Offloading(Refusals):
         """Why this model's optimizer cannot run in the memory devices; "" if it can."""
         if self._gradients is None:
             return "a job of one worker has no memory devices"
+        if self._travel_dtype is not None:
+            return f"a communication hook has gradients travel in {self._travel_dtype}, which rounds them"
         gpu = common_gpu([parameter for _, parameter in self._trainable])
         if gpu and self._session.settings.gpu_transfers == "off":
             return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
@@ -98,9 +101,7 @@ class Offloading(Refusals):
             # Turns would have a worker wait for slower ones.
             shares_slots=overlap and not staleness,
         )
-        self._end.detach()
-        self._gradients.remove_hooks()
-        self._gradients.group.close()
+        self._replace_gradients(gradients)
         writes = self._session.identity.rank == self._session.node_workers[0]
         assert isinstance(gradients.group, TensorGroup)
         offloaded = OffloadedParameters(
@@ -118,10 +119,25 @@ class Offloading(Refusals):
         self._follow_module(offloaded)
         if overlap:
             gradients.update_in_backward(before_update, waits=not staleness)
-        self._groups[0] = gradients.group
-        self._gradients = gradients
         self._watch_end()
         return self._offloaded
+
+    def _narrow_gradients(self, dtype: torch.dtype) -> None:
+        """From now on gradients are rounded to `dtype` before they are averaged. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        self._travel_dtype = dtype
+        gradients = self._register_gradients(f"{self._name}/gradients in {dtype}")
+        self._replace_gradients(gradients)
+
+    def _replace_gradients(self, gradients: GradientSynchroniser) -> None:
+        """Has others take the place of the gradients that were registered so far."""
+        assert self._gradients is not None
+        self._end.detach()
+        self._gradients.remove_hooks()
+        self._gradients.group.close()
+        self._groups[0] = gradients.group
+        self._gradients = gradients
 
     def _hold_parameters(
         self, offloaded: OffloadedParameters, gradients: GradientSynchroniser, *, staleness: int
@@ -234,6 +250,7 @@ class Offloading(Refusals):
             measures=measures,
             shares_slots=shares_slots,
             tables=self.tables,
+            travel_dtype=self._travel_dtype,
         )
         self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
         return gradients

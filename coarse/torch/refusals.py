@@ -17,18 +17,6 @@ class Refusals(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
             "copy.deepcopy(model), or wrap model.module again"
         )
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        _refuse(
-            "communication hooks",
-            "Change local gradients before they are averaged with parameter.register_hook(), averaged ones "
-            "between backward and step",
-        )
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        _refuse(
-            "communication hooks", "To halve the traffic, convert the module to bfloat16 before wrapping it"
-        )
-
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], *_: Any, **__: Any
     ) -> NoReturn:

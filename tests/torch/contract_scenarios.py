@@ -23,6 +23,7 @@ from scenario import (
     train,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 CONTRACT_SCENARIOS: dict[str, Scenario] = {}
 
@@ -219,13 +220,41 @@ def refuses_hooks_and_says_what_to_do(context: Context) -> Any:
     model = context.wrap(mlp())
     for call, words in [
         (lambda: model.register_comm_hook(None, lambda state, bucket: None), "between backward and step"),
-        (lambda: model._register_builtin_comm_hook(None), "bfloat16"),
+        (lambda: model._register_builtin_comm_hook(None), "fp16_compress_hook and bf16_compress_hook"),
         (lambda: model._register_buffer_comm_hook(None, lambda state, buffers: None), "forward_sync_buffers"),
         (lambda: model._register_fused_optim(torch.optim.SGD, 0.1), "after backward"),
         (lambda: model._update_process_group(None), "Wrap model.module again"),
     ]:
         with raises(NotImplementedError, words):
             call()
+
+
+@contract
+def narrow_gradients_are_rounded_added_in_float32_and_rounded(context: Context) -> Any:
+    module = nn.Sequential(nn.Linear(64, 33).to(torch.bfloat16), nn.Linear(33, 64), nn.Linear(64, 4).double())
+    model = context.wrap(module)
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    local = [torch.randn_like(parameter) for parameter in module.parameters()]
+    loss = sum((p * g).double().sum() for p, g in zip(module.parameters(), local, strict=True))
+    model._gradients.expect(loss)
+    loss.backward()
+    for parameter, gradient in zip(module.parameters(), local, strict=True):
+        contributions = [torch.empty_like(gradient) for _ in range(context.world_size)]
+        dist.all_gather(contributions, gradient)
+        total = torch.zeros_like(gradient, dtype=torch.float32)
+        for contribution in contributions:
+            total += contribution.to(torch.bfloat16).float()
+        expected = (total / context.world_size).to(torch.bfloat16).to(parameter.dtype)
+        assert parameter.grad.dtype is parameter.dtype
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=0)
+
+
+@contract
+def a_second_hook_is_refused(context: Context) -> Any:
+    model = context.wrap(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with raises(RuntimeError, "has a communication hook already"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 @contract

@@ -26,6 +26,7 @@ from scenario import (
 )
 from tiers import IS_THOROUGH
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from coarse.torch.optim import Lion
 
@@ -330,6 +331,26 @@ def modules_can_be_copied_and_pickled(context: Context) -> None:
             assert torch.equal(one, other)
             assert one.data_ptr() != other.data_ptr()
     dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def gradients_that_are_rounded_leave_the_optimizer_on_the_workers(context: Context) -> None:
+    from coarse.torch import DistributedOptimizer
+
+    model = context.wrap(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert not optimizer.runs_in_memory_devices
+    assert "communication hook has gradients travel in torch.float16" in str(warned[0].message)
+    model(context.inputs(0, 4, 8)).square().mean().backward()
+    optimizer.step()
+    assert_equal_on_all_workers(context, model.parameters())
+    other = context.wrap(mlp())
+    offload(context, torch.optim.SGD(other.parameters(), lr=0.1), other)
+    with raises(RuntimeError, "the optimizer runs on the workers"):
+        other.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
 @offloaded_scenario(tolerance=TOLERANCE)

@@ -31,6 +31,7 @@ from scenario import (
     train,
 )
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 PARITY_SCENARIOS: dict[str, Scenario] = {}
@@ -498,6 +499,71 @@ def outputs_may_stay_out_of_the_loss(context: Context) -> Any:
 @parity
 def finding_unused_costs_nothing_where_all_are_used(context: Context) -> Any:
     return train(context, context.wrap(mlp(), find_unused_parameters=True))
+
+
+# Communication hooks.
+
+
+def _train_with_hook(context: Context, hook: Any, **arguments: Any) -> Any:
+    results = []
+    for view in (False, True):
+        model = context.wrap(convnet(), gradient_as_bucket_view=view, **arguments)
+        # torch's class does not take that of bfloat16 beside gloo, and averages in float32.
+        if context.is_coarse or hook is not default_hooks.bf16_compress_hook:
+            model.register_comm_hook(None, hook)
+        results.append(train(context, model, shape=(4, 3, 8, 8)))
+    return results
+
+
+@parity(tolerance=4e-3)
+def gradients_that_travel_in_float16(context: Context) -> Any:
+    return _train_with_hook(context, default_hooks.fp16_compress_hook)
+
+
+@parity(tolerance=3e-2)
+def gradients_that_travel_in_bfloat16(context: Context) -> Any:
+    return _train_with_hook(context, default_hooks.bf16_compress_hook)
+
+
+@parity
+def a_hook_that_averages_as_ever(context: Context) -> Any:
+    return _train_with_hook(context, default_hooks.allreduce_hook)
+
+
+@parity(tolerance=4e-3)
+def builtin_hooks(context: Context) -> Any:
+    results = []
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        model = context.wrap(mlp())
+        model._register_builtin_comm_hook(kind)
+        results.append(train(context, model))
+    return results
+
+
+@parity(tolerance=4e-3)
+def narrow_gradients_of_unused_parameters(context: Context) -> Any:
+    model = context.wrap(Branches(), find_unused_parameters=True)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step != 3)
+        head = (0, context.rank, 1 - context.rank, 0)[step] % 2
+        model(context.inputs(step, 4, 8), head=head).square().mean().backward()
+        optimizer.step()
+        results.append(states(model))
+    return results
+
+
+@parity(tolerance=4e-3)
+def narrow_gradients_that_accumulate(context: Context) -> Any:
+    model = context.wrap(mlp(), static_graph=True)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    train(context, model, steps=2)
+    with model.no_sync():
+        model(context.inputs(7, 4, 8)).square().mean().backward()
+    model(context.inputs(8, 4, 8)).square().mean().backward()
+    return states(model)
 
 
 # Static graph and checkpointing.

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from transformers import TrainingArguments
 
 import coarse.torch
@@ -54,6 +55,13 @@ def check_agreement(module: nn.Module, what: str) -> None:
     np.testing.assert_array_equal((total / dist.get_world_size()).numpy(), values.numpy(), err_msg=what)
 
 
+def check_rounding(module: nn.Module) -> None:
+    """That averages have come in bfloat16."""
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, parameter.grad.bfloat16().float())
+
+
 def data(rank: int) -> torch.Tensor:
     return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(rank))
 
@@ -75,6 +83,11 @@ def with_accelerate() -> None:
             optimizer.step()
             optimizer.zero_grad()
     check_agreement(model, "Accelerate")
+    rounding = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[rounding])
+    rounded = accelerator.prepare(nn.Linear(4, 1))
+    rounded(data(accelerator.process_index)).square().mean().backward()
+    check_rounding(rounded)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert accelerator.prepare_model(frozen) is frozen
     assert type(accelerator.unwrap_model(model)) is nn.Linear
@@ -104,8 +117,15 @@ def with_lightning() -> None:
     trainer = lightning.Trainer(strategy="coarse", accelerator="cpu", devices=2, max_steps=3, **flags)
     trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
     check_agreement(module, "Lightning")
-    with pytest.raises(ValueError, match="communication hooks work on torch's buckets"):
+    strategy = CoarseStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook)
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **flags)
+    trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+    check_agreement(module, "Lightning")
+    check_rounding(module)
+    with pytest.raises(NotImplementedError, match="does not support the communication hook print"):
         CoarseStrategy(ddp_comm_hook=print)
+    with pytest.raises(ValueError, match="average tensor by tensor"):
+        CoarseStrategy(ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
 
 
 with_accelerate()
