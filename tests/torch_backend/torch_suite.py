@@ -1,9 +1,13 @@
 """Runs PyTorch's own tests of c10d and DDP (distributed_test.py, which ships inside torch) with the coarse backend.
 
     python tests/torch_backend/torch_suite.py --backend coarse --backend gloo --ranks 4 --report results.md [NAME ...]
+    python tests/torch_backend/torch_suite.py --wrapper coarse --wrapper torch --ranks 2 [NAME ...]
 
 The file chooses its tests by the name of a backend that it knows. Here it is told that the backend is gloo, so that
 it chooses the same tests for both, and every process group that it makes is made of the backend that is to be tested.
+
+With --wrapper the tests that wrap models run on gloo, all of them with the processor in the place of GPUs, and models
+are wrapped by coarse.torch.DistributedDataParallel or by torch's.
 
 Ranks live through many tests, each test on a process group of its own; after a test that failed or took too
 long they are started anew.
@@ -14,8 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +31,7 @@ import traceback
 import unittest
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,11 +44,44 @@ PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 _FOLDERS = ("barrier", "test_dir", "init_dir")
 
 
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is tested: a backend, coarse or gloo; or a wrapper, coarse or torch, on gloo."""
+
+    backend: str = "gloo"
+    wrapper: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"DDP of {self.wrapper}" if self.wrapper else self.backend
+
+    def arguments(self) -> tuple[str, str]:
+        """By which another process is told."""
+        return ("--wrapper", self.wrapper) if self.wrapper else ("--backend", self.backend)
+
+    def prepare(self) -> None:
+        """Makes this process one that can run its tests."""
+        if not self.wrapper:
+            return
+        import processor_as_gpu
+        import torch
+
+        import coarse.torch
+
+        processor_as_gpu.take_processor_for_gpus()
+        of_torch, of_coarse = (
+            torch.nn.parallel.DistributedDataParallel,
+            coarse.torch.DistributedDataParallel,
+        )
+        processor_as_gpu.wrap_with(of_coarse if self.wrapper == "coarse" else of_torch)
+
+
 # ---- in the ranks ----
 
 
-def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
+def serve(system: System, rank: int, num_ranks: int, pipe: int) -> None:
     """Runs tests by name, as told over the pipe, until it is told nothing more."""
+    import processor_as_gpu
     import torch
     import torch.distributed as dist
     from torch.testing._internal.common_utils import SEED, set_rng_seed
@@ -50,6 +90,7 @@ def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
 
     torch_entry.register()  # where this source tree is not installed
     torch.set_num_threads(1)
+    system.prepare()
     case = _make_case(rank, num_ranks)
     connection = Connection(pipe)
     connection.send([])
@@ -57,9 +98,9 @@ def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
         name, store = request
         outcome = [PASSED, ""]
         try:
-            _pretend(backend)
+            _pretend(system.backend)
             dist.init_process_group(
-                backend,
+                system.backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=num_ranks,
@@ -67,7 +108,8 @@ def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
             )
             case._barrier()
             set_rng_seed(SEED)
-            getattr(case, name)()
+            with processor_as_gpu.OnProcessor() if system.wrapper else contextlib.nullcontext():
+                getattr(case, name)()
             case._barrier()
         except unittest.SkipTest as skip:
             outcome = [SKIPPED, str(skip)]
@@ -81,11 +123,22 @@ def serve(backend: str, rank: int, num_ranks: int, pipe: int) -> None:
         connection.send(outcome)
 
 
-def list_tests() -> list[tuple[str, str]]:
+def list_tests(system: System) -> list[tuple[str, str]]:
     """Every test, and why it does not run under gloo on this machine ("" if it does)."""
+    system.prepare()
     case = _make_case(0, int(os.environ["WORLD_SIZE"]))
     names = [name for name in dir(case) if name.startswith("test_")]
+    if system.wrapper:
+        names = [name for name in names if _wraps_models(case, name)]
     return [(name, getattr(getattr(case, name), "__unittest_skip_why__", "")) for name in names]
+
+
+def _wraps_models(case: Any, name: str) -> bool:
+    """Whether a test, or a function of the suite that it calls, wraps a model."""
+    source = inspect.getsource(inspect.unwrap(getattr(type(case), name)))
+    helpers = [getattr(type(case), each, None) for each in re.findall(r"self\.(_\w+)\(", source)]
+    sources = [source, *(inspect.getsource(inspect.unwrap(each)) for each in helpers if each is not None)]
+    return any("DistributedDataParallel(" in each for each in sources)
 
 
 def _make_case(rank: int, num_ranks: int) -> Any:
@@ -145,16 +198,16 @@ def _outcome_of_exit(end: SystemExit) -> list[str]:
 
 
 class Ranks:
-    """The processes of one backend.
+    """The processes of one system.
 
     Args:
-        backend: coarse or gloo.
+        system: What is tested.
         num_ranks: How many there are.
         variables: What they are started with; this process's environment without.
     """
 
-    def __init__(self, backend: str, num_ranks: int, variables: Mapping[str, str] | None = None) -> None:
-        self._backend = backend
+    def __init__(self, system: System, num_ranks: int, variables: Mapping[str, str] | None = None) -> None:
+        self._system = system
         self._num_ranks = num_ranks
         self._variables = dict(os.environ if variables is None else variables)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -201,7 +254,7 @@ class Ranks:
             self._processes.append(
                 subprocess.Popen(
                     [
-                        *(sys.executable, __file__, "--backend", self._backend),
+                        *(sys.executable, __file__, *self._system.arguments()),
                         *("--ranks", str(self._num_ranks)),
                         *("--rank", str(rank), "--pipe", str(theirs.fileno())),
                     ],
@@ -241,26 +294,26 @@ def _suite_variables(folder: Path, rank: int, num_ranks: int) -> dict[str, str]:
     }
 
 
-def run_suite(backend: str, num_ranks: int, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+def run_suite(system: System, num_ranks: int, names: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
     """Runs the tests, all or those of `names`; the outcome of each and why."""
     outcomes: dict[str, tuple[str, str]] = {}
-    ranks = Ranks(backend, num_ranks)
+    ranks = Ranks(system, num_ranks)
     try:
-        for name, skipped in _listed(num_ranks):
+        for name, skipped in _listed(system, num_ranks):
             if names and name not in names:
                 continue
             outcomes[name] = (SKIPPED, skipped) if skipped else ranks.run(name)
             status, reason = outcomes[name]
-            print(f"{backend} {name}: {status} {reason.strip().splitlines()[-1:] or ''}", flush=True)
+            print(f"{system.name} {name}: {status} {reason.strip().splitlines()[-1:] or ''}", flush=True)
     finally:
         ranks.stop()
     return outcomes
 
 
-def _listed(num_ranks: int) -> list[tuple[str, str]]:
+def _listed(system: System, num_ranks: int) -> list[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, __file__, "--list"],
+            [sys.executable, __file__, "--list", *system.arguments()],
             env={**os.environ, **_suite_variables(Path(folder), 0, num_ranks)},
             capture_output=True,
             text=True,
@@ -270,15 +323,13 @@ def _listed(num_ranks: int) -> list[tuple[str, str]]:
 
 
 def report(results: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """The outcomes of all backends as a Markdown page."""
+    """The outcomes of all systems as a Markdown page."""
     lines = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
     counts = {
-        backend: Counter(status for status, _ in outcomes.values()) for backend, outcomes in results.items()
+        system: Counter(status for status, _ in outcomes.values()) for system, outcomes in results.items()
     }
     for status in (PASSED, FAILED, SKIPPED):
-        lines.append(
-            f"| {status} | " + " | ".join(str(counts[backend][status]) for backend in results) + " |"
-        )
+        lines.append(f"| {status} | " + " | ".join(str(counts[system][status]) for system in results) + " |")
     names = sorted({name for outcomes in results.values() for name in outcomes})
     lines += ["", "| test | " + " | ".join(results) + " | why |", "|---" * (len(results) + 2) + "|"]
     for name in names:
@@ -295,19 +346,21 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", help="tests; all without any")
     parser.add_argument("--backend", action="append", help="coarse or gloo; may be given twice")
+    parser.add_argument("--wrapper", action="append", help="coarse or torch; may be given twice")
     parser.add_argument("--ranks", type=int, default=3, help="how many")
     parser.add_argument("--report", type=Path, help="a file for the outcomes, as Markdown")
     parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--pipe", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    backends = arguments.backend or ["coarse"]
+    wrappers = [System(wrapper=each) for each in arguments.wrapper or []]
+    systems = wrappers or [System(backend=each) for each in arguments.backend or ["coarse"]]
     if arguments.list:
-        print(json.dumps(list_tests()))
+        print(json.dumps(list_tests(systems[0])))
     elif arguments.rank is not None:
-        serve(backends[0], arguments.rank, arguments.ranks, arguments.pipe)
+        serve(systems[0], arguments.rank, arguments.ranks, arguments.pipe)
     else:
-        results = {backend: run_suite(backend, arguments.ranks, arguments.names) for backend in backends}
+        results = {each.name: run_suite(each, arguments.ranks, arguments.names) for each in systems}
         text = report(results)
         print(text.partition("\n\n")[0])
         if arguments.report:
