@@ -8,9 +8,14 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+
 import accelerate
 import torch
 from accelerate.utils import DistributedType
+from torch.distributed.algorithms.join import Join, Joinable
 
 from coarse.torch import DistributedDataParallel
 
@@ -50,3 +55,36 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         wrapped._is_accelerate_prepared = True
         self._models[-1] = wrapped
         return wrapped
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Joinable], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """As accelerate's, and for workers on processors too: those that run out of batches wait for the others.
+
+        Args:
+            joinables: Prepared models.
+            even_batches: Whether map-style loaders repeat samples meanwhile, so that all have equally many batches;
+                None leaves that as it is.
+        """
+        if self.distributed_type != DistributedType.MULTI_CPU:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        all_samplers = [loader.batch_sampler for loader in self._dataloaders]
+        samplers = [each for each in all_samplers if hasattr(each, "even_batches")]
+        if even_batches is not None and len(samplers) < len(all_samplers):
+            warnings.warn(
+                "even_batches is only supported for map-style datasets; loaders of iterable ones stay as they are",
+                stacklevel=3,
+            )
+        before = [each.even_batches for each in samplers]
+        is_even = self.even_batches if even_batches is None else even_batches
+        try:
+            for each in samplers if even_batches is not None else ():
+                each.even_batches = even_batches
+            with Join(list(joinables), enable=not is_even, throw_on_early_termination=False):
+                yield
+        finally:
+            for each, value in zip(samplers, before, strict=True):
+                each.even_batches = value

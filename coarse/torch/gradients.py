@@ -18,29 +18,19 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch.autograd import Variable
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
-from coarse.torch.gpu_gradients import try_gpu
-from coarse.torch.gpu_slot_gradients import GpuSlotGradients
-from coarse.torch.gradient_path import GradientPath
 from coarse.torch.gradient_policy import MeasuredGradient
-from coarse.torch.host_gradients import HostGradients
-from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.mirrored_parameters import MirroredParameters
-from coarse.torch.narrow_gradients import NarrowGradients, stand_ins
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
+from coarse.torch.registered_gradients import RegisteredGradients
 from coarse.torch.running_backward import current_backward, may_accumulate
 from coarse.torch.shared_parameters import averagers_of
 from coarse.torch.slot_turns import SlotTurns
 from coarse.torch.static_graph import StaticGraph
-from coarse.torch.tables import TableGradients
-
-# Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
-_WINDOWS_PER_MODEL = 8
 
 
 class GradientSynchroniser:
@@ -89,30 +79,17 @@ class GradientSynchroniser:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._sent = self._parameters
-        """What slots are like."""
-        if travel_dtype is not None:
-            self._sent = stand_ins(self._parameters, travel_dtype, tables)
-        specs = [
-            _spec(name, parameter, is_table=parameter in tables)
-            for name, parameter in zip(self._names, self._sent, strict=True)
-        ]
-        self._may_use_streams = session.settings.gpu_transfers != "off"
-        gpu = common_gpu(self._parameters) if self._may_use_streams else ""
-        self.group = (
-            session.register(name, specs, gpu=gpu)
-            if state_names is None
-            else session.register_parameters(
-                name,
-                specs,
-                state_names=state_names,
-                window_bytes=max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
-                if shares_slots
-                else 0,
-                gpu=gpu,
-            )
+        registered = RegisteredGradients(
+            session,
+            name,
+            parameters,
+            gradient_as_view=gradient_as_view,
+            state_names=state_names,
+            shares_slots=shares_slots,
+            tables=tables,
+            travel_dtype=travel_dtype,
         )
-        self._shares_slots = shares_slots
+        self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         self.num_updates = 0
         """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
@@ -126,9 +103,7 @@ class GradientSynchroniser:
         self._is_step_due = False  # an update was made during backward, and its step() has not come
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
-        self._tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._path = self._choose_path(gradient_as_view=gradient_as_view)
         self._turns: SlotTurns | None = None
         if shares_slots:
             assert isinstance(self.group, TensorGroup)
@@ -149,34 +124,6 @@ class GradientSynchroniser:
         ]
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
-
-    def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:
-        if self._sent is self._parameters:
-            return self._path_of_sent(gradient_as_view=gradient_as_view)
-        return NarrowGradients(
-            self._names, self._parameters, self._sent, self._path_of_sent(gradient_as_view=True)
-        )
-
-    def _path_of_sent(self, *, gradient_as_view: bool) -> GradientPath:
-        on_gpu: GradientPath | None = None
-        if isinstance(self.group, TensorGroup) and self.group.is_on_gpu:
-            return GpuSlotGradients(
-                self.group,
-                self._names,
-                self._sent,
-                gradient_as_view=gradient_as_view,
-                keeps_gradients=not self._shares_slots,
-            )
-        if isinstance(self.group, TensorGroup) and self._may_use_streams:
-            on_gpu = try_gpu(self.group, self._names, self._sent)
-        return on_gpu or HostGradients(
-            self.group,
-            self._names,
-            self._sent,
-            gradient_as_view=gradient_as_view,
-            keeps_gradients=not self._shares_slots,
-            tables=self._tables,
-        )
 
     def update(self, offloaded: OffloadedParameters, *, waits_here: bool) -> None:
         """From now on memory devices update these parameters by their gradients: push_update().
@@ -553,19 +500,3 @@ class GradientSynchroniser:
                 self._num_pushed += 1
                 self._absent.add(index)
                 self._take_turn(index)
-
-
-def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:
-    if parameter.dtype not in DTYPE_NAMES:
-        raise ValueError(
-            f"parameter {name!r}: gradients of {parameter.dtype} cannot be averaged; supported are "
-            f"{', '.join(DTYPE_NAMES.values())}. Convert the parameter (complex ones to pairs of real "
-            "numbers), freeze it, or list it in module._ddp_params_and_buffers_to_ignore."
-        )
-    return TensorSpec(
-        name=name,
-        dtype=DTYPE_NAMES[parameter.dtype],
-        num_elements=parameter.numel(),
-        op="mean",
-        row_elements=parameter.shape[1] if is_table else 0,
-    )

@@ -14,7 +14,7 @@ import torch
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
-from coarse.torch import gpu_gradients, gradients, layout, offloading
+from coarse.torch import gpu_gradients, layout, offloading, registered_gradients
 
 
 class StandInGpu(gpu_gradients.Gpu):
@@ -53,7 +53,7 @@ def install(ordinal: int = 0) -> StandInGpu:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     layout._flat_tensor = flat_tensor
-    gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(ordinal)
+    registered_gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(ordinal)
     gpu_gradients.find_gpu = find_gpu
     TensorGroup.join_gpu = join_and_wait  # type: ignore[method-assign]
     return gpu

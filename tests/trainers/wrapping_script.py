@@ -88,10 +88,27 @@ def with_accelerate() -> None:
     rounded = accelerator.prepare(nn.Linear(4, 1))
     rounded(data(accelerator.process_index)).square().mean().backward()
     check_rounding(rounded)
+    join_with(accelerator)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert accelerator.prepare_model(frozen) is frozen
     assert type(accelerator.unwrap_model(model)) is nn.Linear
     model.close()
+
+
+def join_with(accelerator: Accelerator) -> None:
+    """Batches of which one worker has two, and the other one."""
+    batches = torch.utils.data.DataLoader(data(0)[:3], batch_size=1)
+    model, batches = accelerator.prepare(nn.Linear(4, 1), batches)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        num_batches = 0
+        for inputs in batches:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            num_batches += 1
+    assert num_batches == 2 - accelerator.process_index
+    check_agreement(model, "Accelerate's join")
+    assert len(list(batches)) == 2  # even again
 
 
 def with_transformers() -> None:
