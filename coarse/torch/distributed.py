@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
+from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, SessionClosedError
 from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
@@ -508,7 +509,17 @@ def _copy_of(
     devices: tuple[Sequence[Any] | None, Any],
     settings: dict[str, Any],
 ) -> DistributedDataParallel:
-    """A wrapper of a copied module, which is registered when it first averages."""
+    """A wrapper of a copied module, which is registered when it first averages.
+
+    Raises:
+        RuntimeError: In a job of several workers, before it has a process group: who unpickles may be none of them.
+    """
+    if not dist.is_initialized() and WorkerIdentity.from_environment().world_size > 1:
+        raise RuntimeError(
+            "a pickled DistributedDataParallel is read by workers that have a process group: call "
+            "torch.distributed.init_process_group() before; elsewhere, as in processes of a DataLoader, pickle "
+            "model.module instead"
+        )
     model = kind.__new__(kind)
     torch.nn.Module.__init__(model)
     Joinable.__init__(model)

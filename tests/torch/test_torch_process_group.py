@@ -173,3 +173,24 @@ def test_nothing_of_torch_is_imported_with_coarse() -> None:
         [("import coarse, coarse.session, sys; assert 'torch' not in sys.modules", {})]
     )
     assert status == 0, errors
+
+
+def test_a_pickled_model_is_read_where_there_is_a_process_group_or_one_worker():
+    script = """
+import os, pickle, torch, torch.distributed as dist
+from coarse.torch import DistributedDataParallel
+pickled = pickle.dumps(DistributedDataParallel(torch.nn.Linear(4, 2)))
+dist.destroy_process_group()
+print(type(pickle.loads(pickled)).__name__)
+dist.destroy_process_group()
+os.environ.update(RANK="1", WORLD_SIZE="2")
+try:
+    pickle.loads(pickled)
+except RuntimeError as error:
+    print(error)
+"""
+    [(status, output, errors)] = run([(script, {})])
+    assert status == 0, errors
+    first, second = output.splitlines()
+    assert first == "DistributedDataParallel"
+    assert "call torch.distributed.init_process_group() before" in second
