@@ -41,7 +41,7 @@ from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
-from coarse.proxy.memory import Segment
+from coarse.proxy.memory import Segment, unpack
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import (
     CONTROL,
@@ -512,8 +512,8 @@ class Client:
         shared: dict[str, Segment] = {}
         recovered = None
         for reply in replies.values():
-            names, extents = reply.message["fds"], reply.message["extents"]
-            shared.update(zip(names, map(Segment.received, reply.fds, extents), strict=True))
+            segments = unpack(reply.message["extents"], reply.fds)
+            shared.update(zip(reply.message["fds"], segments, strict=True))
             if "recovered" in reply.message:
                 recovered = RecoveredUpdates.from_message(reply.message["recovered"])
         return shared, recovered

@@ -25,7 +25,7 @@ class OptimizerMemory:
         """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
         self._gpu = gpu
         self._parameters, self._are_reached = map_tensors(shared[PARAMETERS], gpu)
-        self.are_parameters_elsewhere = shared[PARAMETERS].gpu != gpu
+        self.are_parameters_elsewhere = set(shared[PARAMETERS].gpus) != ({gpu} - {""})
         """Whether parameters lie where the model does not."""
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
@@ -70,7 +70,7 @@ class OptimizerMemory:
         return self._map_states(self._states)[start : start + array_bytes]
 
     def _map_states(self, segment: Segment) -> TensorBytes:
-        if not segment.gpu:
+        if not segment.gpus:
             return segment.map()
         if self._states_on_gpu is None:  # mapping, and waiting before it is undone, takes long
             self._states_on_gpu, _ = map_tensors(segment, self._gpu)

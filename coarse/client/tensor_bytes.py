@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from coarse.errors import CoarseError
@@ -16,18 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 class GpuBytes:
-    """A piece of the memory of a GPU, mapped as long as this or a slice of it lives.
+    """A piece of the memory of GPUs, mapped as long as this or a slice of it lives.
 
     Args:
         memory: What it is a piece of.
-        device: Ordinal of the GPU that works on it, in this process.
+        owners: Ordinals of the GPUs in whose memory that lies, in this process, each with where its part ends.
         start, num_bytes: Which piece.
     """
 
-    def __init__(self, memory: _native.CudaMemory, device: int, start: int, num_bytes: int) -> None:
+    def __init__(
+        self, memory: _native.CudaMemory, owners: Sequence[tuple[int, int]], start: int, num_bytes: int
+    ) -> None:
         self._memory = memory
+        self._owners = owners
         self._start = start
-        self.device = device
         self.nbytes = num_bytes
 
     def __len__(self) -> int:
@@ -37,7 +40,12 @@ class GpuBytes:
         start, stop, step = piece.indices(self.nbytes)
         if step != 1:
             raise ValueError(f"a slice of the memory of a GPU has step 1, not {step}")
-        return GpuBytes(self._memory, self.device, self._start + start, max(0, stop - start))
+        return GpuBytes(self._memory, self._owners, self._start + start, max(0, stop - start))
+
+    @property
+    def device(self) -> int:
+        """The GPU where it begins, which CUDA says it is of, and reaches the rest too."""
+        return next((device for device, end in self._owners if self._start < end), self._owners[-1][0])
 
     @property
     def address(self) -> int:
@@ -68,9 +76,9 @@ def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
         CoarseError: If it is memory of a GPU that this process does not see.
         _native.CudaError: If CUDA cannot map it.
     """
-    if not segment.gpu:
+    if not segment.gpus:
         return segment.map(), bool(gpu)
-    if gpu in ("", segment.gpu):
+    if gpu in ("", *segment.gpus):
         return gpu_bytes(segment), bool(gpu)
     try:
         return gpu_bytes(segment, gpu), True
@@ -80,7 +88,7 @@ def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
 
 
 def gpu_bytes(segment: Segment, other_gpu: str = "") -> GpuBytes:
-    """A segment that is memory of a GPU, for that GPU to work on.
+    """A segment that is memory of GPUs, for these to work on.
 
     Args:
         segment: The memory.
@@ -88,11 +96,14 @@ def gpu_bytes(segment: Segment, other_gpu: str = "") -> GpuBytes:
 
     Raises:
         CoarseError: If this process does not see a GPU.
-        _native.CudaError: If CUDA cannot map it, or the other GPU cannot reach it.
+        _native.CudaError: If CUDA cannot map it, or a GPU cannot reach it.
     """
-    context = _context(segment.gpu)
-    others = [_context(other_gpu)] if other_gpu else []
-    return GpuBytes(_import(segment, context, others), context.device, 0, segment.num_bytes)
+    contexts = [_context(gpu) for gpu in segment.gpus]
+    first, *others = dict.fromkeys([*contexts, *([_context(other_gpu)] if other_gpu else ())])
+    memory = _import(segment, first, others)
+    ends = accumulate(extent.num_bytes for _, extent in segment.pieces if extent is not None)
+    owners = [(context.device, end) for context, end in zip(contexts, ends, strict=True)]
+    return GpuBytes(memory, owners, 0, segment.num_bytes)
 
 
 def host_view(num_bytes: int) -> _native.Mapping:
@@ -105,7 +116,7 @@ def host_view(num_bytes: int) -> _native.Mapping:
 
 
 def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
-    """Maps a segment that is memory of a GPU, for that GPU to work on.
+    """Maps a segment that is memory of one GPU, for that GPU to work on.
 
     Args:
         segment: The memory.
@@ -130,15 +141,16 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
 def _import(
     segment: Segment, context: _native.CudaContext, others: Sequence[_native.CudaContext]
 ) -> _native.CudaMemory:
-    region = segment.extent
-    assert region is not None
     # Whoever drops the last tensor over it may have kernels under way that use it.
-    return _native.CudaMemory.import_fd(context, segment.fd, region.num_bytes, others=others, settles=True)
+    return _native.CudaMemory.import_region(context, segment.region, others=others, settles=True)
 
 
 def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
     logger.warning(
-        "%s cannot reach the memory of %s, so tensors go through the host: %s", gpu, segment.gpu, error
+        "%s cannot reach the memory of %s, so tensors go through the host: %s",
+        gpu,
+        " and ".join(segment.gpus),
+        error,
     )
 
 

@@ -274,7 +274,8 @@ class TensorGroup:
         if self._reached is not None:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
-            self._slots = GpuBytes(self._reached, context.device, 0, self._slots.nbytes)
+            num_bytes = self._slots.nbytes
+            self._slots = GpuBytes(self._reached, [(context.device, num_bytes)], 0, num_bytes)
 
     def bring_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Copies tensors to their slots as `stream` computes them, before what is pushed later is announced.

@@ -97,10 +97,11 @@ class CudaMemory:
     @staticmethod
     def allocate(context: CudaContext, num_bytes: int) -> CudaMemory: ...
     @staticmethod
-    def import_fd(
+    def page_bytes(context: CudaContext) -> int: ...
+    @staticmethod
+    def import_region(
         context: CudaContext,
-        fd: int,
-        num_bytes: int,
+        region: Region,
         *,
         others: Sequence[CudaContext] = ...,
         settles: bool = ...,
@@ -154,7 +155,7 @@ class Region:
     @overload
     def __init__(self, fd: int) -> None: ...
     @overload
-    def __init__(self, fd: int, offset: int, num_bytes: int) -> None: ...
+    def __init__(self, fd: int, offset: int, num_bytes: int, rest: Sequence[Region] = ...) -> None: ...
 
 class Mapping:
     def __init__(self, region: Region | int, num_bytes: int, *, read_only: bool = False) -> None: ...
@@ -180,6 +181,10 @@ class CudaTensorMemory(TensorMemory):
         update: Sequence[int],
         hold_until: int,
     ) -> None: ...
+
+class CudaSpreadMemory(TensorMemory):
+    def __init__(self, gpus: Sequence[CudaTensorMemory]) -> None: ...
+    def snapshot_pool(self, plan: GroupPlan) -> SnapshotPool: ...
 
 class NcclRunner:
     def __init__(

@@ -238,6 +238,6 @@ class _GpuEnds:
 def _imported(context: _native.CudaContext, memory: _native.CudaMemory) -> _native.CudaMemory:
     fd = memory.export_fd()
     try:
-        return _native.CudaMemory.import_fd(context, fd, memory.num_bytes)
+        return _native.CudaMemory.import_region(context, _native.Region(fd, 0, memory.num_bytes))
     finally:
         os.close(fd)

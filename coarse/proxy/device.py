@@ -33,7 +33,7 @@ from coarse.proxy.loss import (
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, Segment, open_memories
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, open_memories, pack, unpack
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
@@ -158,10 +158,8 @@ class MemoryDevice:
             self._peers.tell(*self._shared_message())
 
     def _shared_message(self) -> tuple[Message, list[int]]:
-        segments = self._shared_memory.values()
-        extents = [segment.extent for segment in segments]
-        message = {"type": "memory", "names": list(self._shared_memory), "extents": extents}
-        return message, [segment.fd for segment in segments]
+        extents, fds = pack(self._shared_memory.values())
+        return {"type": "memory", "names": list(self._shared_memory), "extents": extents}, fds
 
     def _welcome(self) -> None:
         """All workers are here: the data path starts, and they are told."""
@@ -241,8 +239,7 @@ class MemoryDevice:
     def _hear_peer(self, device: int, received: Received) -> None:
         fds, received.fds = received.fds, []
         message = received.message
-        extents = message.get("extents", [None] * len(fds))
-        segments = list(map(Segment.received, fds, extents))
+        segments = unpack(message.get("extents", [None] * len(fds)), fds)
         if received.kind == "memory":
             self._data_path.take_shared(dict(zip(message["names"], segments, strict=True)))
         elif received.kind == "client":

@@ -14,7 +14,7 @@ from coarse.proxy.group_snapshots import (
 )
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_groups import KeptGroups
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, Segment
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, Segment, pack
 from coarse.proxy.outbox import SendToPeers, SendToWorker
 from coarse.proxy.protocol import Message, int_field
 from coarse.proxy.registration import (
@@ -216,6 +216,7 @@ class Registrar:
         registration.rows.update(rows)
         registration.is_allocated = True
         segments = [*own.values(), *settings.values(), *rows.values(), *shared.values()]
+        extents, fds = pack(segments)
         self._send_to_peers(
             {
                 "type": "segments",
@@ -225,9 +226,9 @@ class Registrar:
                 "rows": list(rows),
                 "shared": list(shared),
                 "recovered": None if registration.recovered is None else registration.recovered.to_message(),
-                "extents": [segment.extent for segment in segments],
+                "extents": extents,
             },
-            [segment.fd for segment in segments],
+            fds,
         )
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
@@ -245,6 +246,11 @@ class Registrar:
     def _memory_of(self, schema: GroupSchema) -> DeviceMemory:
         """Where the tensors of a group lie."""
         return HostMemory() if schema.on_host and not self._memory.is_mappable else self._memory
+
+    def _reach_of(self, schema: GroupSchema) -> DeviceMemory:
+        """By which this device reaches all tensors of a group, and what an optimizer keeps for them."""
+        keeps_states = self._job.is_home and schema.state_names is not None
+        return self._common if keeps_states else self._memory_of(schema)
 
     def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""
@@ -315,10 +321,10 @@ class Registrar:
             own += schema.kept_bytes
         if self._undoes(schema):
             common += schema.kept_bytes
-        for memory, needed in (
-            (self._memory_of(schema), own + common // self._common.num_places),
-            (self._common, common),
-        ):
+        needs = [(self._memory_of(schema), own + common // self._common.num_places)]
+        if common > 0:
+            needs.append((self._common, common))
+        for memory, needed in needs:
             available = memory.available_bytes()
             if needed > available:
                 raise OutOfDeviceMemoryError(
@@ -360,7 +366,7 @@ class Registrar:
             snapshot_control_fd=fd_of(shared, SNAPSHOT_CONTROL),
             snapshot_pool_fd=fd_of(shared, SNAPSHOT_POOL),
             settings_fds=[registration.settings[client].fd for client in sorted(registration.settings)],
-            memory=self._memory_of(schema).tensor_memory(),
+            memory=self._reach_of(schema).tensor_memory(),
             step=0 if updates is None else updates.step,
             update_numbers=() if updates is None else updates.num_updates,
             rows_fds=[registration.rows[client].fd for client in sorted(registration.rows)],
@@ -405,8 +411,8 @@ class Registrar:
             own = {SLOTS: registration.slots, SETTINGS: registration.settings, ROWS: registration.rows}
             given |= {name: segments[client] for name, segments in own.items() if client in segments}
         message["fds"] = list(given)
-        message["extents"] = [segment.extent for segment in given.values()]
-        self._send(client, message, [segment.fd for segment in given.values()])
+        message["extents"], fds = pack(given.values())
+        self._send(client, message, fds)
 
     def _open_slots(self, registration: Registration) -> dict[str, Segment]:
         """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
@@ -421,7 +427,7 @@ class Registrar:
         schema = registration.schema
         if not self._job.is_home or SNAPSHOT_CONTROL not in registration.shared:
             return None
-        memory = self._memory_of(schema)
+        memory = self._reach_of(schema)
         versions = memory.snapshot_pool(plan)
         snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
         # In pages, which small tensors do not fill.

@@ -13,7 +13,7 @@ from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
 from coarse.proxy.kept_groups import DeviceContents, KeptGroups
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, Segment
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, Segment, pack
 from coarse.proxy.protocol import Message, int_field, text_field
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates
 from coarse.proxy.storage import holders_of
@@ -71,20 +71,22 @@ class Replication:
         """Gives a device that has taken a lost one's place what that one had, if it was here too."""
         if device == HOME_DEVICE and self._job.keeps_replica:
             for kept, updates in self._contents.replicas.settled():
+                extents, fds = pack(kept.segments.values())
                 message: Message = {
                     "type": REFILL_GROUP,
                     "schema": kept.schema.to_message(0),
                     "updates": updates.to_message(),
                     "names": list(kept.segments),
-                    "extents": [segment.extent for segment in kept.segments.values()],
+                    "extents": extents,
                 }
-                self._send(device, message, [segment.fd for segment in kept.segments.values()])
+                self._send(device, message, fds)
         storage = self._contents.storage
         for key in storage.keys():  # noqa: SIM118  # a Storage is no dictionary
             value = storage.get(key).segment
             if value is not None and device in holders_of(key, self._job.num_devices, self._job.replicas):
+                extents, fds = pack([value])
                 message = {"type": REFILL_VALUE, "key": key, "num_bytes": value.num_bytes}
-                self._send(device, message | {"extents": [value.extent]}, [value.fd])
+                self._send(device, message | {"extents": extents}, fds)
 
     def take(self, message: Message, segments: Sequence[Segment]) -> None:
         """This device has taken a lost one's place, and another one tells what that had: copies it.

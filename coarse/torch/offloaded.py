@@ -275,8 +275,8 @@ class OffloadedParameters:
 
     def _settle(self) -> None:
         """Returns when what was written to shared memory is there, if a GPU writes it: others read it next."""
-        if self._views[0].is_cuda:
-            torch.cuda.current_stream(self._views[0].device).synchronize()
+        for device in {view.device for view in self._views if view.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _has_state(self, index: int) -> bool:
         return bool(self._kept_names[index]) and bool(

@@ -92,6 +92,15 @@ def test_the_optimizer_gives_all_workers_the_same_parameters(cuda, tmp_path):
     assert first == second
 
 
+def test_parameters_on_several_gpus_have_the_bits_of_those_on_one(cuda, tmp_path):
+    if cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = ("train_script.py", str(tmp_path), "cuda:0", "offload", "wide")
+    expected = reports(tmp_path, "cuda:0,cuda:0", *arguments)
+    (tmp_path / "gloo").unlink()
+    assert reports(tmp_path, "cuda:0,cuda:1", *arguments) == expected
+
+
 def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):
     machine = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
     routes = {"COARSE_SHARD_BYTES": "4MiB", "COARSE_ROUTING": "local", "COARSE_DUAL_SYNC": "off"}

@@ -1,6 +1,7 @@
 """What a worker runs that trains a small model, and prints the hash of its parameters.
 
-Arguments: a folder for the rendezvous; the device of the model; "offload" to run the optimizer in the memory devices.
+Arguments: a folder for the rendezvous; the device of the model; "offload" to run the optimizer in the memory devices;
+"wide" for a model of some pages.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
-    layers = [nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 10)]
+    width = 30_000 if "wide" in options else 300
+    layers = [nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 10)]
     model = coarse.torch.DistributedDataParallel(nn.Sequential(*layers).to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if options:
+    if "offload" in options:
         optimizer = coarse.torch.DistributedOptimizer(optimizer, model)
         assert optimizer.runs_in_memory_devices
     inputs = torch.randn(NUM_STEPS, 16, 64, generator=torch.Generator().manual_seed(1 + rank)).to(device)

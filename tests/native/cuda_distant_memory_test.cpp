@@ -19,6 +19,7 @@ class Distance : public testing::Test {
   std::shared_ptr<DistantMemory> distant_ = std::make_shared<DistantMemory>();
   std::array<int, 64> memory_{};  // as if on another GPU, but for the last half
   static constexpr std::size_t kNumBytes = sizeof(memory_) / 2;
+  cuda::ContextScope scope_{*here_};
   cuda::Stream stream_{here_};
   NearCopies copies_{stream_, distant_};
 
@@ -26,14 +27,14 @@ class Distance : public testing::Test {
 };
 
 TEST_F(Distance, IsOfWholeRanges) {
-  EXPECT_EQ(distant_->ownerOf(&memory_[0]), there_);
-  EXPECT_EQ(distant_->ownerOf(&memory_[31]), there_);
-  EXPECT_EQ(distant_->ownerOf(&memory_[32]), nullptr);
-  EXPECT_EQ(distant_->ownerOf(memory_.data() - 1), nullptr);
+  EXPECT_EQ(distant_->find(&memory_[0]), there_);
+  EXPECT_EQ(distant_->find(&memory_[31]), there_);
+  EXPECT_EQ(distant_->find(&memory_[32]), std::nullopt);
+  EXPECT_EQ(distant_->find(memory_.data() - 1), std::nullopt);
   EXPECT_FALSE(distant_->isEmpty());
   distant_->remove(memory_.data());
   EXPECT_TRUE(distant_->isEmpty());
-  EXPECT_EQ(distant_->ownerOf(&memory_[0]), nullptr);
+  EXPECT_EQ(distant_->find(&memory_[0]), std::nullopt);
 }
 
 TEST_F(Distance, IsBridgedByCopies) {

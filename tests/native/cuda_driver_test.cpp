@@ -76,7 +76,7 @@ TEST(CudaDeviceMemory, IsSeenByWhoeverHasItsDescriptor) {
   EXPECT_EQ(memory->numBytes(), std::size_t{4} << 20);
   const Fd fd(memory->exportFd());
   EXPECT_EQ(::fcntl(fd, F_GETFD), FD_CLOEXEC);
-  const DeviceMemory imported = DeviceMemory::import(context, fd, memory->numBytes());
+  const DeviceMemory imported = DeviceMemory::import(context, {fd, 0, memory->numBytes()});
   ASSERT_NE(imported.address(), memory->address());
   auto* written = reinterpret_cast<char*>(memory->address());
   const auto* seen = reinterpret_cast<const char*>(imported.address());
@@ -90,8 +90,8 @@ TEST(CudaDeviceMemory, ThatIsSmallerThanToldIsRefused) {
   const auto context = std::make_shared<Context>(0);
   const DeviceMemory memory = DeviceMemory::allocate(context, 2 << 20);
   const Fd fd(memory.exportFd());
-  expectSays(messageOf([&] { DeviceMemory::import(context, fd, 4 << 20); }), {"cuMemMap", "4 MiB"});
-  EXPECT_NO_THROW(DeviceMemory::import(context, fd, 2 << 20));
+  expectSays(messageOf([&] { DeviceMemory::import(context, {fd, 0, 4 << 20}); }), {"cuMemMap", "4 MiB"});
+  EXPECT_NO_THROW(DeviceMemory::import(context, {fd, 0, 2 << 20}));
 }
 
 TEST(CudaDeviceMemory, ThatThereIsTooLittleOfSaysHowMuchThereIs) {
@@ -103,6 +103,7 @@ TEST(CudaDeviceMemory, ThatThereIsTooLittleOfSaysHowMuchThereIs) {
 
 TEST(CudaStream, DoesWhatItIsGivenInOrder) {
   const auto context = std::make_shared<Context>(0);
+  const ContextScope scope(*context);
   Stream stream(context), other(context);
   test::Memory memory(4096);
   const auto word = reinterpret_cast<DeviceAddress>(memory.data());

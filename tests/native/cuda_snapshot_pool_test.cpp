@@ -50,6 +50,7 @@ class GpuBlocks {
     std::vector<BlockInPlace> blocks;
     for (std::size_t block = 0; block < memory_.size(); ++block) blocks.push_back({block, at(block)});
     store_.keep(blocks.data(), blocks.size());
+    const cuda::ContextScope scope(*context_);
     for (std::size_t block = 0; block < memory_.size(); ++block)
       stream_.fill(memory_[block].address(), value, kBlockBytes[block]);
     stream_.synchronize();

@@ -1,7 +1,10 @@
 // A libcuda.so.1 without a GPU: streams are threads, device memory is host memory, or memfds where it is
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
-// real. STAND_IN_GPUS says how many devices there are (1), each of which reaches the memory of all, unless
-// STAND_IN_GPUS_ARE_APART is set. With STAND_IN_LAUNCHES=n all launches of a process behind the first n fail.
+// real. Variables of the environment change it:
+//   STAND_IN_GPUS=n         devices that there are (1)
+//   STAND_IN_GPUS_ARE_APART set: none reaches the memory of another one
+//   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
+//   STAND_IN_LAUNCHES=n     all launches of a process behind the first n fail
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -37,7 +40,7 @@ struct CUevent_st {
 };
 
 struct CUstream_st {
-  CUstream_st() : thread([this] { run(); }) {}
+  explicit CUstream_st(DeviceOrdinal owner) : device(owner), thread([this] { run(); }) {}
   ~CUstream_st() {
     give({});
     thread.join();
@@ -64,6 +67,7 @@ struct CUstream_st {
       if (!work) return;
     }
   }
+  const DeviceOrdinal device;
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> works;  // the first one is being done
@@ -73,7 +77,6 @@ struct CUstream_st {
 
 namespace {
 
-constexpr std::size_t kPageBytes = 2 << 20;
 constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
 constexpr Result kPeerAccessUnsupported = 217;
@@ -92,6 +95,8 @@ thread_local CurrentContexts current;
 /// -1 if none is.
 DeviceOrdinal currentDevice() { return current.depth == 0 ? -1 : current.stack[current.depth - 1]->device; }
 
+std::array<std::atomic<std::size_t>, kMostDevices> launchesOn{};
+
 std::mutex pooledMutex;
 std::map<void*, std::size_t> pooled;  // memory of the device's own pool, and its lengths
 std::atomic<std::size_t> pooledLimitBytes{std::size_t{1} << 30};
@@ -102,7 +107,11 @@ std::atomic<std::uint32_t>& wordAt(DeviceAddress address) {
   return *reinterpret_cast<std::atomic<std::uint32_t>*>(address);
 }
 
+/// Whether the calling thread may give a stream work: it needs the stream's own context.
+bool isCurrent(StreamHandle stream) { return currentDevice() == stream->device; }
+
 Result copy(void* destination, const void* source, std::size_t numBytes, StreamHandle stream) {
+  if (!isCurrent(stream)) return kInvalidContext;
   stream->give([=] { std::memcpy(destination, source, numBytes); });
   return kSuccess;
 }
@@ -113,6 +122,12 @@ std::size_t standInFreeBytes() {
   for (const auto& [memory, numBytes] : pooled) taken += numBytes;
   const std::size_t limit = pooledLimitBytes;
   return limit - std::min(limit, taken);
+}
+
+/// STAND_IN_PAGE_BYTES, or 2 MiB: what shared device memory is taken by.
+std::size_t pageBytes() {
+  static const char* const text = std::getenv("STAND_IN_PAGE_BYTES");
+  return text == nullptr ? std::size_t{2} << 20 : std::strtoul(text, nullptr, 10);
 }
 
 int numStandInDevices() {
@@ -260,7 +275,8 @@ Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddr
   return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
 }
 /// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
-Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle) {
+Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle stream) {
+  if (!isCurrent(stream)) return kInvalidContext;
   if (numBytes > standInFreeBytes()) return kOutOfMemory;
   void* const memory = std::malloc(numBytes);
   const std::lock_guard lock(pooledMutex);
@@ -269,6 +285,7 @@ Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandl
   return kSuccess;
 }
 Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
+  if (!isCurrent(stream)) return kInvalidContext;
   void* const memory = reinterpret_cast<void*>(address);
   const std::lock_guard lock(pooledMutex);
   if (pooled.erase(memory) == 0) return kNotPermitted;
@@ -277,12 +294,14 @@ Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
+  if (!isCurrent(stream)) return kInvalidContext;
   stream->give([=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
   return kSuccess;
 }
 
 Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
-  *stream = new CUstream_st;
+  if (currentDevice() < 0) return kInvalidContext;
+  *stream = new CUstream_st(currentDevice());
   return kSuccess;
 }
 Result cuStreamDestroy_v2(StreamHandle stream) {
@@ -357,8 +376,10 @@ Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* n
 Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsigned int, unsigned int,
                       unsigned int, unsigned int, unsigned int, StreamHandle stream, void** parameters,
                       void**) {
+  if (!isCurrent(stream)) return kInvalidContext;
   static std::atomic<int> launchesLeft{mostLaunches()};
   if (launchesLeft.load() <= 0 || launchesLeft.fetch_sub(1) <= 0) return kLaunchFailed;
+  ++launchesOn[static_cast<std::size_t>(currentDevice())];
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
   for (std::size_t offset = 0; areApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
@@ -375,7 +396,7 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
 }
 
 Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocationProp*, int) {
-  *granularity = kPageBytes;
+  *granularity = pageBytes();
   return kSuccess;
 }
 Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp* properties,
@@ -424,7 +445,7 @@ Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, Memory
 Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
   {
     const std::lock_guard lock(ownersMutex);
-    owned.erase(address);
+    owned.erase(owned.lower_bound(address + numBytes - 1), owned.upper_bound(address));
   }
   void* reserved = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE,
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
@@ -433,7 +454,9 @@ Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
 Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* accesses,
                       std::size_t numAccesses) {
   for (std::size_t i = 0; i < numAccesses; ++i) {
-    if (!reaches(accesses[i].location.id, address)) return kPeerAccessUnsupported;
+    for (DeviceAddress page = address; page < address + numBytes; page += pageBytes()) {
+      if (!reaches(accesses[i].location.id, page)) return kPeerAccessUnsupported;
+    }
   }
   return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
                                                                                              : kNotPermitted;
@@ -442,6 +465,8 @@ Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAcce
 /// Not of CUDA: what the device's memory pool can give, and what is taken of it.
 void standInLimitPool(std::size_t numBytes) { pooledLimitBytes = numBytes; }
 std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes(); }
+/// Not of CUDA: how many kernels this process has launched on a device.
+std::size_t standInLaunches(int device) { return launchesOn[static_cast<std::size_t>(device)]; }
 /// Not of CUDA: has a stream say that it is captured.
 void standInCapture(StreamHandle stream, bool isCapturing) { stream->isCapturing = isCapturing; }
 

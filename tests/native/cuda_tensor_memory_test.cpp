@@ -4,159 +4,21 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
-#include <functional>
 #include <limits>
-#include <random>
-#include <string>
 #include <vector>
 
-#include "coarse/shard_reducer.hpp"
-#include "contributions.hpp"
-#include "fixture.hpp"
+#include "both_memories.hpp"
 #include "stand_in_kernels.hpp"
 
 namespace coarse::test::cuda_tensor_memory_test {
 namespace {
 
-constexpr std::size_t kNumClients = 3;
 constexpr std::uint32_t kShardElements = 5000;
 
-/// One group, with the memory that its plan asks for, and what computes there.
-class GroupIn {
- public:
-  GroupIn(const GroupPlan& plan, std::shared_ptr<const TensorMemory> memory, cuda::SharedContext context)
-      : plan_(plan),
-        memory_(std::move(memory)),
-        context_(std::move(context)),
-        control_(GroupControl::numBytes(plan.shards.size(), kNumClients)) {
-    std::vector<Region> slots;
-    OptimizerFds optimizer;
-    for (std::size_t client = 0; client < kNumClients; ++client) {
-      slots.push_back(allocate(plan.clientBytes()));
-      settings_.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));
-      optimizer.settings.push_back(settings_.back().fd);
-    }
-    if (plan.hasOptimizer) {
-      optimizer.parameters = allocate(plan.parameterBytes());
-      optimizer.states = allocate(std::max<std::size_t>(plan.keptBytes(), 1));
-    }
-    group_ = std::make_unique<TensorGroup>(plan, control_.fd, slots, optimizer, std::vector<int>(), memory_);
-    compute_ = memory_->makeCompute([this](const ShardTask& task) { finished_.push_back(task.entry.shard); });
-  }
-
-  TensorGroup& group() { return *group_; }
-  /// Random numbers as contributions, parameters and states; the same for the same seed.
-  void fill(std::uint64_t seed) {
-    std::mt19937_64 random(seed);
-    for (const Shard& shard : plan_.shards) {
-      for (std::size_t client = 0; client < kNumClients; ++client)
-        fillShard(group_->slot(client, shard), shard, random);
-      if (!plan_.hasOptimizer) continue;
-      fillShard(group_->parameter(shard), shard, random);
-      for (std::size_t i = 0; i < plan_.numStates; ++i) {
-        for (std::uint32_t k = 0; k < shard.numElements; ++k)
-          group_->state(shard, i)[k] = static_cast<float>(random() % 1000) / 1000;
-      }
-    }
-  }
-  void contribute(std::size_t client, std::uint8_t flags) {
-    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard)
-      group_->control().contribution(shard, client).flags = flags;
-  }
-  void set(const UpdateSettings& settings) {
-    for (Memory& each : settings_)
-      std::fill_n(reinterpret_cast<UpdateSettings*>(each.data()), plan_.numTensors(), settings);
-  }
-  /// @param piecesOf those of a shard that are to be reduced.
-  void run(const std::function<std::vector<ShardPiece>(const Shard&)>& piecesOf = nullptr) {
-    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
-      ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}, 0};
-      if (piecesOf) task.pieces = piecesOf(plan_.shards[shard]);
-      compute_->begin(task);
-    }
-    compute_->drain();
-    ASSERT_EQ(finished_.size(), plan_.shards.size());
-    ASSERT_FALSE(compute_->isBusy());
-  }
-  /// Reduces a shard with which links are through at `notBefore`. @returns when it was finished.
-  MonotonicNs reduceHeld(std::uint32_t shard, MonotonicNs notBefore) {
-    compute_->begin({group_.get(), {plan_.id, shard, 1, 0}, {}, notBefore});
-    compute_->drain();
-    return monotonicNow();
-  }
-  MonotonicNs lead() const { return compute_->lead(); }
-
- private:
-  Region allocate(std::size_t numBytes) {
-    if (memory_->isHost()) return Region(fds_.emplace_back(createSealedMemory("test", numBytes)));
-    const cuda::DeviceMemory memory = cuda::DeviceMemory::allocate(context_, numBytes);
-    return {fds_.emplace_back(memory.exportFd()), 0, memory.numBytes()};
-  }
-  static void fillShard(std::byte* to, const Shard& shard, std::mt19937_64& random) {
-    const std::size_t itemSize = itemBytes(shard.dtype);
-    for (std::uint32_t i = 0; i < shard.numElements; ++i) {
-      const std::uint64_t bits = encode(shard.dtype, random() % 200);
-      std::memcpy(to + i * itemSize, &bits, itemSize);
-    }
-  }
-
-  GroupPlan plan_;
-  std::shared_ptr<const TensorMemory> memory_;
-  cuda::SharedContext context_;
-  Memory control_;
-  std::vector<Memory> settings_;
-  std::vector<Fd> fds_;
-  std::vector<std::uint32_t> finished_;
-  std::unique_ptr<TensorGroup> group_;
-  std::unique_ptr<ShardCompute> compute_;
-};
-
-/// The same group twice: in the host's memory, and in that of a GPU.
-class BothMemories {
- public:
-  explicit BothMemories(const GroupPlan& plan)
-      : plan_(plan),
-        host_(plan, hostMemory(), context_),
-        gpu_(plan, std::make_shared<CudaTensorMemory>(context_, standInKernels()), context_) {
-    forBoth([](GroupIn& each) { each.fill(7); });
-  }
-  template <class Action>
-  void forBoth(Action action) {
-    action(host_);
-    action(gpu_);
-  }
-  void expectSame() {
-    for (const Shard& shard : plan_.shards) {
-      const std::size_t numBytes = shard.numElements * itemBytes(shard.dtype);
-      for (std::size_t client = 0; client < kNumClients; ++client)
-        ASSERT_EQ(std::memcmp(host_.group().slot(client, shard), gpu_.group().slot(client, shard), numBytes),
-                  0)
-            << "tensor " << shard.tensor << " of client " << client;
-      if (!plan_.hasOptimizer) continue;
-      ASSERT_EQ(std::memcmp(host_.group().parameter(shard), gpu_.group().parameter(shard), numBytes), 0);
-      const std::size_t numArrays = plan_.numStates + (plan_.hasMaster(shard) ? 1 : 0);
-      for (std::size_t i = 0; i < numArrays; ++i) {
-        ASSERT_EQ(std::memcmp(host_.group().state(shard, i), gpu_.group().state(shard, i),
-                              shard.numElements * sizeof(float)),
-                  0);
-      }
-    }
-  }
-  void expectSameMeasures() {
-    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
-      const GradientMeasure& expected = host_.group().control().measure(shard);
-      const GradientMeasure& found = gpu_.group().control().measure(shard);
-      EXPECT_EQ(std::memcmp(&found.sumOfSquares, &expected.sumOfSquares, sizeof(double)), 0) << shard;
-      EXPECT_EQ(found.nonFiniteOf, expected.nonFiniteOf) << shard;
-    }
-  }
-
- private:
-  cuda::SharedContext context_ = std::make_shared<cuda::Context>(0);
-  GroupPlan plan_;
-  GroupIn host_, gpu_;
-};
+MemoryOfGpus gpu() {
+  const auto context = std::make_shared<cuda::Context>(0);
+  return {std::make_shared<CudaTensorMemory>(context, standInKernels()), {context}};
+}
 
 GroupPlan makeVariousPlan() {
   std::vector<TensorSpec> tensors;
@@ -183,7 +45,7 @@ GroupPlan makeGradientPlan() {
 }
 
 TEST(CudaTensorMemory, ReducesToTheBitsOfTheHost) {
-  BothMemories both(makeVariousPlan());
+  BothMemories both(makeVariousPlan(), gpu());
   both.forBoth([](GroupIn& each) {
     for (std::size_t client = 0; client < kNumClients; ++client) each.contribute(client, kPresent);
     each.run();
@@ -192,7 +54,7 @@ TEST(CudaTensorMemory, ReducesToTheBitsOfTheHost) {
 }
 
 TEST(CudaTensorMemory, ReducesPiecesAndLeavesTheRest) {
-  BothMemories both(makeVariousPlan());
+  BothMemories both(makeVariousPlan(), gpu());
   both.forBoth([](GroupIn& each) {
     for (std::size_t client = 0; client < kNumClients; ++client) each.contribute(client, kPresent);
     each.run([](const Shard& shard) {
@@ -205,7 +67,7 @@ TEST(CudaTensorMemory, ReducesPiecesAndLeavesTheRest) {
 }
 
 TEST(CudaTensorMemory, LeavesOutWhoHasNothingToContribute) {
-  BothMemories both(makeVariousPlan());
+  BothMemories both(makeVariousPlan(), gpu());
   both.forBoth([](GroupIn& each) {
     each.contribute(0, kJoined);
     each.contribute(1, kPresent);
@@ -216,13 +78,13 @@ TEST(CudaTensorMemory, LeavesOutWhoHasNothingToContribute) {
 }
 
 TEST(CudaTensorMemory, LeavesSlotsAloneIfNobodyContributes) {
-  BothMemories both(makeVariousPlan());
+  BothMemories both(makeVariousPlan(), gpu());
   both.forBoth([](GroupIn& each) { each.run(); });
   both.expectSame();
 }
 
 TEST(CudaTensorMemory, MeasuresToTheBitsOfTheHost) {
-  BothMemories both(makeGradientPlan());
+  BothMemories both(makeGradientPlan(), gpu());
   both.forBoth([](GroupIn& each) {
     each.contribute(0, kMeasure);
     each.contribute(1, kPresent | kMeasure);
@@ -238,7 +100,7 @@ TEST(CudaTensorMemory, MeasuresToTheBitsOfTheHost) {
 class CudaUpdates : public testing::TestWithParam<std::uint8_t> {};
 
 TEST_P(CudaUpdates, HaveTheBitsOfTheHost) {
-  BothMemories both(makeGradientPlan());
+  BothMemories both(makeGradientPlan(), gpu());
   UpdateSettings settings;
   settings.rule = UpdateRule::kAdam;
   settings.gradientScale = 0.5F;
@@ -261,9 +123,7 @@ INSTANTIATE_TEST_SUITE_P(All, CudaUpdates,
                          testing::Values(kPresent | kUpdate, kPresent | kUpdate | kReduced, kUpdate));
 
 TEST(CudaTensorMemory, HoldsReductionsUntilLinksAreThrough) {
-  const auto context = std::make_shared<cuda::Context>(0);
-  const GroupPlan plan = makeGradientPlan();
-  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, standInKernels()), context);
+  GroupIn gpu(makeGradientPlan(), test::cuda_tensor_memory_test::gpu());
   EXPECT_EQ(gpu.lead(), 0) << "nothing is known of the GPU's clock";
   gpu.reduceHeld(0, monotonicNow());
   int numHeld = 0;
@@ -281,10 +141,9 @@ TEST(CudaTensorMemory, HoldsReductionsUntilLinksAreThrough) {
 
 TEST(CudaTensorMemory, BeginsNothingEarlyWithoutTheKernelThatHolds) {
   const auto context = std::make_shared<cuda::Context>(0);
-  const GroupPlan plan = makeGradientPlan();
   CudaKernels kernels = standInKernels();
   kernels.holdUntil = nullptr;
-  GroupIn gpu(plan, std::make_shared<CudaTensorMemory>(context, kernels), context);
+  GroupIn gpu(makeGradientPlan(), {std::make_shared<CudaTensorMemory>(context, kernels), {context}});
   gpu.reduceHeld(0, monotonicNow());
   EXPECT_EQ(gpu.lead(), 0);
 }

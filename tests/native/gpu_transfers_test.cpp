@@ -63,6 +63,7 @@ class GpuWorker {
     computed_.push_back(contribution(spec.dtype, spec.numElements, rank_, step));
     const Bytes& values = computed_.back();
     gradients_[tensor].assign(values.size(), std::byte{0x5a});
+    const cuda::ContextScope scope(*context_);
     compute_.copyToDevice(addressOf(tensor), values.data(), values.size());
   }
   GpuTensor describe(std::uint32_t tensor, std::uint8_t flags = kPresent) {

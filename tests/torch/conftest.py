@@ -72,6 +72,11 @@ def stand_in_gpu_each_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerP
 
 
 @pytest.fixture(scope="session")
+def spread_gpus_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU each, spread", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
 def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
 

@@ -25,6 +25,12 @@ _GPU_ENVIRONMENTS = {
         "STAND_IN_GPUS": "2",
         "COARSE_ALGORITHM": "direct",
     },
+    "coarse, stand-in GPU each, spread": {
+        "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
+        "STAND_IN_GPUS": "2",
+        "STAND_IN_PAGE_BYTES": "4096",
+        "COARSE_ALGORITHM": "direct",
+    },
 }
 
 
@@ -36,7 +42,8 @@ class WorkerPool(ProcessPool):
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
     aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
     from slots" cannot reach. "coarse, stand-in GPU each" has each worker on a GPU with its memory device, the first
-    worker on that of the home device. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
+    worker on that of the home device; ", spread" behind that has pages so small that models lie on both. "ddp, cuda"
+    and "coarse, cuda" have both models on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

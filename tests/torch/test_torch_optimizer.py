@@ -117,12 +117,27 @@ def test_equals_torch_where_parameters_are_on_the_gpu_of_one_worker(
     assert_equal_results(name, ddp_pool, stand_in_gpu_each_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_parameters_are_spread_over_gpus(
+    name: str, ddp_pool: WorkerPool, spread_gpus_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, spread_gpus_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
 def test_checkpoints_hold_where_memory_devices_are_on_a_gpu(
     name: str, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
     stand_in_gpu_with_slots_pool.submit(name)
     stand_in_gpu_with_slots_pool.collect()
+
+
+@pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
+def test_checkpoints_hold_where_parameters_are_spread_over_gpus(
+    name: str, spread_gpus_pool: WorkerPool
+) -> None:
+    spread_gpus_pool.submit(name)
+    spread_gpus_pool.collect()
 
 
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))

@@ -129,12 +129,16 @@ def test_updates_in_backward_are_whole_steps_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [(), ("overlap",)], ids=["in step", "in backward"])
-@pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "2"], ids=["its memory", "the host's memory"])
+@pytest.mark.parametrize(
+    "devices",
+    ["cuda:0,cuda:0", "cuda:0,cuda:1", "2"],
+    ids=["its memory", "that of two GPUs", "the host's memory"],
+)
 def test_a_worker_on_a_gpu_that_is_stood_in_for_goes_on_where_memory_is(
     devices: str, way: tuple[str, ...], tmp_path: Path, cuda_stand_ins: Path
 ) -> None:
     crashes = CRASHES_IN_BACKWARD if way else CRASHES[:3]
-    on_gpu = {"COARSE_MEMORY_DEVICES": devices}
+    on_gpu = {"COARSE_MEMORY_DEVICES": devices, "STAND_IN_GPUS": "2", "STAND_IN_PAGE_BYTES": "4096"}
     on_gpu |= {name: str(cuda_stand_ins) for name in ("LD_LIBRARY_PATH", "XDG_CACHE_HOME")}
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for folder in (undisturbed, disturbed):

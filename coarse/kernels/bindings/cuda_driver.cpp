@@ -57,19 +57,31 @@ void registerStreams(py::module_& module) {
       .def(
           "copy_to_device",
           [](cuda::Stream& stream, std::uint64_t destination, std::uintptr_t source, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
             stream.copyToDevice(destination, reinterpret_cast<const void*>(source), numBytes);
           },
           py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
       .def(
           "copy_to_host",
           [](cuda::Stream& stream, std::uintptr_t destination, std::uint64_t source, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
             stream.copyToHost(reinterpret_cast<void*>(destination), source, numBytes);
           },
           py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
-      .def("copy_on_device", &cuda::Stream::copyOnDevice, py::arg("destination"), py::arg("source"),
-           py::arg("num_bytes"), ReleaseGil())
-      .def("fill", &cuda::Stream::fill, py::arg("destination"), py::arg("value"), py::arg("num_bytes"),
-           ReleaseGil())
+      .def(
+          "copy_on_device",
+          [](cuda::Stream& stream, std::uint64_t destination, std::uint64_t source, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.copyOnDevice(destination, source, numBytes);
+          },
+          py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
+      .def(
+          "fill",
+          [](cuda::Stream& stream, std::uint64_t destination, unsigned char value, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.fill(destination, value, numBytes);
+          },
+          py::arg("destination"), py::arg("value"), py::arg("num_bytes"), ReleaseGil())
       .def("synchronize", &cuda::Stream::synchronize, ReleaseGil())
       .def("is_idle", &cuda::Stream::isIdle);
 }
@@ -95,18 +107,22 @@ void registerMemory(py::module_& module) {
           },
           py::arg("context"), py::arg("num_bytes"), ReleaseGil())
       .def_static(
-          "import_fd",
-          [](std::shared_ptr<cuda::Context> context, int fd, std::size_t numBytes,
+          "page_bytes",
+          [](const cuda::Context& context) { return cuda::DeviceMemory::roundUpToPages(context, 1); },
+          py::arg("context"))
+      .def_static(
+          "import_region",
+          [](std::shared_ptr<cuda::Context> context, const Region& region,
              const std::vector<std::shared_ptr<cuda::Context>>& others, bool settles) {
             cuda::DeviceMemory memory =
-                cuda::DeviceMemory::import(std::move(context), fd, numBytes, {others.begin(), others.end()});
+                cuda::DeviceMemory::import(std::move(context), region, {others.begin(), others.end()});
             return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
                                                        [settles](cuda::DeviceMemory* unmapped) {
                                                          if (settles) unmapped->settle();
                                                          delete unmapped;
                                                        });
           },
-          py::arg("context"), py::arg("fd"), py::arg("num_bytes"), py::kw_only(),
+          py::arg("context"), py::arg("region"), py::kw_only(),
           py::arg("others") = std::vector<std::shared_ptr<cuda::Context>>{}, py::arg("settles") = false,
           ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)

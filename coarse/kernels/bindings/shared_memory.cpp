@@ -1,6 +1,10 @@
 #include "coarse/shared_memory.hpp"
 
+#include <pybind11/stl.h>
+
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 
@@ -19,7 +23,12 @@ void registerSharedMemory(py::module_& module) {
   module.def("sealed_bytes", &sealedBytes, py::arg("fd"));
   py::class_<Region>(module, "Region")
       .def(py::init<int>(), py::arg("fd"))
-      .def(py::init<int, std::size_t, std::size_t>(), py::arg("fd"), py::arg("offset"), py::arg("num_bytes"));
+      .def(py::init([](int fd, std::size_t offset, std::size_t numBytes, std::vector<Region> rest) {
+             Region region(fd, offset, numBytes);
+             region.rest = std::move(rest);
+             return region;
+           }),
+           py::arg("fd"), py::arg("offset"), py::arg("num_bytes"), py::arg("rest") = std::vector<Region>{});
   py::implicitly_convertible<py::int_, Region>();
   py::class_<Mapping, std::shared_ptr<Mapping>>(module, "Mapping", py::buffer_protocol())
       .def(py::init([](const Region& region, std::size_t numBytes, bool readOnly) {

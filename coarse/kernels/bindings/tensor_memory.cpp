@@ -7,7 +7,9 @@
 
 #include "bindings.hpp"
 #include "coarse/cuda_slot_copies.hpp"
+#include "coarse/cuda_spread_memory.hpp"
 #include "coarse/cuda_tensor_memory.hpp"
+#include "coarse/group_snapshots.hpp"
 #include "coarse/nccl_runner.hpp"
 
 namespace py = pybind11;
@@ -46,6 +48,18 @@ void registerTensorMemory(py::module_& module) {
            py::arg("context"), py::kw_only(), py::arg("reduce_sum"), py::arg("reduce_max"),
            py::arg("ring_sum"), py::arg("ring_max"), py::arg("measure"), py::arg("update"),
            py::arg("hold_until"));
+  py::class_<CudaSpreadMemory, TensorMemory, std::shared_ptr<CudaSpreadMemory>>(module, "CudaSpreadMemory")
+      .def(py::init([](const std::vector<std::shared_ptr<CudaTensorMemory>>& gpus) {
+             return std::make_shared<CudaSpreadMemory>(
+                 std::vector<std::shared_ptr<const CudaTensorMemory>>(gpus.begin(), gpus.end()));
+           }),
+           py::arg("gpus"))
+      .def(
+          "snapshot_pool",
+          [](const CudaSpreadMemory& memory, const GroupPlan& plan) {
+            return memory.makeSnapshotPool(GroupSnapshots::blockBytes(plan));
+          },
+          py::arg("plan"));
   py::class_<NcclRunner, std::shared_ptr<NcclRunner>>(module, "NcclRunner")
       .def(py::init<std::shared_ptr<nccl::Communicator>, std::shared_ptr<CudaTensorMemory>,
                     std::vector<std::size_t>>(),

@@ -7,27 +7,6 @@
 
 namespace coarse {
 
-void DistantMemory::add(const void* begin, std::size_t numBytes, cuda::SharedContext owner) {
-  const std::lock_guard lock(mutex_);
-  ranges_[static_cast<const std::byte*>(begin)] = {numBytes, std::move(owner)};
-  isEmpty_.store(false, std::memory_order_release);
-}
-
-void DistantMemory::remove(const void* begin) noexcept {
-  const std::lock_guard lock(mutex_);
-  ranges_.erase(static_cast<const std::byte*>(begin));
-  isEmpty_.store(ranges_.empty(), std::memory_order_release);
-}
-
-cuda::SharedContext DistantMemory::ownerOf(const void* address) const {
-  const auto* const wanted = static_cast<const std::byte*>(address);
-  const std::lock_guard lock(mutex_);
-  // In descending order: the first range that does not begin behind the address.
-  const auto range = ranges_.lower_bound(wanted);
-  if (range == ranges_.end() || wanted >= range->first + range->second.numBytes) return nullptr;
-  return range->second.owner;
-}
-
 NearCopies::NearCopies(cuda::Stream& stream, std::shared_ptr<const DistantMemory> distant)
     : stream_(stream), distant_(std::move(distant)) {}
 
@@ -58,10 +37,10 @@ void NearCopies::sendBack() {
 NearCopies::Copy* NearCopies::find(const void* address, std::size_t numBytes) {
   if (distant_->isEmpty()) return nullptr;
   if (const auto found = copies_.find(address); found != copies_.end()) return &found->second;
-  cuda::SharedContext owner = distant_->ownerOf(address);
-  if (owner == nullptr) return nullptr;
+  std::optional<cuda::SharedContext> owner = distant_->find(address);
+  if (!owner) return nullptr;
   Copy copy;
-  copy.owner = std::move(owner);
+  copy.owner = std::move(*owner);
   copy.numBytes = numBytes;
   copy.address = stream_.allocate(numBytes);
   if (copy.address == 0) {

@@ -415,14 +415,24 @@ DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes)
               mebibytes(info.freeBytes) + " of " + mebibytes(info.totalBytes) + " free");
   }
   check(result, "cuMemCreate");
-  return DeviceMemory(std::move(context), handle, rounded);
+  return DeviceMemory(std::move(context), {{handle, rounded}});
 }
 
-DeviceMemory DeviceMemory::import(SharedContext context, int fd, std::size_t numBytes,
+DeviceMemory DeviceMemory::import(SharedContext context, const Region& region,
                                   std::vector<SharedContext> others) {
   const ContextScope scope(*context);
-  const MemoryHandle handle = importHandle(fd);
-  return DeviceMemory(std::move(context), handle, numBytes, std::move(others));
+  std::vector<Piece> pieces;
+  const auto add = [&](const Region& piece) {
+    try {
+      pieces.push_back({importHandle(piece.fd), piece.numBytes});
+    } catch (const Error&) {
+      for (const Piece& imported : pieces) api().cuMemRelease(imported.handle);
+      throw;
+    }
+  };
+  add(region);
+  for (const Region& piece : region.rest) add(piece);
+  return DeviceMemory(std::move(context), std::move(pieces), std::move(others));
 }
 
 int DeviceMemory::locationOf(int fd) {
@@ -434,9 +444,10 @@ int DeviceMemory::locationOf(int fd) {
   return properties.location.id;
 }
 
-DeviceMemory::DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes,
+DeviceMemory::DeviceMemory(SharedContext context, std::vector<Piece> pieces,
                            std::vector<SharedContext> others)
-    : context_(std::move(context)), others_(std::move(others)), handle_(handle), numBytes_(numBytes) {
+    : context_(std::move(context)), others_(std::move(others)), pieces_(std::move(pieces)) {
+  for (const Piece& piece : pieces_) numBytes_ += piece.numBytes;
   try {
     map();
   } catch (...) {
@@ -448,11 +459,19 @@ DeviceMemory::DeviceMemory(SharedContext context, MemoryHandle handle, std::size
 void DeviceMemory::map() {
   const ContextScope scope(*context_);
   check(api().cuMemAddressReserve(&address_, numBytes_, 0, 0, 0), "cuMemAddressReserve");
-  const Result mapped = api().cuMemMap(address_, numBytes_, 0, handle_, 0);
-  if (mapped != kSuccess) {
-    api().cuMemAddressFree(std::exchange(address_, 0), numBytes_);
-    check(mapped, "cuMemMap", "mapping " + mebibytes(numBytes_) + " of device memory");
+  mapPieces();
+  allowAccess();
+}
+
+void DeviceMemory::mapPieces() {
+  for (const Piece& piece : pieces_) {
+    check(api().cuMemMap(address_ + numMappedBytes_, piece.numBytes, 0, piece.handle, 0), "cuMemMap",
+          "mapping " + mebibytes(piece.numBytes) + " of device memory");
+    numMappedBytes_ += piece.numBytes;
   }
+}
+
+void DeviceMemory::allowAccess() const {
   std::vector<MemAccessDesc> accesses;
   std::string names;
   const auto add = [&](const Context& context) {
@@ -481,18 +500,20 @@ void DeviceMemory::settle() const noexcept {
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : context_(std::move(other.context_)),
       others_(std::move(other.others_)),
-      handle_(std::exchange(other.handle_, 0)),
+      pieces_(std::exchange(other.pieces_, {})),
       address_(std::exchange(other.address_, 0)),
-      numBytes_(std::exchange(other.numBytes_, 0)) {}
+      numBytes_(std::exchange(other.numBytes_, 0)),
+      numMappedBytes_(std::exchange(other.numMappedBytes_, 0)) {}
 
 DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
   if (this == &other) return *this;
   release();
   context_ = std::move(other.context_);
   others_ = std::move(other.others_);
-  handle_ = std::exchange(other.handle_, 0);
+  pieces_ = std::exchange(other.pieces_, {});
   address_ = std::exchange(other.address_, 0);
   numBytes_ = std::exchange(other.numBytes_, 0);
+  numMappedBytes_ = std::exchange(other.numMappedBytes_, 0);
   return *this;
 }
 
@@ -501,16 +522,15 @@ DeviceMemory::~DeviceMemory() { release(); }
 void DeviceMemory::release() noexcept {
   if (context_ == nullptr || !context_->isUsable()) return;
   if (address_ != 0) {
-    api().cuMemUnmap(address_, numBytes_);
-    api().cuMemAddressFree(address_, numBytes_);
-    address_ = 0;
+    if (numMappedBytes_ > 0) api().cuMemUnmap(address_, numMappedBytes_);
+    api().cuMemAddressFree(std::exchange(address_, 0), numBytes_);
   }
-  if (handle_ != 0) api().cuMemRelease(std::exchange(handle_, 0));
+  for (const Piece& piece : std::exchange(pieces_, {})) api().cuMemRelease(piece.handle);
 }
 
 int DeviceMemory::exportFd() const {
   int fd = -1;
-  check(api().cuMemExportToShareableHandle(&fd, handle_, kMemHandlePosixFd, 0),
+  check(api().cuMemExportToShareableHandle(&fd, pieces_.front().handle, kMemHandlePosixFd, 0),
         "cuMemExportToShareableHandle");
   ::fcntl(fd, F_SETFD, FD_CLOEXEC);
   return fd;

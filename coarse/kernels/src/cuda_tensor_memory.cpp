@@ -389,14 +389,16 @@ CudaTensorMemory::CudaTensorMemory(cuda::SharedContext context, const CudaKernel
   kernels_.validate();
 }
 
+void CudaTensorMemory::checkLength(const Region& region, std::size_t numBytes, const std::string& what) {
+  if (region.totalBytes() >= numBytes) return;
+  throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes of a GPU, there are " +
+                              std::to_string(region.totalBytes()));
+}
+
 TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, const std::string& what) const {
-  if (region.numBytes < numBytes) {
-    throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes of a GPU, there are " +
-                                std::to_string(region.numBytes));
-  }
+  checkLength(region, numBytes, what);
   try {
-    auto memory = std::make_shared<cuda::DeviceMemory>(
-        cuda::DeviceMemory::import(context_, region.fd, region.numBytes));
+    auto memory = std::make_shared<cuda::DeviceMemory>(cuda::DeviceMemory::import(context_, region));
     auto* const address = static_cast<std::byte*>(pointerTo(memory->address()));
     return {std::move(memory), address};
   } catch (const cuda::Error& error) {
@@ -409,9 +411,9 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
 TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   try {
     const int owner = cuda::DeviceMemory::locationOf(region.fd);
-    if (owner == context_->device()) return nullptr;
+    if (owner == context_->device() || !region.rest.empty()) return nullptr;
     auto there = std::make_shared<const cuda::Context>(owner);
-    auto memory = cuda::DeviceMemory::import(there, region.fd, region.numBytes);
+    auto memory = cuda::DeviceMemory::import(there, region);
     auto* const address = static_cast<std::byte*>(pointerTo(memory.address()));
     distant_->add(address, memory.numBytes(), std::move(there));
     const auto mapped = std::make_shared<cuda::DeviceMemory>(std::move(memory));
@@ -426,8 +428,11 @@ std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {
 }
 
 std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {
-  return std::make_unique<BatchedCompute>(std::make_unique<CudaRunner>(context_, kernels_, distant_),
-                                          std::move(finish));
+  return std::make_unique<BatchedCompute>(makeRunner(), std::move(finish));
+}
+
+std::unique_ptr<BatchRunner> CudaTensorMemory::makeRunner() const {
+  return std::make_unique<CudaRunner>(context_, kernels_, distant_);
 }
 
 std::unique_ptr<RingCompute> CudaTensorMemory::makeRingCompute() const {

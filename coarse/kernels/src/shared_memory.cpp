@@ -102,6 +102,12 @@ Region::Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes)
   if (rangeBytes == 0) throw std::invalid_argument("a range of a device file has no bytes");
 }
 
+std::size_t Region::totalBytes() const noexcept {
+  std::size_t total = numBytes;
+  for (const Region& each : rest) total += each.totalBytes();
+  return total;
+}
+
 Mapping::Mapping(const Region& region, std::size_t numBytes, Access access)
     : numBytes_(numBytes), access_(access), mappedBytes_(region.isSealed() ? numBytes : region.numBytes) {
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
@@ -173,6 +179,7 @@ std::size_t sealedBytes(int fd) {
 
 Mapping mapShared(const Region& region, std::size_t numBytes, Mapping::Access access,
                   const std::string& what) {
+  if (!region.rest.empty()) throw std::invalid_argument(what + ": the host maps no memory in pieces");
   const std::size_t available = availableBytes(region);
   if (available < numBytes) {
     throw std::invalid_argument(what + ": needs " + std::to_string(numBytes) + " bytes, the descriptor has " +

@@ -13,7 +13,7 @@ from coarse.proxy.memory.device_memory import (
     try_memory,
 )
 from coarse.proxy.memory.host import HostMemory
-from coarse.proxy.memory.segment import Extent, Segment
+from coarse.proxy.memory.segment import Extent, Segment, pack, unpack
 
 __all__ = [
     "DeviceMemories",
@@ -24,5 +24,7 @@ __all__ = [
     "available_bytes",
     "open_memories",
     "open_memory",
+    "pack",
     "try_memory",
+    "unpack",
 ]

@@ -35,11 +35,10 @@ class CudaMemory:
         self.device = device
         self._uuid = _native.cuda_device_uuid(device)
         self._context = _native.CudaContext(device)
-        self._context.make_current()
         self._stream = _native.CudaStream(self._context)
         self._host = HostMemory()
         self._kernels: CudaKernels | None = None  # must outlive the next, which has handles of them
-        self._tensor_memory: _native.TensorMemory | None = None
+        self._tensor_memory: _native.CudaTensorMemory | None = None
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         try:
@@ -69,8 +68,11 @@ class CudaMemory:
         self._stream.synchronize()
 
     def _import(self, segment: Segment) -> _native.CudaMemory:
-        assert segment.extent is not None
-        return _native.CudaMemory.import_fd(self._context, segment.fd, segment.extent.num_bytes)
+        return _native.CudaMemory.import_region(self._context, segment.region)
+
+    def page_bytes(self) -> int:
+        """What memory is taken by."""
+        return _native.CudaMemory.page_bytes(self._context)
 
     def available_bytes(self) -> int:
         free_bytes, _ = self._context.memory_info()
@@ -79,7 +81,7 @@ class CudaMemory:
     def cores(self) -> tuple[int, ...]:
         return ()
 
-    def tensor_memory(self) -> _native.TensorMemory:
+    def tensor_memory(self) -> _native.CudaTensorMemory:
         if self._tensor_memory is None:
             kernels = self._kernels = CudaKernels(self.device)
 
@@ -107,7 +109,7 @@ class CudaMemory:
         local_clients: Sequence[int],
     ) -> _native.NcclRunner:
         """Joins the other memory devices on GPUs; waits until all have. As NcclCommunicator and NcclRunner."""
-        assert isinstance(self._tensor_memory, _native.CudaTensorMemory)
+        assert self._tensor_memory is not None
         communicator = _native.NcclCommunicator(library, unique_id, rank, num_ranks, self._context)
         return _native.NcclRunner(communicator, self._tensor_memory, local_clients)
 

@@ -74,7 +74,7 @@ class DeviceMemories:
     Args:
         own: Where slots lie, and values that workers store.
         common: Where that lies which a node has once, parameters and states of optimizers: in the memory of all its
-            memory devices, where these are NUMA nodes; else it is `own`.
+            memory devices, where these are NUMA nodes, or GPUs that reach each other; else it is `own`.
     """
 
     own: DeviceMemory
@@ -97,13 +97,27 @@ def open_memories(names: Sequence[str], device: int) -> DeviceMemories:
         ValueError, DeviceMemoryBusyError: As open_memory().
     """
     own = open_memory(names[device])
-    memories = [MemoryName.parse(name) for name in names]
-    nodes = sorted({int(memory.place) for memory in memories if memory.kind == "numa"})
-    if len(nodes) < 2 or any(memory.kind != "numa" for memory in memories):
+    memories = {MemoryName.parse(name) for name in names}
+    if len(memories) < 2 or any(memory.kind != own.kind for memory in memories):
         return DeviceMemories(own=own, common=own)
-    from coarse.proxy.memory.numa import NumaMemory
+    return DeviceMemories(own=own, common=_common_memory(own, sorted(memory.place for memory in memories)))
 
-    return DeviceMemories(own=own, common=NumaMemory(*nodes))
+
+def _common_memory(own: DeviceMemory, places: Sequence[str]) -> DeviceMemory:
+    """What has memory of several places, all of the kind of `own`; `own` itself if nothing can."""
+    if own.kind == "numa":
+        from coarse.proxy.memory.numa import NumaMemory
+
+        return NumaMemory(*sorted(map(int, places)))
+    if own.kind == "cuda":
+        from coarse.proxy.memory.cuda import CudaMemory
+        from coarse.proxy.memory.spread_cuda import SpreadCudaMemory, reach_each_other
+
+        assert isinstance(own, CudaMemory)
+        devices = sorted(map(int, places))
+        if reach_each_other(devices):
+            return SpreadCudaMemory(own, [device for device in devices if device != own.device])
+    return own
 
 
 def open_memory(name: str) -> DeviceMemory:

@@ -1,40 +1,17 @@
 #pragma once
 
-#include <atomic>
 #include <cstddef>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <unordered_map>
-#include <vector>
 
+#include "coarse/address_ranges.hpp"
 #include "coarse/cuda_driver.hpp"
 
 namespace coarse {
 
-/// Memory of GPUs that one GPU cannot reach, as this process has mapped it for those GPUs.
-///
-/// Thread safety: any.
-class DistantMemory {
- public:
-  void add(const void* begin, std::size_t numBytes, cuda::SharedContext owner);
-  void remove(const void* begin) noexcept;
-  /// Whether there is none, as between most GPUs.
-  bool isEmpty() const noexcept { return isEmpty_.load(std::memory_order_acquire); }
-  /// The GPU in whose memory `address` lies; null where it is none of these.
-  cuda::SharedContext ownerOf(const void* address) const;
-
- private:
-  struct Range {
-    std::size_t numBytes = 0;
-    cuda::SharedContext owner;
-  };
-
-  mutable std::mutex mutex_;  // guards ranges_
-  std::map<const std::byte*, Range, std::greater<>> ranges_;
-  std::atomic<bool> isEmpty_{true};
-};
+/// Memory of GPUs that one GPU cannot reach, as this process has mapped it for those GPUs, each range with
+/// its GPU. Between most GPUs there is none.
+using DistantMemory = AddressRanges<cuda::SharedContext>;
 
 /// Copies of distant memory on the GPU of a stream, on which kernels of that stream work instead. CUDA takes
 /// them through the host where it has to.

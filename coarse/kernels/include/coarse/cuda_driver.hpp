@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "coarse/cuda_api.hpp"
+#include "coarse/shared_memory.hpp"
 
 /// The CUDA driver, loaded when it is first asked for; nothing here needs CUDA to be built or imported.
 ///
@@ -235,12 +236,11 @@ class DeviceMemory {
   /// Allocates at least `numBytes`, in whole pages of the device; their contents are arbitrary.
   /// @throws OutOfMemoryError says how much there is; Error if the device cannot share memory.
   static DeviceMemory allocate(SharedContext context, std::size_t numBytes);
-  /// Maps what another process has allocated and exported.
-  /// @param fd stays the caller's.
-  /// @param numBytes of the allocation, as its numBytes() says.
-  /// @param others on whose devices it is to be used too; that of `context` is where it lies then.
-  /// @throws Error if the descriptor is something else or smaller, or a device cannot reach that memory.
-  static DeviceMemory import(SharedContext context, int fd, std::size_t numBytes,
+  /// Maps what another process has allocated and exported; pieces side by side, wherever each lies.
+  /// @param region whole allocations, each with its numBytes().
+  /// @param others on whose devices it is to be used too.
+  /// @throws Error if a descriptor is something else or smaller, or a device cannot reach that memory.
+  static DeviceMemory import(SharedContext context, const Region& region,
                              std::vector<SharedContext> others = {});
   /// The device in whose memory lies what a descriptor stands for. @throws Error as import().
   static int locationOf(int fd);
@@ -259,20 +259,27 @@ class DeviceMemory {
   const SharedContext& context() const noexcept { return context_; }
   /// Waits for everything that its devices have been given, whatever comes of that: unmapping does not.
   void settle() const noexcept;
-  /// @returns a new descriptor, close-on-exec, which the caller closes.
+  /// @returns a new descriptor, close-on-exec, which the caller closes. @pre it is in one piece.
   int exportFd() const;
 
  private:
-  DeviceMemory(SharedContext context, MemoryHandle handle, std::size_t numBytes,
-               std::vector<SharedContext> others = {});
+  struct Piece {
+    MemoryHandle handle;
+    std::size_t numBytes;
+  };
+
+  DeviceMemory(SharedContext context, std::vector<Piece> pieces, std::vector<SharedContext> others = {});
   void map();
+  void mapPieces();
+  void allowAccess() const;
   void release() noexcept;
 
   SharedContext context_;
   std::vector<SharedContext> others_;
-  MemoryHandle handle_ = 0;
+  std::vector<Piece> pieces_;
   DeviceAddress address_ = 0;
   std::size_t numBytes_ = 0;
+  std::size_t numMappedBytes_ = 0;
 };
 
 }  // namespace coarse::cuda

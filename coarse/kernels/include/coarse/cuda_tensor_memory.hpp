@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "coarse/batched_compute.hpp"
 #include "coarse/cuda_distant_memory.hpp"
 #include "coarse/cuda_driver.hpp"
 #include "coarse/cuda_kernels.hpp"
@@ -20,11 +21,15 @@ class CudaTensorMemory : public TensorMemory {
   const cuda::SharedContext& context() const noexcept { return context_; }
   const CudaKernels& kernels() const noexcept { return kernels_; }
 
-  /// @param region all that a cuda::DeviceMemory exported, in this or another process.
+  /// @param region all that one or more cuda::DeviceMemory exported, in this or other processes.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;
   std::unique_ptr<RingCompute> makeRingCompute() const override;
+  /// What makeCompute() has run its batches. It must not outlive this.
+  std::unique_ptr<BatchRunner> makeRunner() const;
+  /// @throws std::invalid_argument if a region has fewer bytes.
+  static void checkLength(const Region& region, std::size_t numBytes, const std::string& what);
 
  private:
   TensorBytes mapDistant(const Region& region) const;

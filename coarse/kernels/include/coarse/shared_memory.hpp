@@ -8,11 +8,12 @@
 namespace coarse {
 
 /// Where memory lies that other processes can map: all of what a descriptor opens, or a range of a device
-/// file. The descriptor stays whoever's it is.
+/// file; or several of these, one behind the other. Descriptors stay whoever's they are.
 struct Region {
   int fd = -1;
   std::size_t offset = 0;
   std::size_t numBytes = 0;  // what has to be mapped of a device file; 0 stands for sealed memory, all of it
+  std::vector<Region> rest{};  // what is mapped behind it; of GPUs' memory
 
   // Implicit: most memory is sealed.
   Region(int sealedFd) : fd(sealedFd) {}  // NOLINT(google-explicit-constructor)
@@ -20,6 +21,8 @@ struct Region {
   Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes);
 
   bool isSealed() const noexcept { return numBytes == 0; }
+  /// What has to be mapped of all pieces.
+  std::size_t totalBytes() const noexcept;
 };
 
 /// A mapping of shared memory; unmaps itself. Movable, not copyable.

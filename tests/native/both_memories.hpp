@@ -1,0 +1,173 @@
+// Groups in the memory of GPUs beside the same ones in the host's, for the tests of what computes there. The
+// driver is the stand-in of cuda_stand_in.cpp.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "coarse/cuda_driver.hpp"
+#include "coarse/shard_reducer.hpp"
+#include "contributions.hpp"
+#include "fixture.hpp"
+
+namespace coarse::test {
+
+inline constexpr std::size_t kNumClients = 3;
+
+/// What computes in the memory of some GPUs, and these.
+struct MemoryOfGpus {
+  std::shared_ptr<const TensorMemory> memory;
+  std::vector<cuda::SharedContext> gpus{};  // none: the host
+};
+
+/// One group, with the memory that its plan asks for, and what computes there.
+class GroupIn {
+ public:
+  GroupIn(const GroupPlan& plan, MemoryOfGpus where)
+      : plan_(plan),
+        memory_(std::move(where.memory)),
+        gpus_(std::move(where.gpus)),
+        control_(GroupControl::numBytes(plan.shards.size(), kNumClients)) {
+    std::vector<Region> slots;
+    OptimizerFds optimizer;
+    for (std::size_t client = 0; client < kNumClients; ++client) {
+      slots.push_back(allocate(plan.clientBytes()));
+      settings_.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));
+      optimizer.settings.push_back(settings_.back().fd);
+    }
+    if (plan.hasOptimizer) {
+      optimizer.parameters = allocateEverywhere(plan.parameterBytes());
+      optimizer.states = allocateEverywhere(std::max<std::size_t>(plan.keptBytes(), 1));
+    }
+    group_ = std::make_unique<TensorGroup>(plan, control_.fd, slots, optimizer, std::vector<int>(), memory_);
+    compute_ = memory_->makeCompute([this](const ShardTask& task) { finished_.push_back(task.entry.shard); });
+  }
+
+  TensorGroup& group() { return *group_; }
+  /// Random numbers as contributions, parameters and states; the same for the same seed.
+  void fill(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    for (const Shard& shard : plan_.shards) {
+      for (std::size_t client = 0; client < kNumClients; ++client)
+        fillShard(group_->slot(client, shard), shard, random);
+      if (!plan_.hasOptimizer) continue;
+      fillShard(group_->parameter(shard), shard, random);
+      for (std::size_t i = 0; i < plan_.numStates; ++i) {
+        for (std::uint32_t k = 0; k < shard.numElements; ++k)
+          group_->state(shard, i)[k] = static_cast<float>(random() % 1000) / 1000;
+      }
+    }
+  }
+  void contribute(std::size_t client, std::uint8_t flags) {
+    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard)
+      group_->control().contribution(shard, client).flags = flags;
+  }
+  void set(const UpdateSettings& settings) {
+    for (Memory& each : settings_)
+      std::fill_n(reinterpret_cast<UpdateSettings*>(each.data()), plan_.numTensors(), settings);
+  }
+  /// @param piecesOf those of a shard that are to be reduced.
+  void run(const std::function<std::vector<ShardPiece>(const Shard&)>& piecesOf = nullptr) {
+    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
+      ShardTask task{group_.get(), {plan_.id, shard, 1, 0}, {}, 0};
+      if (piecesOf) task.pieces = piecesOf(plan_.shards[shard]);
+      compute_->begin(task);
+    }
+    compute_->drain();
+    ASSERT_EQ(finished_.size(), plan_.shards.size());
+    ASSERT_FALSE(compute_->isBusy());
+  }
+  /// Reduces a shard with which links are through at `notBefore`. @returns when it was finished.
+  MonotonicNs reduceHeld(std::uint32_t shard, MonotonicNs notBefore) {
+    compute_->begin({group_.get(), {plan_.id, shard, 1, 0}, {}, notBefore});
+    compute_->drain();
+    return monotonicNow();
+  }
+  MonotonicNs lead() const { return compute_->lead(); }
+
+ private:
+  Region allocate(std::size_t numBytes) {
+    if (memory_->isHost()) return Region(fds_.emplace_back(createSealedMemory("test", numBytes)));
+    return allocateOn(gpus_.front(), numBytes);
+  }
+  Region allocateOn(const cuda::SharedContext& gpu, std::size_t numBytes) {
+    const cuda::DeviceMemory memory = cuda::DeviceMemory::allocate(gpu, numBytes);
+    return {fds_.emplace_back(memory.exportFd()), 0, memory.numBytes()};
+  }
+  /// In as many pieces as there are GPUs.
+  Region allocateEverywhere(std::size_t numBytes) {
+    Region all = allocate(std::max<std::size_t>(numBytes / std::max<std::size_t>(gpus_.size(), 1), 1));
+    for (std::size_t i = 1; i < gpus_.size(); ++i)
+      all.rest.push_back(allocateOn(gpus_[i], numBytes / gpus_.size()));
+    return all;
+  }
+  static void fillShard(std::byte* to, const Shard& shard, std::mt19937_64& random) {
+    const std::size_t itemSize = itemBytes(shard.dtype);
+    for (std::uint32_t i = 0; i < shard.numElements; ++i) {
+      const std::uint64_t bits = encode(shard.dtype, random() % 200);
+      std::memcpy(to + i * itemSize, &bits, itemSize);
+    }
+  }
+
+  GroupPlan plan_;
+  std::shared_ptr<const TensorMemory> memory_;
+  std::vector<cuda::SharedContext> gpus_;
+  Memory control_;
+  std::vector<Memory> settings_;
+  std::vector<Fd> fds_;
+  std::vector<std::uint32_t> finished_;
+  std::unique_ptr<TensorGroup> group_;
+  std::unique_ptr<ShardCompute> compute_;
+};
+
+/// The same group twice: in the host's memory, and in that of GPUs.
+class BothMemories {
+ public:
+  BothMemories(const GroupPlan& plan, MemoryOfGpus gpus)
+      : plan_(plan), host_(plan, {hostMemory()}), gpu_(plan, std::move(gpus)) {
+    forBoth([](GroupIn& each) { each.fill(7); });
+  }
+  template <class Action>
+  void forBoth(Action action) {
+    action(host_);
+    action(gpu_);
+  }
+  void expectSame() {
+    for (const Shard& shard : plan_.shards) {
+      const std::size_t numBytes = shard.numElements * itemBytes(shard.dtype);
+      for (std::size_t client = 0; client < kNumClients; ++client)
+        ASSERT_EQ(std::memcmp(host_.group().slot(client, shard), gpu_.group().slot(client, shard), numBytes),
+                  0)
+            << "tensor " << shard.tensor << " of client " << client;
+      if (!plan_.hasOptimizer) continue;
+      ASSERT_EQ(std::memcmp(host_.group().parameter(shard), gpu_.group().parameter(shard), numBytes), 0);
+      const std::size_t numArrays = plan_.numStates + (plan_.hasMaster(shard) ? 1 : 0);
+      for (std::size_t i = 0; i < numArrays; ++i) {
+        ASSERT_EQ(std::memcmp(host_.group().state(shard, i), gpu_.group().state(shard, i),
+                              shard.numElements * sizeof(float)),
+                  0);
+      }
+    }
+  }
+  void expectSameMeasures() {
+    for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) {
+      const GradientMeasure& expected = host_.group().control().measure(shard);
+      const GradientMeasure& found = gpu_.group().control().measure(shard);
+      EXPECT_EQ(std::memcmp(&found.sumOfSquares, &expected.sumOfSquares, sizeof(double)), 0) << shard;
+      EXPECT_EQ(found.nonFiniteOf, expected.nonFiniteOf) << shard;
+    }
+  }
+
+ private:
+  GroupPlan plan_;
+  GroupIn host_, gpu_;
+};
+
+}  // namespace coarse::test
