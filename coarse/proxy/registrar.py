@@ -252,6 +252,12 @@ class Registrar:
         keeps_states = self._job.is_home and schema.state_names is not None
         return self._common if keeps_states else self._memory_of(schema)
 
+    def _used_of(self, registration: Registration) -> Mapping[str, Segment]:
+        """What this device needs of what the node has once: of GPUs' memory nothing, unless it makes the updates."""
+        if self._job.is_home:
+            return registration.shared
+        return {name: segment for name, segment in registration.shared.items() if not segment.gpus}
+
     def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""
         num_bytes = {}
@@ -350,7 +356,7 @@ class Registrar:
         registration.close()
 
     def _add_group(self, registration: Registration, proxy: _native.Proxy) -> None:
-        shared, schema = registration.shared, registration.schema
+        shared, schema = self._used_of(registration), registration.schema
         plan = schema.native_plan(registration.group, self._job.num_clients)
         versions = self._add_snapshots(registration, plan)
         updates = registration.recovered

@@ -105,7 +105,7 @@ def test_algorithms_between_gpus_have_the_bits_of_the_host(stand_ins, tmp_path, 
     ["auto", *(pytest.param(each, marks=pytest.mark.slow) for each in ("direct", "ring", "nccl"))],
 )
 def test_gpus_that_do_not_reach_each_other_work_on_copies(stand_ins, tmp_path, host_results, algorithm):
-    apart = {"STAND_IN_GPUS_ARE_APART": "1", "COARSE_ALGORITHM": algorithm, **stand_ins}
+    apart = {"STAND_IN_GPUS_ARE_APART": "all", "COARSE_ALGORITHM": algorithm, **stand_ins}
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **apart)
     assert found[0] is not None, errors
     assert found == host_results

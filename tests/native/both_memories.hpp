@@ -25,6 +25,7 @@ inline constexpr std::size_t kNumClients = 3;
 struct MemoryOfGpus {
   std::shared_ptr<const TensorMemory> memory;
   std::vector<cuda::SharedContext> gpus{};  // none: the host
+  cuda::SharedContext gpuOfSlots{};         // null: the first of these
 };
 
 /// One group, with the memory that its plan asks for, and what computes there.
@@ -34,6 +35,7 @@ class GroupIn {
       : plan_(plan),
         memory_(std::move(where.memory)),
         gpus_(std::move(where.gpus)),
+        gpuOfSlots_(where.gpuOfSlots != nullptr || gpus_.empty() ? where.gpuOfSlots : gpus_.front()),
         control_(GroupControl::numBytes(plan.shards.size(), kNumClients)) {
     std::vector<Region> slots;
     OptimizerFds optimizer;
@@ -95,7 +97,7 @@ class GroupIn {
  private:
   Region allocate(std::size_t numBytes) {
     if (memory_->isHost()) return Region(fds_.emplace_back(createSealedMemory("test", numBytes)));
-    return allocateOn(gpus_.front(), numBytes);
+    return allocateOn(gpuOfSlots_, numBytes);
   }
   Region allocateOn(const cuda::SharedContext& gpu, std::size_t numBytes) {
     const cuda::DeviceMemory memory = cuda::DeviceMemory::allocate(gpu, numBytes);
@@ -103,9 +105,10 @@ class GroupIn {
   }
   /// In as many pieces as there are GPUs.
   Region allocateEverywhere(std::size_t numBytes) {
-    Region all = allocate(std::max<std::size_t>(numBytes / std::max<std::size_t>(gpus_.size(), 1), 1));
-    for (std::size_t i = 1; i < gpus_.size(); ++i)
-      all.rest.push_back(allocateOn(gpus_[i], numBytes / gpus_.size()));
+    if (memory_->isHost()) return allocate(numBytes);
+    const std::size_t share = numBytes / gpus_.size() + 1;
+    Region all = allocateOn(gpus_.front(), share);
+    for (std::size_t i = 1; i < gpus_.size(); ++i) all.rest.push_back(allocateOn(gpus_[i], share));
     return all;
   }
   static void fillShard(std::byte* to, const Shard& shard, std::mt19937_64& random) {
@@ -119,6 +122,7 @@ class GroupIn {
   GroupPlan plan_;
   std::shared_ptr<const TensorMemory> memory_;
   std::vector<cuda::SharedContext> gpus_;
+  cuda::SharedContext gpuOfSlots_;
   Memory control_;
   std::vector<Memory> settings_;
   std::vector<Fd> fds_;

@@ -126,16 +126,30 @@ TEST_F(SpreadOverGpus, PiecesLieSideBySideAndAreKnownWhileTheyAreMapped) {
   EXPECT_EQ(memory_->gpuOf(begin + kPageBytes), 0U);
 }
 
-TEST_F(SpreadOverGpus, APieceWhereNobodyComputesIsRefused) {
-  const Variable four{"STAND_IN_GPUS", "4"};
-  gpus_.push_back(std::make_shared<cuda::Context>(3));
-  Region all = allocateOn(0);
-  all.rest.push_back(allocateOn(3));
+/// Slots are on a fourth GPU, which two of the others cannot reach.
+TEST_F(SpreadOverGpus, OfSlotsThatAGpuCannotReachItTakesCopies) {
+  const Variable numGpus("STAND_IN_GPUS", "4"), apart("STAND_IN_GPUS_ARE_APART", "0:3,3:2");
+  MemoryOfGpus where = memory();
+  where.gpuOfSlots = std::make_shared<cuda::Context>(3);
+  BothMemories both(makeLargePlan(), where);
+  both.forBoth([](GroupIn& each) {
+    each.set(adam());
+    for (std::size_t client = 0; client < kNumClients; ++client) each.contribute(client, kPresent | kUpdate);
+    each.run();
+  });
+  both.expectSame();
+  for (int device = 0; device < kNumGpus; ++device) EXPECT_GT(numLaunches(device), 0U) << device;
+  EXPECT_FALSE(memory_->gpu(0).distant().isEmpty());
+  EXPECT_TRUE(memory_->gpu(1).distant().isEmpty());
+}
+
+TEST_F(SpreadOverGpus, PiecesThatAGpuCannotReachAreRefused) {
+  const Variable apart("STAND_IN_GPUS_ARE_APART", "2:1");
   try {
-    memory_->map(all, 2 * kPageBytes, "parameters");
+    mapPages();
     FAIL() << "was mapped";
   } catch (const cuda::Error& error) {
-    EXPECT_NE(std::string(error.what()).find("parameters: it lies on cuda:3"), std::string::npos)
+    EXPECT_NE(std::string(error.what()).find("pages: a GPU cannot reach all of it"), std::string::npos)
         << error.what();
   }
 }

@@ -2,7 +2,7 @@
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
 // real. Variables of the environment change it:
 //   STAND_IN_GPUS=n         devices that there are (1)
-//   STAND_IN_GPUS_ARE_APART set: none reaches the memory of another one
+//   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
 //   STAND_IN_LAUNCHES=n     all launches of a process behind the first n fail
 #include <sys/mman.h>
@@ -148,15 +148,24 @@ struct Owned {
 std::mutex ownersMutex;
 std::map<DeviceAddress, Owned, std::greater<>> owned;  // mapped memory, and the device in which it lies
 
-bool areApart() { return std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr; }
+bool areApart(DeviceOrdinal one, DeviceOrdinal other) {
+  const char* const text = std::getenv("STAND_IN_GPUS_ARE_APART");
+  if (text == nullptr || one == other) return false;
+  const std::string pairs = "," + std::string(text) + ",";
+  const auto names = [&](DeviceOrdinal first, DeviceOrdinal second) {
+    return pairs.find("," + std::to_string(first) + ":" + std::to_string(second) + ",") != std::string::npos;
+  };
+  return pairs == ",all," || names(one, other) || names(other, one);
+}
+bool areSomeApart() { return std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr; }
 
 /// Whether a device may use what lies at an address, of device memory or not.
 bool reaches(DeviceOrdinal device, DeviceAddress address) {
-  if (!areApart()) return true;
+  if (!areSomeApart()) return true;
   const std::lock_guard lock(ownersMutex);
   const auto range = owned.lower_bound(address);
   return range == owned.end() || address >= range->first + range->second.numBytes ||
-         range->second.device == device;
+         !areApart(device, range->second.device);
 }
 
 constexpr const char* kMemoryName = "device memory ";
@@ -206,7 +215,7 @@ Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal
   return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + device : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
-  return number(can, device != peer && !areApart() ? 1 : 0);
+  return number(can, device != peer && !areApart(device, peer) ? 1 : 0);
 }
 Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal device) {
   *context = &contexts[static_cast<std::size_t>(device)];
@@ -382,7 +391,7 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
   ++launchesOn[static_cast<std::size_t>(currentDevice())];
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
-  for (std::size_t offset = 0; areApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
+  for (std::size_t offset = 0; areSomeApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
        offset += sizeof(DeviceAddress)) {
     DeviceAddress perhaps = 0;
     std::memcpy(&perhaps, batch + offset, sizeof(perhaps));

@@ -77,6 +77,11 @@ def spread_gpus_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
 
 
 @pytest.fixture(scope="session")
+def partly_apart_gpus_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU each, partly apart", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
 def emulated_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU that has slots, emulated machine", stand_ins=cuda_stand_ins)
 

@@ -18,7 +18,7 @@ _GPU_ENVIRONMENTS = {
     "coarse, stand-in GPU apart from slots": {
         "COARSE_MEMORY_DEVICES": "cuda:1,cuda:1",
         "STAND_IN_GPUS": "2",
-        "STAND_IN_GPUS_ARE_APART": "1",
+        "STAND_IN_GPUS_ARE_APART": "all",
     },
     "coarse, stand-in GPU each": {
         "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
@@ -28,6 +28,13 @@ _GPU_ENVIRONMENTS = {
     "coarse, stand-in GPU each, spread": {
         "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
         "STAND_IN_GPUS": "2",
+        "STAND_IN_PAGE_BYTES": "4096",
+        "COARSE_ALGORITHM": "direct",
+    },
+    "coarse, stand-in GPU each, partly apart": {
+        "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1,cuda:2",
+        "STAND_IN_GPUS": "3",
+        "STAND_IN_GPUS_ARE_APART": "0:2",
         "STAND_IN_PAGE_BYTES": "4096",
         "COARSE_ALGORITHM": "direct",
     },
@@ -42,8 +49,9 @@ class WorkerPool(ProcessPool):
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
     aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
     from slots" cannot reach. "coarse, stand-in GPU each" has each worker on a GPU with its memory device, the first
-    worker on that of the home device; ", spread" behind that has pages so small that models lie on both. "ddp, cuda"
-    and "coarse, cuda" have both models on the first GPU.
+    worker on that of the home device; ", spread" behind that has pages so small that models lie on both, ", partly
+    apart" also slots on a third GPU, which the first cannot reach. "ddp, cuda" and "coarse, cuda" have both models on
+    the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

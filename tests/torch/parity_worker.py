@@ -19,7 +19,7 @@ from coarse.profiler import replanner
 
 OWN_PATH = "coarse, own path"
 STAND_IN_GPU = "coarse, stand-in GPU"
-A_GPU_EACH = ("coarse, stand-in GPU each", "coarse, stand-in GPU each, spread")
+A_GPU_EACH = "coarse, stand-in GPU each"
 ON_CUDA = ", cuda"
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     if strategy.startswith(STAND_IN_GPU):
         import gpu_stand_in
 
-        gpu_stand_in.install(rank if strategy in A_GPU_EACH else 0)
+        gpu_stand_in.install(rank if strategy.startswith(A_GPU_EACH) else 0)
     if strategy.endswith(ON_CUDA):
         torch.set_default_device("cuda:0")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)

@@ -50,7 +50,7 @@ def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_i
 
 def test_where_a_gpu_does_not_reach_another_one_a_warning_says_so(cuda_stand_ins):
     libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
-    apart = {"STAND_IN_GPUS": "2", "STAND_IN_GPUS_ARE_APART": "1"}
+    apart = {"STAND_IN_GPUS": "2", "STAND_IN_GPUS_ARE_APART": "all"}
     printed = run_script("stand-in", COARSE_MEMORY_DEVICES="cuda:1,cuda:1", **apart, **libraries)
     assert "so tensors go through the host" in printed
     assert "while the processor waits, which takes longer" in printed

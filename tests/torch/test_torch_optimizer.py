@@ -124,6 +124,13 @@ def test_equals_torch_where_parameters_are_spread_over_gpus(
     assert_equal_results(name, ddp_pool, spread_gpus_pool, OPTIMIZER_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(["adamw_overlapped"], PARITY))
+def test_equals_torch_where_one_of_the_gpus_cannot_reach_all_slots(
+    name: str, ddp_pool: WorkerPool, partly_apart_gpus_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, partly_apart_gpus_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
 def test_checkpoints_hold_where_memory_devices_are_on_a_gpu(
     name: str, stand_in_gpu_with_slots_pool: WorkerPool

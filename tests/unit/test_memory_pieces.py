@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import accumulate
+from itertools import accumulate, permutations
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coarse.errors import ProtocolError
 from coarse.proxy.memory import Extent, HostMemory, Segment, pack, unpack
-from coarse.proxy.memory.spread_cuda import piece_lengths
+from coarse.proxy.memory.spread_cuda import piece_lengths, reachable_from
 
 PAGE = 2 << 20
 
@@ -51,6 +51,21 @@ def test_states_are_cut_at_the_same_parts_as_parameters(num_pages, count, num_st
     states = piece_lengths(num_states * num_pages * PAGE, count, PAGE)
     for cut in range(count):
         assert abs(sum(states[:cut]) - num_states * sum(parameters[:cut])) <= num_states * PAGE
+
+
+@pytest.mark.parametrize(
+    ("home", "others", "expected"),
+    [(1, [3, 5, 7], [3]), (1, [5, 3, 7], [5]), (0, [1, 2, 3], [1, 2, 3]), (1, [7], []), (1, [], [])],
+)
+def test_memory_is_on_gpus_that_reach_each_other(monkeypatch, home, others, expected):
+    """As those of a p3.16xlarge: four at each socket, and one across from each."""
+    reach = {
+        (one, other)
+        for one, other in permutations(range(8), 2)
+        if one // 4 == other // 4 or one % 4 == other % 4
+    }
+    monkeypatch.setattr("coarse.kernels._native.cuda_can_access_peer", lambda *pair: pair in reach)
+    assert reachable_from(home, others) == expected
 
 
 def test_segments_come_to_another_process_as_they_were(segments):

@@ -123,37 +123,67 @@ TensorBytes CudaSpreadMemory::map(const Region& region, std::size_t numBytes, co
   CudaTensorMemory::checkLength(region, numBytes, what);
   try {
     const std::vector<Piece> pieces = piecesOf(region);
-    std::vector<cuda::SharedContext> others;
-    for (std::size_t i = 1; i < gpus_.size(); ++i) others.push_back(gpus_[i]->context());
+    std::vector<cuda::SharedContext> users;
+    std::vector<std::shared_ptr<const CudaTensorMemory>> far;
+    for (const auto& gpu : gpus_) {
+      if (reachesAll(gpu->context()->device(), pieces)) {
+        users.push_back(gpu->context());
+      } else {
+        far.push_back(gpu);
+      }
+    }
+    if (!far.empty()) useOwner(pieces, users);
     const auto memory = std::make_shared<cuda::DeviceMemory>(
-        cuda::DeviceMemory::import(gpus_.front()->context(), region, std::move(others)));
+        cuda::DeviceMemory::import(users.front(), region, {users.begin() + 1, users.end()}));
     auto* const address = static_cast<std::byte*>(cuda::pointerTo(memory->address()));
-    for (const Piece& each : pieces) pieces_->add(address + each.offset, each.numBytes, each.gpu);
-    return {address, [memory, pieces, known = pieces_](std::byte* begin) {
+    for (const Piece& each : pieces) note(address + each.offset, each);
+    for (const auto& gpu : far) gpu->distant().add(address, memory->numBytes(), users.front());
+    return {address, [memory, pieces, far, known = pieces_](std::byte* begin) {
               for (const Piece& each : pieces) known->remove(begin + each.offset);
+              for (const auto& gpu : far) gpu->distant().remove(begin);
             }};
   } catch (const cuda::Error& error) {
     throw cuda::Error(what + ": " + error.what());
   }
 }
 
-std::vector<CudaSpreadMemory::Piece> CudaSpreadMemory::piecesOf(const Region& region) const {
+bool CudaSpreadMemory::reachesAll(int device, const std::vector<Piece>& pieces) {
+  return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+    return piece.device == device || cuda::canAccessPeer(device, piece.device);
+  });
+}
+
+/// Has the GPU where memory lies be the first that uses it, from which others copy.
+void CudaSpreadMemory::useOwner(const std::vector<Piece>& pieces, std::vector<cuda::SharedContext>& users) {
+  const int owner = pieces.front().device;
+  if (pieces.size() > 1)
+    throw cuda::Error("a GPU cannot reach all of it, which begins on cuda:" + std::to_string(owner));
+  const auto found =
+      std::find_if(users.begin(), users.end(), [&](const auto& each) { return each->device() == owner; });
+  if (found == users.end()) {
+    users.insert(users.begin(), std::make_shared<const cuda::Context>(owner));
+  } else {
+    std::iter_swap(users.begin(), found);
+  }
+}
+
+std::vector<CudaSpreadMemory::Piece> CudaSpreadMemory::piecesOf(const Region& region) {
   std::vector<Piece> pieces;
   const auto add = [&](const Region& piece) {
     const std::size_t offset = pieces.empty() ? 0 : pieces.back().offset + pieces.back().numBytes;
-    pieces.push_back({offset, piece.numBytes, numberOf(cuda::DeviceMemory::locationOf(piece.fd))});
+    pieces.push_back({offset, piece.numBytes, cuda::DeviceMemory::locationOf(piece.fd)});
   };
   add(region);
   for (const Region& piece : region.rest) add(piece);
   return pieces;
 }
 
-std::size_t CudaSpreadMemory::numberOf(int device) const {
+/// Remembers which of the GPUs has a piece, if one of them has it.
+void CudaSpreadMemory::note(const std::byte* begin, const Piece& piece) const {
   const auto found = std::find_if(gpus_.begin(), gpus_.end(),
-                                  [&](const auto& gpu) { return gpu->context()->device() == device; });
-  if (found == gpus_.end())
-    throw cuda::Error("it lies on cuda:" + std::to_string(device) + ", where this process computes nothing");
-  return static_cast<std::size_t>(found - gpus_.begin());
+                                  [&](const auto& gpu) { return gpu->context()->device() == piece.device; });
+  if (found != gpus_.end())
+    pieces_->add(begin, piece.numBytes, static_cast<std::size_t>(found - gpus_.begin()));
 }
 
 std::unique_ptr<TensorCopies> CudaSpreadMemory::makeCopies() const {

@@ -143,6 +143,7 @@ void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
     throw std::invalid_argument("a tensor group with an optimizer needs the settings of every client");
   for (const int fd : fds.settings)
     settings_.push_back(mapSealed(fd, plan_.settingsBytes(), Mapping::Access::kReadOnly, "settings"));
+  if (fds.parameters.fd < 0) return;
   parameters_ = memory_->map(fds.parameters, plan_.parameterBytes(), "parameters");
   kept_ = plan_.keptArrays();
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)

@@ -97,10 +97,10 @@ def open_memories(names: Sequence[str], device: int) -> DeviceMemories:
         ValueError, DeviceMemoryBusyError: As open_memory().
     """
     own = open_memory(names[device])
-    memories = {MemoryName.parse(name) for name in names}
+    memories = {MemoryName.parse(name): None for name in names}  # in the order of devices
     if len(memories) < 2 or any(memory.kind != own.kind for memory in memories):
         return DeviceMemories(own=own, common=own)
-    return DeviceMemories(own=own, common=_common_memory(own, sorted(memory.place for memory in memories)))
+    return DeviceMemories(own=own, common=_common_memory(own, [memory.place for memory in memories]))
 
 
 def _common_memory(own: DeviceMemory, places: Sequence[str]) -> DeviceMemory:
@@ -111,12 +111,12 @@ def _common_memory(own: DeviceMemory, places: Sequence[str]) -> DeviceMemory:
         return NumaMemory(*sorted(map(int, places)))
     if own.kind == "cuda":
         from coarse.proxy.memory.cuda import CudaMemory
-        from coarse.proxy.memory.spread_cuda import SpreadCudaMemory, reach_each_other
+        from coarse.proxy.memory.spread_cuda import SpreadCudaMemory, reachable_from
 
         assert isinstance(own, CudaMemory)
-        devices = sorted(map(int, places))
-        if reach_each_other(devices):
-            return SpreadCudaMemory(own, [device for device in devices if device != own.device])
+        others = [int(place) for place in places if int(place) != own.device]
+        if reachable := reachable_from(own.device, others):
+            return SpreadCudaMemory(own, reachable)
     return own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 from coarse.kernels import _native
 from coarse.proxy.memory.cuda import CudaMemory
@@ -83,6 +83,14 @@ def piece_lengths(num_bytes: int, count: int, page_bytes: int) -> list[int]:
     return [end - begin for begin, end in pairwise(cuts)]
 
 
-def reach_each_other(devices: Sequence[int]) -> bool:
-    """Whether each of these GPUs can use the memory of all."""
-    return all(_native.cuda_can_access_peer(device, peer) for device, peer in permutations(devices, 2))
+def reachable_from(home: int, others: Sequence[int]) -> list[int]:
+    """Those of other GPUs that reach this one and each other; of several choices the one with the first of them."""
+    chosen = [home]
+    for device in others:
+        if all(_reach_each_other(device, other) for other in chosen):
+            chosen.append(device)
+    return chosen[1:]
+
+
+def _reach_each_other(one: int, other: int) -> bool:
+    return _native.cuda_can_access_peer(one, other) and _native.cuda_can_access_peer(other, one)

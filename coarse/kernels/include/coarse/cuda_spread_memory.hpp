@@ -11,9 +11,9 @@
 
 namespace coarse {
 
-/// Memory of several GPUs that reach each other, of which one process computes on each: parameters and states
-/// that lie in pieces side by side (docs/design/gpu.md). What is done with a shard is done by the GPU that
-/// has the beginning of its parameter.
+/// Memory of GPUs, on several of which one process computes: parameters and states lie there in pieces side
+/// by side (docs/design/gpu.md). What is done with a shard is done by the GPU that has the beginning of its
+/// parameter. Slots may lie on others too.
 class CudaSpreadMemory : public TensorMemory {
  public:
   /// @param gpus what computes on each; the first one has what belongs to none.
@@ -25,8 +25,8 @@ class CudaSpreadMemory : public TensorMemory {
   /// The number of the GPU in whose memory lies what was mapped at `address`.
   std::size_t gpuOf(const void* address) const { return pieces_->find(address).value_or(0); }
 
-  /// As CudaTensorMemory::map(), for all of the GPUs.
-  /// @throws cuda::Error also if some of it lies on none of them.
+  /// As CudaTensorMemory::map(), for all of the GPUs. Of what one of them cannot reach it takes copies.
+  /// @throws cuda::Error also if it is in several pieces, and one of the GPUs cannot reach them all.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;
@@ -38,11 +38,13 @@ class CudaSpreadMemory : public TensorMemory {
   struct Piece {
     std::size_t offset;
     std::size_t numBytes;
-    std::size_t gpu;
+    int device;
   };
 
-  std::vector<Piece> piecesOf(const Region& region) const;
-  std::size_t numberOf(int device) const;
+  static std::vector<Piece> piecesOf(const Region& region);
+  static bool reachesAll(int device, const std::vector<Piece>& pieces);
+  static void useOwner(const std::vector<Piece>& pieces, std::vector<cuda::SharedContext>& users);
+  void note(const std::byte* begin, const Piece& piece) const;
 
   std::vector<std::shared_ptr<const CudaTensorMemory>> gpus_;
   std::shared_ptr<AddressRanges<std::size_t>> pieces_;  // the GPU of each piece that is mapped

@@ -20,6 +20,8 @@ class CudaTensorMemory : public TensorMemory {
 
   const cuda::SharedContext& context() const noexcept { return context_; }
   const CudaKernels& kernels() const noexcept { return kernels_; }
+  /// What the GPU cannot reach of what is mapped.
+  DistantMemory& distant() const noexcept { return *distant_; }
 
   /// @param region all that one or more cuda::DeviceMemory exported, in this or other processes.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;

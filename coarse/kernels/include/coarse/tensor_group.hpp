@@ -115,7 +115,8 @@ struct ShardShape {
 /// Descriptors stay the caller's.
 struct OptimizerFds {
   std::vector<int> settings{};  // of each client, GroupPlan::settingsBytes() of host memory
-  Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots
+  Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots; none, and nothing
+                                // of what follows, where another device makes all updates
   Region states = -1;           // GroupPlan::keptBytes(), likewise; none where that is 0
   SnapshotFds snapshots{};      // of parameters and states; none without snapshots
   ReplicaFds replica{};         // likewise; none without a replica
