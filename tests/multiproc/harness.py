@@ -141,15 +141,21 @@ class RunningWorker:
     def finish(self) -> Outcome:
         """Waits for the end of the worker's function and process."""
         if self._outcome is None:
-            said: dict[str, Any] = {}
-            with contextlib.suppress(EOFError):
-                said = self._channel.receive()
-                while not (isinstance(said, dict) and "ended_s" in said):
-                    said = self._channel.receive()
+            said = self._last_words()
             _await_end(self._pidfd, LIMIT_S, f"worker {self.rank}")
             _, status = os.waitpid(self.pid, 0)
             self._outcome = Outcome(**said, exit_code=os.waitstatus_to_exitcode(status))
         return self._outcome
+
+    def _last_words(self) -> dict[str, Any]:
+        """How the worker's function ended; nothing where the process ended before that."""
+        try:
+            while True:
+                said = self._channel.receive()
+                if isinstance(said, dict) and "ended_s" in said:
+                    return said
+        except EOFError:
+            return {}
 
     def close(self) -> None:
         """Ends the process whatever it is doing."""
