@@ -275,7 +275,7 @@ class TensorGroup:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
             num_bytes = self._slots.nbytes
-            self._slots = GpuBytes(self._reached, [(context.device, num_bytes)], 0, num_bytes)
+            self._slots = GpuBytes(self._reached, 0, num_bytes)
 
     def bring_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Copies tensors to their slots as `stream` computes them, before what is pushed later is announced.

@@ -36,7 +36,7 @@ def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | No
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
     """The bytes of `memory`, where they are."""
     if isinstance(memory, GpuBytes):
-        return torch.as_tensor(memory, device=f"cuda:{memory.device}")
+        return torch.from_dlpack(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -39,7 +39,7 @@ def contribution(spec: TensorSpec, seed: list[int]) -> np.ndarray:
 
 def bytes_of(memory: TensorBytes) -> torch.Tensor:
     if isinstance(memory, GpuBytes):
-        return torch.as_tensor(memory, device="cuda:0")
+        return torch.from_dlpack(memory)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -26,7 +26,7 @@ def joined(cuda):
 def tensor_of(segment):
     import torch
 
-    return torch.as_tensor(gpu_bytes(segment))
+    return torch.from_dlpack(gpu_bytes(segment))
 
 
 def test_tensors_and_kernels_go_across_from_piece_to_piece(cuda, joined):

@@ -2,6 +2,7 @@
 // shared. Streams run beside each other and beside the caller, and do what they are given in order; waits are
 // real. Variables of the environment change it:
 //   STAND_IN_GPUS=n         devices that there are (1)
+//   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it
 //   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
 //   STAND_IN_LAUNCHES=n     all launches of a process behind the first n fail
@@ -23,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -130,9 +132,29 @@ std::size_t pageBytes() {
   return text == nullptr ? std::size_t{2} << 20 : std::strtoul(text, nullptr, 10);
 }
 
-int numStandInDevices() {
+/// The devices that this process sees, by their numbers on the machine.
+std::vector<DeviceOrdinal> visibleDevices() {
   const char* const text = std::getenv("STAND_IN_GPUS");
-  return text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
+  const int numDevices = text == nullptr ? 1 : std::clamp(std::atoi(text), 0, kMostDevices);
+  std::vector<DeviceOrdinal> visible;
+  if (const char* const named = std::getenv("CUDA_VISIBLE_DEVICES"); named != nullptr) {
+    std::istringstream names(named);
+    for (std::string name; std::getline(names, name, ',');) {
+      if (std::atoi(name.c_str()) < numDevices) visible.push_back(std::atoi(name.c_str()));
+    }
+    return visible;
+  }
+  for (int device = 0; device < numDevices; ++device) visible.push_back(device);
+  return visible;
+}
+
+DeviceOrdinal onMachine(DeviceOrdinal device) { return visibleDevices()[static_cast<std::size_t>(device)]; }
+
+/// -1 if this process does not see it.
+DeviceOrdinal inProcess(DeviceOrdinal onMachine) {
+  const std::vector<DeviceOrdinal> visible = visibleDevices();
+  const auto found = std::find(visible.begin(), visible.end(), onMachine);
+  return found == visible.end() ? -1 : static_cast<DeviceOrdinal>(found - visible.begin());
 }
 
 int mostLaunches() {
@@ -146,8 +168,9 @@ struct Owned {
 };
 
 std::mutex ownersMutex;
-std::map<DeviceAddress, Owned, std::greater<>> owned;  // mapped memory, and the device in which it lies
+std::map<DeviceAddress, Owned, std::greater<>> owned;  // mapped memory, and where on the machine it lies
 
+/// @param one, other by their numbers on the machine.
 bool areApart(DeviceOrdinal one, DeviceOrdinal other) {
   const char* const text = std::getenv("STAND_IN_GPUS_ARE_APART");
   if (text == nullptr || one == other) return false;
@@ -165,12 +188,13 @@ bool reaches(DeviceOrdinal device, DeviceAddress address) {
   const std::lock_guard lock(ownersMutex);
   const auto range = owned.lower_bound(address);
   return range == owned.end() || address >= range->first + range->second.numBytes ||
-         !areApart(device, range->second.device);
+         !areApart(onMachine(device), range->second.device);
 }
 
 constexpr const char* kMemoryName = "device memory ";
 
-/// The device in whose memory a segment lies, whichever process has allocated it: its name says so.
+/// The device of the machine in whose memory a segment lies, whichever process has allocated it: its name
+/// says so.
 DeviceOrdinal ownerOf(int fd) {
   std::array<char, 128> target{};
   const std::string link = "/proc/self/fd/" + std::to_string(fd);
@@ -198,9 +222,10 @@ Result cuGetErrorString(Result, const char** text) {
   *text = "as the stand-in has it";
   return kSuccess;
 }
-Result cuDeviceGetCount(int* count) { return number(count, numStandInDevices()); }
+Result cuDeviceGetCount(int* count) { return number(count, static_cast<int>(visibleDevices().size())); }
 Result cuDeviceGet(DeviceOrdinal* device, int ordinal) {
-  return ordinal >= 0 && ordinal < numStandInDevices() ? number(device, ordinal) : kInvalidDevice;
+  const bool exists = ordinal >= 0 && ordinal < static_cast<int>(visibleDevices().size());
+  return exists ? number(device, ordinal) : kInvalidDevice;
 }
 Result cuDeviceGetName(char* name, int length, DeviceOrdinal) {
   std::strncpy(name, "stand-in", static_cast<std::size_t>(length));
@@ -208,14 +233,14 @@ Result cuDeviceGetName(char* name, int length, DeviceOrdinal) {
 }
 Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal device) {
   for (int i = 0; i < 16; ++i) uuid->bytes[i] = static_cast<char>(0xf0 + i);
-  uuid->bytes[0] = static_cast<char>(0xf0 + device);
+  uuid->bytes[0] = static_cast<char>(0xf0 + onMachine(device));
   return kSuccess;
 }
 Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal device) {
-  return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + device : 1);
+  return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + onMachine(device) : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
-  return number(can, device != peer && !areApart(device, peer) ? 1 : 0);
+  return number(can, device != peer && !areApart(onMachine(device), onMachine(peer)) ? 1 : 0);
 }
 Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal device) {
   *context = &contexts[static_cast<std::size_t>(device)];
@@ -411,7 +436,7 @@ Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocati
 Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp* properties,
                    unsigned long long) {
   if (numBytes > std::size_t{1} << 30) return kOutOfMemory;
-  const std::string name = kMemoryName + std::to_string(properties->location.id);
+  const std::string name = kMemoryName + std::to_string(onMachine(properties->location.id));
   const int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) return kOutOfMemory;
   *handle = static_cast<MemoryHandle>(fd);
@@ -419,7 +444,7 @@ Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocati
 }
 Result cuMemGetAllocationPropertiesFromHandle(MemAllocationProp* properties, MemoryHandle handle) {
   *properties = {};
-  return number(&properties->location.id, ownerOf(static_cast<int>(handle)));
+  return number(&properties->location.id, inProcess(ownerOf(static_cast<int>(handle))));
 }
 Result cuMemRelease(MemoryHandle handle) {
   return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kNotPermitted;

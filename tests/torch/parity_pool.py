@@ -11,6 +11,8 @@ from process_pool import ProcessPool
 WORLD_SIZE = 2
 _HERE = Path(__file__).parent
 
+_SPREAD = "coarse, stand-in GPU each, spread"
+
 # The workers are on cuda:0, or each on one of its own.
 _GPU_ENVIRONMENTS = {
     "coarse, stand-in GPU that has slots": {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
@@ -25,7 +27,7 @@ _GPU_ENVIRONMENTS = {
         "STAND_IN_GPUS": "2",
         "COARSE_ALGORITHM": "direct",
     },
-    "coarse, stand-in GPU each, spread": {
+    _SPREAD: {
         "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
         "STAND_IN_GPUS": "2",
         "STAND_IN_PAGE_BYTES": "4096",
@@ -49,9 +51,9 @@ class WorkerPool(ProcessPool):
     GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
     aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
     from slots" cannot reach. "coarse, stand-in GPU each" has each worker on a GPU with its memory device, the first
-    worker on that of the home device; ", spread" behind that has pages so small that models lie on both, ", partly
-    apart" also slots on a third GPU, which the first cannot reach. "ddp, cuda" and "coarse, cuda" have both models on
-    the first GPU.
+    worker on that of the home device; ", spread" behind that has pages so small that models lie on both, and a worker
+    that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU too, which the first
+    cannot reach. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """
@@ -70,6 +72,8 @@ class WorkerPool(ProcessPool):
         )
         nodes = [rank * num_nodes // WORLD_SIZE for rank in range(WORLD_SIZE)]
         environments = [{**environment, "COARSE_NODE": str(node)} for node in nodes]
+        if strategy == _SPREAD:
+            environments[1]["CUDA_VISIBLE_DEVICES"] = "1"
         super().__init__(strategy, _HERE / "parity_worker.py", [strategy], environments)
         self.kept_results: dict[str, list[Any]] = {}
 

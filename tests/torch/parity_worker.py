@@ -41,7 +41,8 @@ def main() -> None:
     if strategy.startswith(STAND_IN_GPU):
         import gpu_stand_in
 
-        gpu_stand_in.install(rank if strategy.startswith(A_GPU_EACH) else 0)
+        sees_its_own_alone = "CUDA_VISIBLE_DEVICES" in os.environ
+        gpu_stand_in.install(rank if strategy.startswith(A_GPU_EACH) and not sees_its_own_alone else 0)
     if strategy.endswith(ON_CUDA):
         torch.set_default_device("cuda:0")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "bindings.hpp"
+#include "dlpack.hpp"
 
 namespace py = pybind11;
 
@@ -112,20 +113,24 @@ void registerMemory(py::module_& module) {
           py::arg("context"))
       .def_static(
           "import_region",
-          [](std::shared_ptr<cuda::Context> context, const Region& region,
-             const std::vector<std::shared_ptr<cuda::Context>>& others, bool settles) {
-            cuda::DeviceMemory memory =
-                cuda::DeviceMemory::import(std::move(context), region, {others.begin(), others.end()});
+          [](std::shared_ptr<cuda::Context> context, const Region& region, bool settles) {
+            cuda::DeviceMemory memory = cuda::DeviceMemory::import(std::move(context), region);
             return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
                                                        [settles](cuda::DeviceMemory* unmapped) {
                                                          if (settles) unmapped->settle();
                                                          delete unmapped;
                                                        });
           },
-          py::arg("context"), py::arg("region"), py::kw_only(),
-          py::arg("others") = std::vector<std::shared_ptr<cuda::Context>>{}, py::arg("settles") = false,
-          ReleaseGil())
+          py::arg("context"), py::arg("region"), py::kw_only(), py::arg("settles") = false, ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)
+      .def(
+          "dlpack_capsule",
+          [](std::shared_ptr<cuda::DeviceMemory> memory, std::size_t start, std::size_t numBytes) {
+            return dlpackCapsule(std::move(memory), start, numBytes);
+          },
+          py::arg("start"), py::arg("num_bytes"))
+      .def_property_readonly("device",
+                             [](const cuda::DeviceMemory& memory) { return memory.context()->device(); })
       .def_property_readonly("address", &cuda::DeviceMemory::address)
       .def_property_readonly("num_bytes", &cuda::DeviceMemory::numBytes);
 }

@@ -11,6 +11,7 @@
 #include "coarse/cuda_tensor_memory.hpp"
 #include "coarse/group_snapshots.hpp"
 #include "coarse/nccl_runner.hpp"
+#include "coarse/tensor_group.hpp"
 
 namespace py = pybind11;
 
