@@ -82,6 +82,7 @@ _TOLD = (
     MemoryDeviceLostError,
     SchemaMismatchError,
     OutOfDeviceMemoryError,
+    DeviceMemoryBusyError,
     RendezvousError,
     SyncTimeoutError,
 )

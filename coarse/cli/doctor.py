@@ -226,7 +226,7 @@ def memory_findings(memory: Memory) -> list[Finding]:
     return [
         Finding(topic=topic, name="size", value=size),
         Finding(topic=topic, name="cgroup limit", value=_cgroup_memory(memory)),
-        Finding(topic=topic, name="/dev/shm", value="not needed: memory devices use sealed memfds"),
+        Finding(topic=topic, name="/dev/shm", value="for NCCL alone: memory devices use sealed memfds"),
         _transparent_pages(topic, memory),
         Finding(topic=topic, name="explicit huge pages", value=explicit),
     ]

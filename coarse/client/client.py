@@ -81,6 +81,7 @@ class Client:
         agreement: Compares what is registered here with what other nodes have.
         fate_of_device: Tells in words how a memory device ended.
         kill_silent: Ends a memory device that does not work any more, on the worker that started it.
+        has_nccl: Whether all memory devices have joined NCCL.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Client:
         agreement: NodeAgreement,
         fate_of_device: FateOfDevice,
         kill_silent: KillSilent,
+        has_nccl: bool,
     ) -> None:
         self.ranks = ranks
         self.rank = ranks[number]
@@ -105,6 +107,7 @@ class Client:
         self._agreement = agreement
         self._connections = connections
         self._settings = settings
+        self._has_nccl = has_nccl
         self.timeout_s = settings.timeout_s
         """Longest wait before it is an error."""
         self.table = table
@@ -229,7 +232,9 @@ class Client:
     def _large_algorithm(self, gpu: str) -> str:
         """What "auto" stands for; the first call may measure it, and so must be all workers' alike."""
         if self.algorithm_choice is None:
-            algorithms = algorithms_of(self._settings, self.table)
+            algorithms = [
+                each for each in algorithms_of(self._settings, self.table) if each != NCCL or self._has_nccl
+            ]
             if len(algorithms) == 1:
                 return DIRECT
             from coarse.profiler.algorithm_choice import measure_algorithms

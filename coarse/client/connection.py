@@ -72,13 +72,19 @@ class DeviceConnection:
             CoarseError: Why the session is over, if the device says so.
         """
         try:
-            received = self._channel.receive()
+            received = self._hear()
         except (EOFError, OSError) as error:
             self.is_gone = True
             raise MemoryDeviceLostError(f"memory device md{self.device} (pid {self.pid}) died") from error
         if received is not None and received.kind == "aborted":
             raise _error_of(received.message)
         return received
+
+    def _hear(self) -> Received | None:
+        try:
+            return self._channel.receive()
+        except ConnectionResetError:  # it has not read all; what it said before it ended is still there
+            return self._channel.receive()
 
     def await_end(self, timeout_s: float) -> None:
         """Waits until the device has closed the connection.
@@ -106,6 +112,18 @@ class ExplainedLossError(MemoryDeviceLostError):
     """A memory device is lost, and what it says of itself, or another one of its node, is all there is to know."""
 
 
+class DeviceUnreadyError(MemoryDeviceLostError):
+    """A memory device cannot serve anybody.
+
+    Args:
+        reason: What the device says.
+    """
+
+    def __init__(self, reason: CoarseError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 class SilentDeviceError(MemoryDeviceLostError):
     """A memory device of this node is there and does not work.
 
@@ -123,6 +141,8 @@ def _error_of(message: Message) -> CoarseError:
     if isinstance(silent, int) and silent >= 0:
         return SilentDeviceError(silent)
     error = told_error(message.get("error"), message.get("text"))
+    if message.get("is_unready") is True:
+        return DeviceUnreadyError(error)
     is_final = isinstance(error, MemoryDeviceLostError) and message.get("is_final") is True
     return ExplainedLossError(str(error)) if is_final else error
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
-from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
 from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Attempt, Settings, WorkerIdentity
@@ -33,6 +33,7 @@ from coarse.store import Store
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 5.0  # with workers that are about to come
 _DISMISSAL_TIMEOUT_S = 5.0
 
 if TYPE_CHECKING:  # slow to import, and needed with a profile only
@@ -436,12 +437,17 @@ def connect(
             agreement=NodeAgreement(identity.rank, node.nodes, store, timeout_s=settings.timeout_s),
             fate_of_device=_died if node.processes is None else node.processes.fate,
             kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
+            has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),
         )
         os.close(segment_fd)
         os.close(doorbells_fd)
     except BaseException as error:
         for connection in connections:
             connection.close()
+        if isinstance(error, DeviceUnreadyError):
+            if node.processes is not None:
+                node.processes.reap(_PATIENCE_S)  # they have to tell the other workers too
+            raise type(error.reason)(f"worker {identity.rank}: {error.reason}") from None
         if isinstance(error, MemoryDeviceLostError | WorkerLostError):
             # One loss brings another: devices end with the worker that started them, workers with any other's death.
             watch.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +20,7 @@ DEVICE_KINDS = tuple(PLACE_KEYS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryName:
-    """One memory of this machine, whether it is there or not.
+    """One memory of this machine, whether it is there or not; names of the same one are equal, however written.
 
     Args:
         kind: One of DEVICE_KINDS.
@@ -54,6 +55,12 @@ class MemoryName:
                 key,
                 f"{key} {self.place!r} is no path from / on of a DAX device; write one such as /dev/dax0.0",
             )
+        object.__setattr__(self, "place", self._usual_place())
+
+    def _usual_place(self) -> str:
+        if self.kind in ("numa", "cuda"):
+            return str(int(self.place))
+        return os.path.realpath(self.place) if self.kind == "dax" else self.place
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.place}" if self.place else self.kind

@@ -42,6 +42,8 @@ class DataPath:
         self._event_fd = event_fd
         self._look_again = look_again
         self._nccl: NcclJoin | None = None
+        self.nccl_problem = ""
+        """Why NCCL cannot be chosen, though it was to be had."""
         self._link_fds = [fd for fds in job.link_fds for fd in fds]
         self._client_segments: dict[int, Segment] = {}
         self._memory = memory
@@ -67,7 +69,10 @@ class DataPath:
         if LINK_TABLE in self._shared:
             write_link_table(self._shared[LINK_TABLE].fd, Emulation.from_json(self._job.emulation))
         if NCCL_ID in self._shared:
-            write_nccl_id(self._shared[NCCL_ID])
+            try:
+                write_nccl_id(self._shared[NCCL_ID])
+            except _native.NcclError as error:
+                self._do_without_nccl(error)
         return dict(self._shared)
 
     def take_shared(self, segments: dict[str, Segment]) -> None:
@@ -93,15 +98,29 @@ class DataPath:
         if self.proxy is None and self._shared.keys() >= self._job.shared_memory() and self._has_joined():
             self.proxy = self._make_proxy()
 
+    @property
+    def has_nccl(self) -> bool:
+        """Whether NCCL may be chosen."""
+        return self._job.has_nccl and not self.nccl_problem
+
+    def _do_without_nccl(self, error: _native.NcclError) -> None:
+        if self._job.needs_nccl:
+            raise error
+        self.nccl_problem = str(error)
+
     def _has_joined(self) -> bool:
-        if not self._job.has_nccl:
+        if not self.has_nccl:
             return True
         if self._nccl is None:
             from coarse.proxy.memory.cuda import CudaMemory
 
             assert isinstance(self._memory, CudaMemory)
             self._nccl = NcclJoin(self._job, self._memory, self._shared[NCCL_ID], self._look_again)
-        return self._nccl.result() is not None
+        try:
+            return self._nccl.result() is not None
+        except _native.NcclError as error:
+            self._do_without_nccl(error)
+            return True
 
     @property
     def is_ready(self) -> bool:
@@ -180,10 +199,10 @@ class DataPath:
 
     def _collectives(self) -> _native.CollectiveMemory:
         return _native.CollectiveMemory(
-            logs_fd=self._shared[COLLECTIVE_LOGS].fd if self._job.has_nccl else -1,
+            logs_fd=self._shared[COLLECTIVE_LOGS].fd if self.has_nccl else -1,
             clients_of=self._job.clients_of,
-            runner=None if self._nccl is None else self._nccl.result(),
-            memory=self._memory.tensor_memory() if self._job.has_nccl else None,
+            runner=self._nccl.result() if self._nccl is not None and self.has_nccl else None,
+            memory=self._memory.tensor_memory() if self.has_nccl else None,
         )
 
     def _make_proxy(self) -> _native.Proxy:

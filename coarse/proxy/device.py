@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from coarse.errors import ProtocolError
+from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
@@ -28,12 +28,13 @@ from coarse.proxy.loss import (
     device_died,
     device_failed,
     device_silent,
+    device_unready,
     worker_died,
     worker_evicted,
     workers_departed,
 )
 from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, open_memories, pack, unpack
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories, pack, unpack
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.other_nodes import OtherNodes
 from coarse.proxy.peers import STOPPED, Peers
@@ -47,6 +48,9 @@ from coarse.proxy.workers import WorkerConnection, Workers
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+
+_REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
+"""What a device that cannot begin says to its workers: the machine's reasons, not its own mistakes."""
 
 
 class MemoryDevice:
@@ -83,12 +87,13 @@ class MemoryDevice:
         self._storage = StorageService(value_memory(memories.own), self._workers.send, contents.storage)
         self._replication = Replication(job, memories, contents, self._peers.tell_one)
         self._has_shared = False
+        self._has_told_of_nccl = False
         self._other_nodes = OtherNodes(job, self._peers.tell, self._abort)
         self.lost: set[int] = set()
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
         """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
-        self._is_aborted = False
+        self._loss: Loss | None = None
         self._goes_on = False
         self._is_unfinished = False  # a worker has left before its time
         self._is_dismissed = False
@@ -125,17 +130,50 @@ class MemoryDevice:
         """
         try:
             self._watch_leader()
-            self._share()
-            while not self._is_over():
-                self._loop.run_once(_TICK_S)
-                self._progress()
+            try:
+                self._serve()
+            except _REASONS as error:
+                if self._data_path.is_started:
+                    raise
+                self._turn_away(error)
             self._goes_on = self._is_to_be_continued() and self._settle()
             return self._goes_on
         finally:
             self._close()
 
+    def refuse(self, reason: Exception) -> None:
+        """Tells every worker why this device cannot serve them, instead of run()."""
+        try:
+            self._watch_leader()
+            self._turn_away(reason)
+        finally:
+            self._close()
+
+    def _serve(self) -> None:
+        self._share()
+        while not self._is_over():
+            self._loop.run_once(_TICK_S)
+            if not self._is_unready:
+                self._progress()
+
+    def _turn_away(self, reason: Exception) -> None:
+        loss = device_unready(self._job, reason)
+        logger.error("%s", loss.text)
+        self._abort(loss)
+        while not self._is_over():
+            self._loop.run_once(_TICK_S)
+
+    @property
+    def _is_aborted(self) -> bool:
+        return self._loss is not None
+
+    @property
+    def _is_unready(self) -> bool:
+        """Whether the session cannot begin, which workers are told as they come."""
+        return self._loss is not None and self._loss.is_unready
+
     def _is_over(self) -> bool:
-        if self._workers.is_complete or self._is_aborted:
+        if self._workers.is_complete or (self._is_aborted and not self._is_unready):
             return self._workers.have_all_left
         return time.monotonic() > self._deadline
 
@@ -143,6 +181,7 @@ class MemoryDevice:
         """Takes every step that has become possible."""
         self._share()
         self._data_path.open()
+        self._tell_of_nccl()
         if self._data_path.is_ready and self._workers.is_complete and not self._data_path.is_started:
             self._welcome()
         if (proxy := self._data_path.running_proxy) is not None:
@@ -155,7 +194,16 @@ class MemoryDevice:
         if self._peers.is_complete and not self._has_shared:
             self._has_shared = True
             self._shared_memory = self._data_path.share()
+            self._tell_of_nccl()  # before they see its name
             self._peers.tell(*self._shared_message())
+
+    def _tell_of_nccl(self) -> None:
+        """Has no device wait for NCCL if this one cannot join. Idempotent."""
+        if self._data_path.nccl_problem and not self._has_told_of_nccl:
+            self._has_told_of_nccl = True
+            reason = self._data_path.nccl_problem
+            logger.warning("[md%s] memory devices do without NCCL: %s", self._job.device, reason)
+            self._peers.tell({"type": "no_nccl", "reason": reason})
 
     def _shared_message(self) -> tuple[Message, list[int]]:
         extents, fds = pack(self._shared_memory.values())
@@ -166,13 +214,19 @@ class MemoryDevice:
         self._data_path.start()
         for client in range(self._job.num_clients):
             fds = self._data_path.worker_fds(client) if client in self._job.local_clients else []
-            welcome = {"type": "welcome", "device": self._job.device, "pid": os.getpid()}
+            welcome = {
+                "type": "welcome",
+                "device": self._job.device,
+                "pid": os.getpid(),
+                "has_nccl": self._data_path.has_nccl,
+            }
             self._workers.send(client, welcome, fds)
         self._data_path.release_clients()
 
     def _is_to_be_continued(self) -> bool:
         is_unfinished = self._is_aborted or self._is_unfinished
-        return bool(self._job.keep_s) and is_unfinished and not self._is_dismissed
+        is_given_up = self._is_dismissed or self._is_unready
+        return bool(self._job.keep_s) and is_unfinished and not is_given_up
 
     def _settle(self) -> bool:
         """Brings the contents to one whole step, once nobody uses them; returns whether it could.
@@ -242,6 +296,9 @@ class MemoryDevice:
         segments = unpack(message.get("extents", [None] * len(fds)), fds)
         if received.kind == "memory":
             self._data_path.take_shared(dict(zip(message["names"], segments, strict=True)))
+        elif received.kind == "no_nccl":
+            self._data_path.nccl_problem = str(message["reason"])
+            self._has_told_of_nccl = True
         elif received.kind == "client":
             self._data_path.take_client(int_field(message, "client"), segments[0])
         elif received.kind == "segments":
@@ -264,7 +321,9 @@ class MemoryDevice:
         """Makes its segment, if this is its own device."""
         if not self._job.leader_pid:
             self._deadline = max(self._deadline, time.monotonic() + self._job.join_timeout_s)
-        if worker.client in self._job.local_clients:
+        if self._loss is not None and self._loss.is_unready:
+            worker.send(self._loss.to_message("aborted"))
+        elif worker.client in self._job.local_clients:
             fd = self._data_path.allocate_client(worker.client)
             self._peers.tell({"type": "client", "client": worker.client}, [fd])
 
@@ -406,7 +465,7 @@ class MemoryDevice:
         """
         if self._is_aborted:
             return
-        self._is_aborted = True
+        self._loss = loss
         self._peers.tell(loss.to_message("abort"))
         if self._data_path.proxy is not None:
             self._data_path.proxy.abort_nodes(loss.to_node())
@@ -426,7 +485,13 @@ def run_device(job_fd: int) -> None:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
     job = DeviceJob.read(job_fd)
-    with contextlib.closing(open_memories(job.memories, job.device)) as memories:
+    try:
+        opened = open_memories(job.memories, job.device)
+    except _REASONS as error:
+        nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
+        first = job.with_own_sockets() if job.keep_s else job
+        return MemoryDevice(first, nothing, DeviceContents()).refuse(error)
+    with contextlib.closing(opened) as memories:
         _move_near(memories.own)
         contents = DeviceContents()
         if not job.keep_s:

@@ -113,6 +113,11 @@ class DeviceJob:
         return self.memories[HOME_DEVICE] == self.memories[self.replica_keeper]
 
     @property
+    def needs_nccl(self) -> bool:
+        """Whether there is nothing else to choose."""
+        return self.has_nccl and not self.has_exchange
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of the job."""
         return len(self.nodes)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from coarse.errors import CoarseError
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Message, int_field
 
@@ -25,8 +26,8 @@ def after_a_loss(replicas: int) -> str:
             "--max-restarts does, go on from the last whole step."
         )
     return (
-        "Gradients of this step are lost, parameters are those of the step before. Start the job again from your "
-        "last checkpoint."
+        "Gradients of this step are lost; parameters are those of the step before, or, on a GPU, of no step. Start "
+        "the job again from your last checkpoint."
     )
 
 
@@ -40,12 +41,14 @@ class Loss:
         is_final: Whether the text says all. Else workers look which memory device has gone, and how.
         silent_device: The memory device of this node that does not work any more, though its process is there;
             -1 if that is not the reason.
+        is_unready: Whether the session cannot begin; else it has begun, or workers have gone before.
     """
 
     error: str
     text: str
     is_final: bool = False
     silent_device: int = -1
+    is_unready: bool = False
 
     def to_message(self, kind: str) -> Message:
         """The control message of that type."""
@@ -55,6 +58,7 @@ class Loss:
             "text": self.text,
             "is_final": self.is_final,
             "silent_device": self.silent_device,
+            "is_unready": self.is_unready,
         }
 
     @classmethod
@@ -65,6 +69,7 @@ class Loss:
             text=str(message["text"]),
             is_final=message["is_final"] is True,
             silent_device=int_field(message, "silent_device", low=-1),
+            is_unready=message["is_unready"] is True,
         )
 
     def to_node(self) -> str:
@@ -95,6 +100,16 @@ def device_failed(job: DeviceJob, reason: str) -> Loss:
         text=f"{_name(job, job.device)} (pid {os.getpid()}, {job.memory}) failed: {reason}. "
         f"{after_a_loss(job.replicas)}",
         is_final=True,
+    )
+
+
+def device_unready(job: DeviceJob, reason: Exception) -> Loss:
+    """This memory device cannot serve anybody."""
+    return Loss(
+        error=type(reason).__name__ if isinstance(reason, CoarseError) else "MemoryDeviceLostError",
+        text=f"{_name(job, job.device)} ({job.memory}) could not start: {reason}",
+        is_final=True,
+        is_unready=True,
     )
 
 
@@ -132,7 +147,8 @@ def worker_died(rank: int, pid: int, last_step: int) -> Loss:
     return Loss(
         error="WorkerLostError",
         text=f"worker {rank} (pid {pid}) died; its last contribution was step {last_step}. "
-        "Parameters are those of the last step that every worker finished. Start the job again from there.",
+        "Parameters are those of the last step that every worker finished, or, on a GPU, of no step. Start the job "
+        "again from the former, or from your last checkpoint.",
     )
 
 

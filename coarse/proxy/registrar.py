@@ -335,8 +335,8 @@ class Registrar:
             if needed > available:
                 raise OutOfDeviceMemoryError(
                     f"{schema.name}: {num_clients} workers need {needed / 2**20:.1f} MiB of device memory for "
-                    f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available. Use fewer workers on "
-                    "this node, a smaller model or a smaller dtype."
+                    f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available on {memory.name}. Use "
+                    "fewer workers on this node, a smaller model or a smaller dtype."
                 )
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 
 from coarse.bench.record import Provenance, append_records
 from coarse.bench.systems import find_program
+from coarse.kernels import _native
+from coarse.machine.partition_table import PartitionTable
 from experiments.aws.instances import INSTANCES, Instance
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -66,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 if a run failed or its results differ."""
     arguments = _parse(argv)
     instance: Instance = arguments.found
-    arguments.results.mkdir(parents=True, exist_ok=True)
     provenance = Provenance.here()
     done: list[tuple[Run, dict[str, Any]]] = []
     failures = []
@@ -74,17 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{run} ...", flush=True)
         try:
             result = execute(run, instance, warm_up=arguments.warm_up, steps=arguments.steps)
+            is_checked = check(run, result, done)
         except RunError as error:
             failures.append(f"{run}: {error}")
             print(failures[-1], file=sys.stderr, flush=True)
             continue
         done.append((run, result))
         record = {"bench": "aws", "instance": arguments.instance, **_as_json(run, result)}
-        append_records(arguments.results / "runs.jsonl", [record], provenance)
-    failures += differences(done)
+        append_records(arguments.results / "runs.jsonl", [record | {"is_checked": is_checked}], provenance)
+        if not is_checked:
+            print(f"{run}: there is no run of ddp to compare it with", file=sys.stderr)
     print(table(done))
     for failure in failures:
-        print(f"FAILED: {failure}", file=sys.stderr)
+        print(f"FAILED: {failure.splitlines()[0]}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -160,21 +163,29 @@ def command_of(run: Run, instance: Instance, *, warm_up: int, steps: int, result
     return [sys.executable, "-m", "coarse", "run", "-n", workers, *devices, *script]
 
 
-def differences(done: Sequence[tuple[Run, dict[str, Any]]]) -> list[str]:
-    """Runs whose parameters are not those of DDP; training without communication comes to others, and is left out."""
-    found = []
-    expected = {run.model: result for run, result in done if run.system == "ddp"}
-    for run, result in done:
-        if run.system == "none" or run.model not in expected:
-            continue
-        ddp = expected[run.model]
-        moved = _distance(ddp["before"], ddp["parameters"])
-        apart = _distance(result["parameters"], ddp["parameters"])
-        if not apart <= _LARGEST_DIFFERENCE * moved:  # nor if it is no number
-            found.append(
-                f"{run}: parameters are {apart:.3g} from DDP's, which training has moved by {moved:.3g}"
-            )
-    return found
+def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool:
+    """Compares parameters with those that DDP has come to; training without communication comes to others.
+
+    Args:
+        run, result: What is checked.
+        done: All runs before it.
+
+    Returns:
+        Whether there is something to compare it with.
+
+    Raises:
+        RunError: If parameters are others.
+    """
+    if run.system in ("none", "ddp"):
+        return True
+    ddp = next((each for other, each in done if (other.system, other.model) == ("ddp", run.model)), None)
+    if ddp is None:
+        return False
+    moved = _distance(ddp["before"], ddp["parameters"])
+    apart = _distance(result["parameters"], ddp["parameters"])
+    if not apart <= _LARGEST_DIFFERENCE * moved:  # nor if it is no number
+        raise RunError(f"parameters are {apart:.3g} from DDP's, which training has moved by {moved:.3g}")
+    return True
 
 
 def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -242,11 +253,32 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=50, help="steps that are")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1 or arguments.warm_up < 0:
+        parser.error("there is nothing to time without --steps of 1 or more, and --warm-up of 0 or more")
     arguments.found = INSTANCES[arguments.instance]
+    if problem := _missing_gpus(arguments.found):
+        parser.error(f"--instance {arguments.instance} {problem}")
     known = arguments.found.batches
     if unknown := sorted(set(arguments.models) - set(known)):
         parser.error(f"--model {unknown[0]}: {arguments.instance} trains {', '.join(known)}")
+    try:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--results {arguments.results}: {error.strerror}")
     return arguments
+
+
+def _missing_gpus(instance: Instance) -> str:
+    """What this machine lacks to be that instance; "" if nothing."""
+    if not instance.gpus:
+        return ""
+    tables = map(PartitionTable.load, instance.tables.values())
+    memories = {int(device.memory.place) for table in tables for device in table.devices}
+    needed = 1 + max(memories | set(instance.gpus))
+    if reason := _native.cuda_unavailable_reason():
+        return f"needs {needed} GPUs: {reason}"
+    found = _native.cuda_num_devices()
+    return f"needs {needed} GPUs, and CUDA finds {found}" if found < needed else ""
 
 
 if __name__ == "__main__":

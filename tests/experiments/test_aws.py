@@ -9,7 +9,7 @@ import pytest
 
 from coarse.machine.partition_table import PartitionTable
 from experiments.aws.instances import INSTANCES
-from experiments.aws.run import TRAIN, Run, command_of, differences, main, plan, table
+from experiments.aws.run import TRAIN, Run, RunError, check, command_of, main, plan, table
 
 P3, CPU = INSTANCES["p3.16xlarge"], INSTANCES["cpu"]
 
@@ -65,8 +65,8 @@ def test_every_system_has_its_launcher(tmp_path):
 
 def test_a_model_that_the_instance_does_not_train_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["--instance", "p3.16xlarge", "--model", "resnet"])
-    assert "--model resnet: p3.16xlarge trains resnet50, bert-large" in capsys.readouterr().err
+        main(["--instance", "cpu", "--model", "resnet"])
+    assert "--model resnet: cpu trains bert-tiny, digits" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_installed_is_a_run_that_failed(tmp_path, capsys, monkeypatch):
@@ -78,14 +78,47 @@ def test_a_peer_that_is_not_installed_is_a_run_that_failed(tmp_path, capsys, mon
 
 
 def test_results_that_differ_are_told():
-    runs = [
+    none, ddp, coarse = (
         Run(system=system, ratio="", memory="", model="m", batch=1) for system in ("none", "ddp", "coarse")
-    ]
-    alike = [result(moved=5.0), result(), result(error=0.01)]
-    assert differences(list(zip(runs, alike, strict=True))) == []
-    (told,) = differences(list(zip(runs, [*alike[:2], result(moved=0.5)], strict=True)))
-    assert told == "m, batch 1, coarse: parameters are 0.5 from DDP's, which training has moved by 1"
-    assert differences([(runs[1], result()), (runs[2], result(moved=float("nan")))])
+    )
+    done = [(none, result(moved=5.0)), (ddp, result())]
+    assert check(coarse, result(error=0.01), done)
+    for wrong in (result(moved=0.5), result(moved=float("nan"))):
+        with pytest.raises(RunError, match="from DDP's, which training has moved by 1"):
+            check(coarse, wrong, done)
+    assert not check(coarse, result(moved=0.5), done[:1])
+
+
+def test_results_that_differ_are_not_recorded(tmp_path, capsys, monkeypatch):
+    came_to = iter([result(), result(moved=0.5), result()])
+    known = {"workers": 2, "losses": [], "peak_device_bytes": 0}
+    monkeypatch.setattr("experiments.aws.run.execute", lambda *_, **__: known | next(came_to))
+    arguments = ["--instance", "cpu", "--model", "digits", "--system", "ddp", "--system", "coarse"]
+    assert main([*arguments, "--results", str(tmp_path)]) == 1
+    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(each["system"], each["ratio"]) for each in records] == [("ddp", ""), ("coarse", "2:1")]
+    assert "FAILED: digits, batch 64, coarse 1:1 on host: parameters are 0.5 from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--instance", "cpu", "--steps", "0"], "nothing to time without --steps of 1"),
+        (["--instance", "cpu", "--results", "/dev/null/x"], "--results /dev/null/x: Not a directory"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_another_machine_than_the_instance_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("coarse.kernels._native.cuda_unavailable_reason", lambda: "")
+    monkeypatch.setattr("coarse.kernels._native.cuda_num_devices", lambda: 1)
+    with pytest.raises(SystemExit):
+        main(["--instance", "p3.16xlarge"])
+    assert "--instance p3.16xlarge needs 8 GPUs, and CUDA finds 1" in capsys.readouterr().err
 
 
 def test_blocked_time_is_that_of_the_same_step_without_communication():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -216,10 +217,34 @@ def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path):
     assert "terminate called" not in errors
 
 
+@pytest.mark.parametrize("what", ["id", "rank0", "rank1"])
+def test_where_nccl_fails_another_way_is_chosen(stand_ins, tmp_path, host_results, what):
+    failing = {"STAND_IN_NCCL_FAILS": what, "COARSE_ALGORITHM": "auto", **stand_ins}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **failing)
+    assert found == host_results, errors
+    reason = "no socket interface found" if what == "id" else "No space left on device"
+    assert len(re.findall(f"memory devices do without NCCL: .*{reason}", errors)) == 1
+
+
+@pytest.mark.parametrize("what", ["id", "rank1"])
+def test_where_nccl_fails_that_was_asked_for_workers_are_told_why(stand_ins, tmp_path, what):
+    failing = {"STAND_IN_NCCL_FAILS": what, "COARSE_ALGORITHM": "nccl", **stand_ins}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **failing)
+    assert found == [None, None]
+    device, reason = (0, "no socket interface found") if what == "id" else (1, "No space left on device")
+    told = re.findall(
+        f"MemoryDeviceLostError: worker [01]: memory device md{device} .*could not start: .*{reason}", errors
+    )
+    assert len(told) == 2, errors
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers(stand_ins, tmp_path):
     told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", **stand_ins)
     assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2
-    assert "MiB of device memory for 1 tensors, 1024.0 MiB are available" in told[0]["text"]
+    assert (
+        "MiB of device memory for 1 tensors, 1024.0 MiB are available on cuda:0 (stand-in)."
+        in told[0]["text"]
+    )
 
 
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are(stand_ins, tmp_path):

@@ -7,6 +7,7 @@ in tests/unit/test_memory_dax.py).
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -15,7 +16,12 @@ from test_recovery import crash, dies_at, finish, train, undisturbed  # noqa: F4
 from test_snapshots import contents_now, contents_of, open_group, settings_of, take_step
 
 from coarse.client.schema import TensorSpec
-from coarse.errors import MemoryDeviceLostError, OutOfDeviceMemoryError, RendezvousError
+from coarse.errors import (
+    DeviceMemoryBusyError,
+    MemoryDeviceLostError,
+    OutOfDeviceMemoryError,
+    RendezvousError,
+)
 from coarse.machine.host import read_numa_nodes
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
 from coarse.proxy.memory.dax import DaxMemory
@@ -196,7 +202,7 @@ def test_memory_that_does_not_suffice_is_refused_and_the_session_goes_on(job, de
     def worker(me):
         with me.join(memory_devices=devices("dax:PATH/0")) as session:
             large = [TensorSpec(name="large", dtype="float32", num_elements=DEVICE_BYTES // 4)]
-            with pytest.raises(OutOfDeviceMemoryError, match=r"2 workers need 128\.0 MiB of device memory"):
+            with pytest.raises(OutOfDeviceMemoryError, match=r"2 workers need 128\.0 MiB .* on /.*0\."):
                 session.register("large", large)
             return reduce_steps(session, me.rank)
 
@@ -306,3 +312,19 @@ def test_a_snapshot_holds_its_step_while_training_goes_on(job, devices, memories
             session.barrier()
 
     job.run(2, worker)
+
+
+def test_workers_are_told_why_a_memory_device_cannot_start(job, devices, tmp_path):
+    named = devices("dax:PATH/0,dax:PATH/2")
+    os.link(tmp_path / "0", tmp_path / "2")
+
+    def worker(me):
+        with pytest.raises(DeviceMemoryBusyError) as caught:
+            me.join(memory_devices=named)
+        return str(caught.value)
+
+    for told in job.run(2, worker):
+        assert re.match(
+            r"worker [01]: memory device md[01] \(dax:/.*\) could not start: /.* is for one memory device alone",
+            told,
+        )

@@ -266,6 +266,12 @@ bool mayShareGpu() {
   return text != nullptr && std::strcmp(text, "1") == 0;
 }
 
+/// STAND_IN_NCCL_FAILS=id, or rank1: who or what does.
+bool shallFail(const std::string& what) {
+  const char* const text = std::getenv("STAND_IN_NCCL_FAILS");
+  return text != nullptr && text == what;
+}
+
 Result checkDevices(const Meeting& meeting, int numRanks) {
   for (int a = 0; a < numRanks && !mayShareGpu(); ++a) {
     for (int b = a + 1; b < numRanks; ++b) {
@@ -295,6 +301,7 @@ const char* ncclGetLastError(CommHandle) { return lastError; }
 
 /// The path of a file that is not there yet.
 Result ncclGetUniqueId(UniqueIdBytes* id) {
+  if (shallFail("id")) return failed(kSystemError, "Bootstrap : no socket interface found");
   const char* const temporary = std::getenv("TMPDIR");
   const char* const folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : temporary ? temporary : "/tmp";
   std::random_device random;
@@ -306,6 +313,8 @@ Result ncclGetUniqueId(UniqueIdBytes* id) {
 Result ncclCommInitRank(CommHandle* comm, int numRanks, UniqueIdBytes id, int rank) {
   if (numRanks < 1 || numRanks > kMostRanks || rank < 0 || rank >= numRanks)
     return failed(kInvalidArgument, "rank %d of %d", rank, numRanks);
+  if (shallFail("rank" + std::to_string(rank)))
+    return failed(kSystemError, "Error while creating shared memory segment: No space left on device");
   int device = 0;
   if (const Result result = callDriver("cuCtxGetDevice", &device); result != kSuccess) return result;
   const std::string path(id.bytes, ::strnlen(id.bytes, sizeof(id.bytes)));

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -282,3 +284,32 @@ def test_an_extent_that_is_none_is_refused(extent):
 def test_a_range_without_bytes_is_refused():
     with pytest.raises(ValueError, match="has no bytes"):
         _native.Region(0, 0, 0)
+
+
+_ALLOCATE = """
+import subprocess, sys
+from coarse.errors import OutOfDeviceMemoryError
+from coarse.proxy.memory.dax import DaxMemory
+
+folder = sys.argv[1]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3M", "none", folder], check=True)
+with open(f"{folder}/dax0.0", "wb") as file:
+    file.truncate(16 << 20)
+memory = DaxMemory(f"{folder}/dax0.0")
+memory.allocate("fits", 1)
+try:
+    memory.allocate("the second", 1)
+except OutOfDeviceMemoryError as error:
+    print(error)
+"""
+
+
+def test_a_file_with_holes_that_its_file_system_cannot_fill_is_refused(tmp_path):
+    apart = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("this user may not have file systems of his own (unshare)")
+    told = subprocess.run(
+        [*apart, sys.executable, "-c", _ALLOCATE, tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"the second needs 2.0 MiB of {tmp_path}/dax0.0, a file with holes" in told
+    assert "No space left on device" in told

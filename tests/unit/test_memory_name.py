@@ -14,6 +14,18 @@ def test_a_name_is_read_as_it_is_written(text):
     assert str(MemoryName.parse(text)) == text
 
 
+def test_names_of_the_same_memory_are_equal(tmp_path):
+    (tmp_path / "dax0.0").touch()
+    (tmp_path / "link").symlink_to("dax0.0")
+    names = [
+        MemoryName.parse(f"dax:{path}")
+        for path in (tmp_path / "dax0.0", tmp_path / "link", f"/{tmp_path}/dax0.0")
+    ]
+    assert len(set(names)) == 1
+    assert MemoryName.parse("cuda:00") == MemoryName.parse("cuda:0")
+    assert str(MemoryName.parse("numa:02")) == "numa:2"
+
+
 def test_a_place_may_hold_colons():
     assert MemoryName.parse("dax:/mnt/pmem/a:b").place == "/mnt/pmem/a:b"
 

@@ -33,6 +33,7 @@ class CudaMemory:
     def __init__(self, device: int) -> None:
         check_cuda(device)
         self.device = device
+        self.name = f"cuda:{device} ({_native.cuda_device_name(device)})"
         self._uuid = _native.cuda_device_uuid(device)
         self._context = _native.CudaContext(device)
         self._stream = _native.CudaStream(self._context)
@@ -122,9 +123,8 @@ class CudaMemory:
     def shortage(self, label: str, num_bytes: int) -> str:
         """Says that there is not so much, how much there is, and what to do."""
         free_bytes, total_bytes = self._context.memory_info()
-        name = f"cuda:{self.device} ({_native.cuda_device_name(self.device)})"
         return (
-            f"{label} needs {num_bytes / 2**20:.1f} MiB of {name}, {free_bytes / 2**20:.1f} of its "
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of {self.name}, {free_bytes / 2**20:.1f} of its "
             f"{total_bytes / 2**20:.1f} MiB are available. Use fewer workers on this GPU, a smaller model, or "
             "another GPU for memory devices."
         )

@@ -34,11 +34,13 @@ class DaxGeometry:
         num_bytes: Its size.
         alignment_bytes: What is mapped begins and ends at multiples of it.
         node: The NUMA node whose processors are nearest; -1 if nobody knows.
+        is_file: Whether it is a file, which may have holes.
     """
 
     num_bytes: int
     alignment_bytes: int = _ALIGNMENT_BYTES
     node: int = -1
+    is_file: bool = False
 
 
 class DaxMemory:
@@ -65,7 +67,7 @@ class DaxMemory:
     message_bytes = _native.HOST_MESSAGE_BYTES
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = self.name = path
         self._geometry = dax_geometry(path)
         self._host = HostMemory()
         self._fd = _open(path)
@@ -85,6 +87,8 @@ class DaxMemory:
         segment = Segment(_reopen(self._fd), num_bytes, Extent(begin, extent_bytes))
         try:
             _lock_extent(segment.fd, begin, begin + extent_bytes)
+            if self._geometry.is_file:
+                self._fill_holes(label, segment.fd, begin, extent_bytes)
             mapping = _native.Mapping(segment.region, num_bytes)
             ctypes.memset(mapping.address, 0, num_bytes)
         except BaseException:
@@ -117,6 +121,16 @@ class DaxMemory:
         if fd >= 0:
             os.close(fd)
 
+    def _fill_holes(self, label: str, fd: int, begin: int, num_bytes: int) -> None:
+        """Takes space for a part of a file, which would otherwise be missing when it is written to (SIGBUS)."""
+        try:
+            os.posix_fallocate(fd, begin, num_bytes)
+        except OSError as error:
+            raise OutOfDeviceMemoryError(
+                f"{label} needs {num_bytes / 2**20:.1f} MiB of {self.path}, a file with holes, for which its file "
+                f"system has no room: {error.strerror}. Make room there, or choose another device."
+            ) from error
+
     def _gaps(self) -> Iterator[tuple[int, int]]:
         """Begin and end of what nobody holds, in the order of the device."""
         return _gaps(self._fd, 0, self._geometry.num_bytes)
@@ -148,7 +162,7 @@ def dax_geometry(path: str) -> DaxGeometry:
     if stat.S_ISCHR(status.st_mode):
         geometry = _geometry_of_device(path, status.st_rdev)
     elif stat.S_ISREG(status.st_mode):
-        geometry = DaxGeometry(num_bytes=status.st_size)
+        geometry = DaxGeometry(num_bytes=status.st_size, is_file=True)
     else:
         raise ValueError(f"{path} is neither a DAX device nor a file")
     unit = geometry.alignment_bytes

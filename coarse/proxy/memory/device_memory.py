@@ -22,6 +22,10 @@ class DeviceMemory(Protocol):
     message_bytes: int
     """Of a message between neighbours of a ring, at most."""
 
+    @property
+    def name(self) -> str:
+        """As people know it: host memory, NUMA node 2, /dev/dax0.0, cuda:1."""
+
     def allocate(self, label: str, num_bytes: int) -> Segment:
         """Takes `num_bytes` of zeroed memory, for tensors.
 

@@ -18,6 +18,7 @@ class HostMemory:
     """Sealed memfds that nobody can find by name."""
 
     kind = "host"
+    name = "host memory"
     is_mappable = True
     num_places = 1
     message_bytes = _native.HOST_MESSAGE_BYTES

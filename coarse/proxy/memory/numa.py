@@ -99,16 +99,16 @@ class NumaMemory:
         if not set(pages) <= set(self.nodes) or sum(pages.values()) < expected:
             found = ", ".join(f"{count} on node {node}" for node, count in sorted(pages.items())) or "none"
             raise OutOfDeviceMemoryError(
-                f"{label}: {expected} pages were asked of {self._where}, and there are {found}"
+                f"{label}: {expected} pages were asked of {self.name}, and there are {found}"
             )
 
     @property
-    def _where(self) -> str:
+    def name(self) -> str:
         return f"NUMA node{'s' if self.num_places > 1 else ''} {' and '.join(map(str, self.nodes))}"
 
     def _shortage(self, label: str, num_bytes: int, available: int) -> str:
         return (
-            f"{label} needs {num_bytes / 2**20:.1f} MiB of {self._where}, {available / 2**20:.1f} MiB are "
+            f"{label} needs {num_bytes / 2**20:.1f} MiB of {self.name}, {available / 2**20:.1f} MiB are "
             "available there. Use fewer workers, a smaller model, or memory devices on several nodes."
         )
 

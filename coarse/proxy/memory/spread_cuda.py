@@ -28,6 +28,7 @@ class SpreadCudaMemory:
 
     def __init__(self, own: CudaMemory, others: Sequence[int]) -> None:
         self.num_places = 1 + len(others)
+        self.name = " and ".join(f"cuda:{device}" for device in (own.device, *others))
         self._own = own
         self._others = others
         self._opened: list[CudaMemory] = []
