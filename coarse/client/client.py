@@ -232,11 +232,11 @@ class Client:
     def _large_algorithm(self, gpu: str) -> str:
         """What "auto" stands for; the first call may measure it, and so must be all workers' alike."""
         if self.algorithm_choice is None:
-            algorithms = [
-                each for each in algorithms_of(self._settings, self.table) if each != NCCL or self._has_nccl
-            ]
+            algorithms = algorithms_of(self._settings, self.table)
             if len(algorithms) == 1:
                 return DIRECT
+            if not self._has_nccl:
+                algorithms = tuple(algorithm for algorithm in algorithms if algorithm != NCCL)
             from coarse.profiler.algorithm_choice import measure_algorithms
 
             self.algorithm_choice = measure_algorithms(self, algorithms, gpu)

@@ -71,5 +71,5 @@ $cpu_only || install_driver
 install_python
 if $with_horovod; then install_horovod; fi
 "$venv/bin/coarse" doctor
-instance=$($cpu_only && echo cpu || echo p3.16xlarge)
+instance=$($cpu_only && echo cpu || echo "p3.16xlarge (or g4dn.metal)")
 echo "ready: $venv/bin/python -m experiments.aws.run --instance $instance"
