@@ -36,6 +36,7 @@ GOOD, NOTE, FAILED = "ok", "note", "failed"
 _MARKS = {GOOD: "[green]ok[/]", NOTE: "[yellow]note[/]", FAILED: "[bold red]failed[/]"}
 _NATIVE_MODULE = "coarse.kernels._native"
 _NCCL_MODULE = "coarse.kernels.nccl"
+_CUDA_MODULE = "coarse.kernels.cuda_kernels"
 _TOOL_LIMIT_S = 10
 _ENOUGH_FILES = 4096
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -97,6 +98,7 @@ def examine(host: Host) -> list[Finding]:
         *memory_findings(host.memory),
         *numa_findings(host.numa_nodes),
         *device_findings(host.dax_devices, host.gpus, host.gpus_note),
+        *cuda_findings(),
         *nccl_findings(host.gpus),
         *settings_findings(host.memory),
         *limit_findings(host.limits),
@@ -328,6 +330,19 @@ def device_findings(
     return [
         *(dax or [Finding(topic=topic, name="DAX", value="none")]),
         *(cards or [Finding(topic=topic, name="GPU", value=gpus_note or "none")]),
+    ]
+
+
+def cuda_findings() -> list[Finding]:
+    """GPUs as CUDA numbers them, and whether they can be memory devices; nothing without CUDA. Starts a process."""
+    # As _native_module(), which this needs.
+    code = f"import json; from {_CUDA_MODULE} import describe_gpus; print(json.dumps(describe_gpus()))"
+    gpus, missing = json.loads(_first_line(sys.executable, "-c", code) or '["", ""]')
+    if not gpus:
+        return []
+    status = NOTE if missing else GOOD
+    return [
+        Finding(topic="devices", name="memory devices on GPUs", value=gpus, status=status, advice=missing)
     ]
 
 

@@ -90,7 +90,7 @@ class CudaKernels:
 
     def __init__(self, device: int = 0) -> None:
         self.context = _native.CudaContext(device)
-        self.driver_version = divmod(_native.cuda_driver_version() // 10, 100)
+        self.driver_version = _driver_version()
         """Of CUDA, that the driver supports."""
         attributes = [_native.cuda_device_attribute(device, number) for number in (_MAJOR, _MINOR, _COUNT)]
         self.architecture = 10 * attributes[0] + attributes[1]
@@ -130,6 +130,26 @@ class CudaKernels:
         num_blocks = min(num_tiles, self.most_blocks)
         if num_blocks > 0:
             self.context.launch(self.function(name), num_blocks, THREADS_PER_BLOCK, stream, [batch])
+
+
+def describe_gpus() -> tuple[str, str]:
+    """GPUs that CUDA finds, by the names that memory devices have, and what is missing for them to be such.
+
+    Returns:
+        Both as people read them; "" for none, and for nothing.
+    """
+    if _native.cuda_unavailable_reason():
+        return "", ""
+    gpus = [f"cuda:{gpu} ({_native.cuda_device_name(gpu)})" for gpu in range(_native.cuda_num_devices())]
+    try:
+        usable_compilers(find_nvrtc(), _driver_version())
+    except CoarseError as error:
+        return ", ".join(gpus), str(error)
+    return ", ".join(gpus), ""
+
+
+def _driver_version() -> tuple[int, int]:
+    return divmod(_native.cuda_driver_version() // 10, 100)
 
 
 def usable_compilers(found: list[Nvrtc], driver_version: tuple[int, int]) -> list[Nvrtc]:

@@ -116,6 +116,21 @@ def test_devices_are_listed():
     }
 
 
+def test_gpus_are_shown_by_the_names_that_memory_devices_have(monkeypatch, cuda_stand_ins):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_stand_ins))
+    monkeypatch.setenv("STAND_IN_GPUS", "2")
+    (finding,) = doctor.cuda_findings()
+    assert (finding.value, finding.status) == ("cuda:0 (stand-in), cuda:1 (stand-in)", doctor.GOOD)
+
+
+def test_what_gpus_lack_to_be_memory_devices_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "_first_line", lambda *command: '["cuda:0 (H200)", "need NVRTC: install it"]')
+    (finding,) = doctor.cuda_findings()
+    assert (finding.status, finding.advice) == (doctor.NOTE, "need NVRTC: install it")
+    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+    assert doctor.cuda_findings() == []
+
+
 @pytest.mark.parametrize("gpus", [[], [GPU, GPU]])
 def test_nccl_is_shown_with_version_and_place(monkeypatch, gpus):
     monkeypatch.setattr(doctor, "_first_line", lambda *command: "NCCL 2.32.3 (/site/libnccl.so.2)")

@@ -244,7 +244,9 @@ def _gaps(fd: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _describe_holders(path: str) -> str:
-    holders = [f"process {pid} ({_command(pid)})" for pid in sorted(_holders(path))]
+    found = set(_holders(path))
+    others = found - {os.getpid()} or found  # this process has opened it too, to ask
+    holders = [f"process {pid} ({_command(pid)})" for pid in sorted(others)]
     return " or ".join(holders) or "a process of another user"
 
 
