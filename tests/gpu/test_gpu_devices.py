@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_training_has_the_bits_of_memory_devices_on_the_host(cuda, tmp_path):
     expected = reports(tmp_path, "2", "train_script.py", str(tmp_path), "cuda:0")
     (tmp_path / "gloo").unlink()
     assert reports(tmp_path, "cuda:0,cuda:0", "train_script.py", str(tmp_path), "cuda:0") == expected
+
+
+def test_the_example_comes_to_the_results_of_the_processor(cuda, tmp_path):
+    pytest.importorskip("sklearn")
+    example = str(HERE.parents[1] / "examples" / "torch_digits.py")
+
+    def accuracy(memory_devices, device):
+        ended = run_job(tmp_path, memory_devices, example, "--epochs", "8", "--device", device)
+        assert ended.returncode == 0, ended.stderr
+        return float(re.findall(r"test accuracy ([\d.]+)%", ended.stdout)[-1])
+
+    # Dropout draws other numbers on a GPU, so that no bit is the same.
+    assert accuracy("cuda:0,cuda:0", "cuda:0") == pytest.approx(accuracy("2", "cpu"), abs=3.0)
 
 
 def test_the_optimizer_gives_all_workers_the_same_parameters(cuda, tmp_path):

@@ -238,6 +238,27 @@ def test_where_nccl_fails_that_was_asked_for_workers_are_told_why(stand_ins, tmp
     assert len(told) == 2, errors
 
 
+def test_the_example_is_trained_as_by_memory_devices_on_the_host(stand_ins):
+    pytest.importorskip("torch")
+    pytest.importorskip("sklearn")
+
+    def trained_by(memory_devices, **environment):
+        command = [sys.executable, "-m", "coarse", "run", "-n", "2", "--memory-devices", memory_devices]
+        ended = subprocess.run(
+            [*command, str(ROOT / "examples" / "torch_digits.py"), "--epochs", "1"],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return [line for line in ended.stdout.splitlines() if "loss" in line or "accuracy" in line]
+
+    expected = trained_by("2")
+    assert "test accuracy" in expected[-1]
+    assert trained_by("cuda:0,cuda:0", **stand_ins) == expected
+
+
 def test_what_does_not_fit_is_refused_with_both_numbers(stand_ins, tmp_path):
     told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "nobody", **stand_ins)
     assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2

@@ -29,13 +29,7 @@ def nvrtc_for(architecture):
     pytest.skip(f"{' and '.join(map(str, found))} no longer compile for sm_{architecture}")
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(each, marks=() if each in (min(ARCHITECTURES), max(ARCHITECTURES)) else pytest.mark.slow)
-        for each in ARCHITECTURES
-    ],
-)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", sorted(kernel_names()))
 def test_nvrtc_compiles_every_kernel(file, architecture):
     nvrtc = nvrtc_for(architecture)
