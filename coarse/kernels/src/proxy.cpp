@@ -517,6 +517,9 @@ void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t 
   // release: the result before the flag.
   group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
   intake_.inbox(client).completeOne();
+  if (config_.scheduling != Scheduling::kFcfs) return;
+  // A device that takes shards one by one may wait for this one.
+  for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 
 void Proxy::count(const ShardShape& shape) noexcept {
