@@ -261,6 +261,10 @@ class Settings:
                 f"COARSE_OWN_PATH={self.own_path} needs COARSE_MACHINE: in the host's memory workers reduce "
                 "all-to-all"
             )
+        if self.routing == "spread" and not self.machine:
+            raise ValueError(
+                "COARSE_ROUTING=spread needs COARSE_MACHINE: it spreads shards over the links of an emulated machine"
+            )
         _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
         _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
         _check_range("COARSE_KEEP_DEVICES", self.keep_devices, 0, 10**6)

@@ -31,7 +31,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
-from coarse.session_checks import check_algorithm, check_array, check_solo, check_specs
+from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.store import Store
 
 if TYPE_CHECKING:  # slow to import
@@ -119,7 +119,7 @@ class Session:
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )
             nodes = NodeMap.of_addresses(addresses)
-            check_algorithm(nodes, settings)
+            check_nodes(settings, nodes.num_nodes)
             if nodes.num_nodes > 1:
                 watch.follow(store)
             keeping = Keeping(session=name, attempt=attempt) if settings.keep_devices else None
@@ -157,10 +157,7 @@ class Session:
         if not isinstance(client, Client):
             return client.register(name, specs)
         is_open = (
-            self.emulation is None
-            and self.settings.dual_sync != OFF
-            and not client.table.is_on_gpus
-            and not self._cannot_plan_dual_sync()
+            self.emulation is None and self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
         )
         group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu)
         self._watch_steps(group)
@@ -473,6 +470,8 @@ class Session:
                     f"{reason}; set it to off or auto"
                 )
             self._decisions += (f"dual synchronisation: none: {reason}",)
+        if self.settings.replan_steps > 0 and not self._follows_links:
+            self._decisions += ("replanning: none: routes follow no links that could change",)
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
@@ -481,21 +480,26 @@ class Session:
         """Why the workers of this session cannot reduce tensors themselves; "" if they can."""
         if len(self.node_workers) < self.identity.world_size:
             return "the workers of several nodes share no memory"
+        if self._linked().table.is_on_gpus and self.emulation is None:
+            return "memory devices are on GPUs, whose workers see none of each other's tensors"
         if self.settings.sync_algorithm in ("ring", "nccl"):
             return f"{self.settings.sync_algorithm} has contributions of all workers in all memory devices"
         if self._profile is None and self.settings.dual_sync == "auto":
             return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
         return ""
 
+    @property
+    def _follows_links(self) -> bool:
+        """Whether routes are those of a profile, which links that change make out of date."""
+        # On a host's own memory they are not, unless that is asked for (coarse.profiler.link_plan).
+        by_profile = self.settings.routing == ("profile" if self.emulation is None else "auto")
+        return by_profile and self._profile is not None
+
     def _watch_steps(self, group: TensorGroup) -> None:
         """Plans anew while `group` is trained, where there is something to plan by."""
         is_first = not self._replanners  # one group's steps tell when to look at the links
         plans_dual_sync = self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
-        # On a host's own memory routes do not follow links, unless that is asked for (coarse.profiler.link_plan).
-        follows_links = self.settings.routing == ("profile" if self.emulation is None else "auto")
-        looks_at_links = (
-            is_first and follows_links and self.settings.replan_steps != 0 and self._profile is not None
-        )
+        looks_at_links = is_first and self._follows_links and self.settings.replan_steps != 0
         if self._plan is None or not (plans_dual_sync or looks_at_links):
             return
         from coarse.profiler.replanner import Replanner

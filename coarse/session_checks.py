@@ -12,7 +12,6 @@ import numpy.typing as npt
 from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.env import Settings
 from coarse.errors import RendezvousError
-from coarse.rendezvous import NodeMap
 
 
 def check_specs(name: str, specs: Sequence[TensorSpec]) -> None:
@@ -32,18 +31,20 @@ def check_solo(settings: Settings) -> None:
         )
 
 
-def check_algorithm(nodes: NodeMap, settings: Settings) -> None:
+def check_nodes(settings: Settings, num_nodes: int) -> None:
     """Raises RendezvousError for settings that work within one node, in a job of several."""
-    if settings.keep_devices and nodes.num_nodes > 1:
+    if num_nodes == 1:
+        return
+    if settings.keep_devices:
         raise RendezvousError(
-            f"memory devices are kept within one node, and this job has {nodes.num_nodes}; unset COARSE_KEEP_DEVICES"
+            f"memory devices are kept within one node, and this job has {num_nodes}; unset COARSE_KEEP_DEVICES"
         )
-    if settings.sync_algorithm in ("ring", "exchange", "nccl") and nodes.num_nodes > 1:
+    if settings.sync_algorithm in ("ring", "exchange", "nccl"):
         what = (
             f"the machine {settings.machine}" if settings.machine else f"the algorithm {settings.algorithm!r}"
         )
         how = "unset COARSE_MACHINE" if settings.machine else "set COARSE_ALGORITHM to auto, direct or gather"
-        raise RendezvousError(f"{what} works within one node, and this job has {nodes.num_nodes}; {how}")
+        raise RendezvousError(f"{what} works within one node, and this job has {num_nodes}; {how}")
 
 
 def check_array(array: npt.NDArray[Any], op: str) -> str:

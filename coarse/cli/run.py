@@ -241,7 +241,7 @@ def environments_of(
     for flag, other in (_DEVICE_VARIABLES, _DEVICE_VARIABLES[::-1]):
         if vars(arguments)[flag] is not None and vars(arguments)[other] is None:
             common.pop(other, None)  # what is inherited says the same in another way
-    _require_sound_settings(common, num_workers)
+    _require_sound_settings(common, num_workers, arguments.nnodes)
     common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
@@ -296,16 +296,21 @@ def _require_sound_nodes(arguments: argparse.Namespace) -> None:
         )
 
 
-def _require_sound_settings(environment: Mapping[str, str], num_workers: int) -> None:
+def _require_sound_settings(environment: Mapping[str, str], num_workers: int, num_nodes: int) -> None:
     """Says once what every worker would say."""
     try:
         settings = Settings.from_environment(environment)
         if settings.machine:
             load_machine(settings.machine)
-        if settings.partition_table or not isinstance(settings.memory_devices, int):
-            from coarse.client.join import check_memory
+        if num_nodes > 1:
+            from coarse.session_checks import check_nodes
 
-            check_memory(settings, num_workers)
+            check_nodes(settings, num_nodes)
+        asked = (settings.memory_devices, settings.partition_table, settings.replicas, settings.algorithm)
+        if asked != (0, "", 0, "auto"):  # a tenth of a second to import
+            from coarse.client.device_checks import check_node
+
+            check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
     except (OSError, ValueError, CoarseError) as error:
         raise UsageError(str(error)) from None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
+from coarse.client.device_checks import cannot_profile, check_devices
 from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
 from coarse.env import Attempt, Settings, WorkerIdentity
@@ -22,7 +23,7 @@ from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
-from coarse.proxy.algorithms import NCCL, check_nccl, distant_gpus
+from coarse.proxy.algorithms import distant_gpus
 from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.memory import try_memory
@@ -109,7 +110,7 @@ def provide_devices(
     if identity.rank != leader:
         return _find_devices(identity, store, settings, nodes, watch)
     try:
-        table = _choose_table(settings, len(nodes.ranks[node]))
+        table = _choose_table(settings, nodes, node)
         emulation = choose_emulation(
             settings.machine,
             table,
@@ -145,32 +146,12 @@ def _announcement_key(node: int) -> str:
     return f"devices/{node}"
 
 
-def check_memory(settings: Settings, num_workers: int) -> None:
-    """Takes a little of each memory that memory devices of this node are to own, before anything is started.
-
-    Args:
-        settings: Of the sessions to come.
-        num_workers: On this node.
-
-    Raises:
-        ValueError, CoarseError: If there is no such memory or table, the table is for more workers, or somebody else
-            has the memory for himself.
-    """
-    path = settings.partition_table
-    if path:  # a smaller one may be for a process group of some of the workers
-        num_workers = min(num_workers, PartitionTable.load(path).num_workers)
-    table = choose_partition_table(path, num_workers=num_workers, devices=settings.memory_devices)
-    for memory in table.memories:
-        try_memory(memory)
-
-
-def _choose_table(settings: Settings, num_workers: int) -> PartitionTable:
+def _choose_table(settings: Settings, nodes: NodeMap, node: int) -> PartitionTable:
     """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
     table = choose_partition_table(
-        settings.partition_table, num_workers=num_workers, devices=settings.memory_devices
+        settings.partition_table, num_workers=len(nodes.ranks[node]), devices=settings.memory_devices
     )
-    if settings.replicas:
-        check_replicas(table)
+    check_devices(settings, table, num_nodes=nodes.num_nodes)
     if table.is_on_gpus and not settings.partition_table and not settings.machine:
         return pair_with_nearest(table)
     return table
@@ -193,8 +174,6 @@ def _start_missing(
     for device, memory in enumerate(table.memories):
         if lost is None or device in lost:
             try_memory(memory)
-    if settings.algorithm == NCCL:
-        check_nccl(table)
     if distant := distant_gpus(table):
         logger.warning(
             "%s cannot reach each other's memory: what goes between memory devices there is copied through the host, "
@@ -217,24 +196,6 @@ def _start_missing(
             kept_in=kept_in,
             replaces=lost,
             introduce=_introducer(str(kept_in), settings, watch),
-        )
-
-
-def check_replicas(table: PartitionTable) -> None:
-    """Raises ValueError unless what any one memory device has can be with another one too."""
-    if table.is_on_gpus:
-        raise ValueError(
-            "COARSE_REPLICAS does not go with memory devices on GPUs: replicas are copied by processors; unset it"
-        )
-    if table.num_devices < 2:
-        raise ValueError(
-            "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "
-            "start two or more (COARSE_MEMORY_DEVICES), or unset COARSE_REPLICAS"
-        )
-    if sum(bool(device.workers) for device in table.devices) < 2:
-        raise ValueError(
-            "COARSE_REPLICAS=1 needs gradients in the memory of two devices, to redo a step without one of them, and "
-            "one device serves all workers; spread the workers in the partition table, or unset COARSE_REPLICAS"
         )
 
 
@@ -372,9 +333,9 @@ def agree_on_profile(
         ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
         RendezvousError: If the first worker has told none in time.
     """
-    if settings.profile == OFF or node.nodes.num_nodes > 1:
-        why = "COARSE_PROFILE=off" if settings.profile == OFF else "profiles are of jobs on one node"
-        return FoundProfile(note=f"not profiled: {why}")
+    reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
+    if settings.profile == OFF or reason:
+        return FoundProfile(note=f"not profiled: {reason or 'COARSE_PROFILE=off'}")
     key, leader = f"profile/{node.node}", node.ranks[0]
     if identity.rank == leader:
         return share_profile(

@@ -46,10 +46,16 @@ class MemoryName:
             raise FieldError("kind", f"memory of kind host is one, there is no {self.place!r} of it")
         if self.kind == "numa" and not self.place.isdecimal():
             raise FieldError(
-                key, f"{key} {self.place!r} is no number of a NUMA node; write one such as numa:2"
+                key,
+                f"{key} {self.place!r} is no number of a NUMA node; write one such as numa:2, or node = 2 in a "
+                "partition table",
             )
         if self.kind == "cuda" and not self.place.isdecimal():
-            raise FieldError(key, f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4")
+            raise FieldError(
+                key,
+                f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4, or device = 4 in a "
+                "partition table",
+            )
         if self.kind == "dax" and not self.place.startswith("/"):
             raise FieldError(
                 key,

@@ -284,8 +284,13 @@ def _memory(section: Mapping[str, Any]) -> MemoryName:
             raise FieldError(name, f"{name} has no meaning for kind {kind!r}")
     if expected and expected not in section:
         raise FieldError("kind", f"kind {kind!r} needs a key such as {_EXAMPLES[expected]}")
+    place = section.get(expected, "")
+    if type(place) not in (int, str):
+        raise FieldError(
+            expected, f"{expected} is neither a number nor a text; write it like {_EXAMPLES[expected]}"
+        )
     # A GPU is named as PyTorch does.
-    return MemoryName(kind=kind, place=str(section.get(expected, "")).removeprefix("cuda:"))
+    return MemoryName(kind=kind, place=str(place).removeprefix("cuda:"))
 
 
 def _is_list_of_numbers(values: Any) -> bool:

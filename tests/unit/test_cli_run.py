@@ -13,6 +13,8 @@ from coarse.cli.run import UsageError, command_of, environments_of, threads_per_
 from coarse.cli.supervisor import JobPlan
 from coarse.env import Settings
 
+TWO_NODES = ("--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234")
+
 
 def parse(*arguments: str) -> argparse.Namespace:
     return build_parser(["run"]).parse_args(["run", *arguments])
@@ -107,11 +109,30 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
         ),
         (("--partition-table", "nowhere"), "no partition table is named .nowhere."),
         (("--partition-table", "aws-p3", "--memory-devices", "2"), "COARSE_MEMORY_DEVICES does not go with"),
+        (("--algorithm", "nccl"), "COARSE_ALGORITHM=nccl: memory devices are in host, host"),
+        (("--keep-devices", "9", "--replicas", "1", "--memory-devices", "1"), "there is one device only"),
+        (("--algorithm", "ring", *TWO_NODES), "'ring' works within one node, and this job has 2"),
+        (("--keep-devices", "9", *TWO_NODES), "memory devices are kept within one node"),
+        (("--memory-devices", "cuda:0", *TWO_NODES), "memory devices on GPUs work within one node"),
+        (
+            ("--memory-devices", "cuda:0", "--routing", "profile"),
+            "COARSE_ROUTING=profile does not go with memory devices on GPUs",
+        ),
+        (("--memory-devices", "cuda:0", "--profile", "refresh"), "`coarse profile --gpus` measures"),
+        (("--memory-devices", "cuda:0", "--dual-sync", "1MiB"), "COARSE_DUAL_SYNC=1MiB does not go with"),
+        (
+            ("--memory-devices", "cuda:0,cuda:0", "--keep-devices", "9", "--replicas", "1"),
+            "COARSE_REPLICAS does not go with memory devices on GPUs",
+        ),
     ],
 )
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):
     with pytest.raises(UsageError, match=message):
         environments_of(parse("-n", "2", *flags, "-m", "train"), {})
+
+
+def test_what_needs_several_workers_is_no_error_in_a_job_of_one():
+    environments_of(parse("--keep-devices", "9", "--replicas", "1", "-m", "train"), {})
 
 
 def test_every_setting_has_a_flag():

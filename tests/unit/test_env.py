@@ -97,6 +97,7 @@ def test_without_variables_the_defaults_hold():
         ("COARSE_SPIN_US", "10s"),
         ("COARSE_TIME_DILATION", "0"),
         ("COARSE_TIME_DILATION", "2"),  # of which machine?
+        ("COARSE_ROUTING", "spread"),  # over the links of which one?
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, text):

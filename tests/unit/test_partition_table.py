@@ -45,6 +45,11 @@ DEVICE = "[[memory_device]]\n"
         (DEVICE + 'kind = "numa"\nworkers = [0]\n', 2, "kind 'numa' needs a key such as node = 2"),
         (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = -1\n', 4, "node '-1' is no number"),
         (
+            DEVICE + 'kind = "numa"\nworkers = [0]\nnode = true\n',
+            4,
+            "neither a number nor a text; write it like node",
+        ),
+        (
             DEVICE + 'kind = "numa"\nworkers = [0]\npath = "/dev/dax0.0"\n',
             4,
             "path has no meaning for kind 'numa'",
