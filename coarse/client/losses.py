@@ -114,16 +114,20 @@ class Losses:
         return told or MemoryDeviceLostError(f"worker {self._rank}: the memory devices gave the session up")
 
     def _ended(self, connection: DeviceConnection) -> MemoryDeviceLostError:
+        self._tell_others(connection.device, is_silent=False)
         return self._loss(connection, self._fate_of_device(connection.device))
 
     def _silent(self, device: int) -> MemoryDeviceLostError:
-        # This worker leaves now; nobody shall take that for the reason.
+        self._tell_others(device, is_silent=True)
+        self._kill_silent(device)
+        return self._loss(self._connections[device], silence(self._heartbeat_s))
+
+    def _tell_others(self, device: int, *, is_silent: bool) -> None:
+        """This worker leaves now, which the other memory devices shall not take for the reason."""
         for connection in self._connections:
             if connection.device != device:
                 with contextlib.suppress(MemoryDeviceLostError):
-                    connection.send({"type": "silent", "device": device})
-        self._kill_silent(device)
-        return self._loss(self._connections[device], silence(self._heartbeat_s))
+                    connection.send({"type": "lost", "device": device, "is_silent": is_silent})
 
     def _loss(self, connection: DeviceConnection, fate: str) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(

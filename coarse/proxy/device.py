@@ -111,7 +111,7 @@ class MemoryDevice:
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
             "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,
-            "silent": self._hear_of_silence,
+            "lost": self._hear_of_loss,
             "bye": self._say_goodbye,
         }
         if job.emulation:
@@ -377,11 +377,12 @@ class MemoryDevice:
         if self._has_shared:
             self._peers.tell_one(device, *self._shared_message())
 
-    def _hear_of_silence(self, worker: WorkerConnection, message: Message) -> None:
+    def _hear_of_loss(self, worker: WorkerConnection, message: Message) -> None:
         device = int_field(message, "device", high=self._job.num_devices - 1)
         if device == self._job.device:
-            raise ProtocolError("'silent' names the memory device that it was sent to")
-        self._abort(device_silent(self._job, device))
+            raise ProtocolError("'lost' names the memory device that it was sent to")
+        lost = device_silent if message.get("is_silent") is True else device_died
+        self._abort(lost(self._job, device))
 
     def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
         self._is_unfinished |= message.get("is_finished") is not True

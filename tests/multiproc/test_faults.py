@@ -302,6 +302,24 @@ def test_the_death_of_a_memory_device_is_told_to_all_workers(job, algorithm, vic
             assert "was killed by SIGKILL" in outcome.message
 
 
+def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
+    """As if the others saw the end of the worker before that of the device."""
+
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            session.barrier()
+            if me.rank == 1:
+                session._client._connections[0].send({"type": "lost", "device": 1, "is_silent": False})
+                return
+            session.barrier()
+
+    workers = job.start(2, worker)
+    outcome = workers[0].finish()
+    assert outcome.error == "MemoryDeviceLostError", outcome
+    assert "memory device md1 died" in outcome.message
+    workers[1].finish()
+
+
 @pytest.mark.parametrize("use", ["all_reduce", "register", "pull"])
 def test_the_death_of_an_idle_memory_device_is_told_at_the_next_use(job, use):
     def worker(me):

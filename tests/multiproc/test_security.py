@@ -172,8 +172,9 @@ MISBEHAVIOURS = {
     "a negative group": {"type": "register", "group": -1},
     "a group beyond all": {"type": "unregister", "group": 1 << 64},
     "no tensors": {"type": "register", "group": 7, "name": "x", "specs": []},
-    "silence of who hears it": {"type": "silent", "device": 0},
-    "silence of nobody": {"type": "silent", "device": 2},
+    "silence of who hears it": {"type": "lost", "device": 0, "is_silent": True},
+    "loss of who hears it": {"type": "lost", "device": 0, "is_silent": False},
+    "loss of nobody": {"type": "lost", "device": 2, "is_silent": False},
 }
 
 
