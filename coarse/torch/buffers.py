@@ -8,7 +8,7 @@ import torch
 
 from coarse.client.schema import TensorSpec
 from coarse.session import Session
-from coarse.torch.layout import Packing, as_bytes, num_bytes
+from coarse.torch.layout import Packing, as_bytes, copy_all, num_bytes
 
 _STAGING_BYTES = 32 << 20
 _DIRECT_BYTES = 1 << 20
@@ -49,11 +49,6 @@ def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -
         session.broadcast(staging.numpy(), root=root)
         if session.identity.rank != root:
             copy_all(tensors, views)
-
-
-def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensor by tensor, in one call of torch."""
-    torch._foreach_copy_([d.detach() for d in destinations], [s.detach() for s in sources])
 
 
 class BufferBroadcast:

@@ -12,6 +12,7 @@ import torch
 
 from coarse.client.parameter_cache import CacheStatistics, ParameterCache
 from coarse.errors import CoarseError
+from coarse.torch.layout import copy_all
 from coarse.torch.module_hooks import OwnHook
 from coarse.torch.session import is_failing
 
@@ -55,7 +56,7 @@ class CachedParameters:
         """Makes the copies exact, when the last update is complete."""
         version = self._finish_update()
         with torch.no_grad():
-            torch._foreach_copy_([parameter.detach() for parameter in self._parameters], list(self._shared))
+            copy_all(self._parameters, self._shared)
         torch.autograd.graph.increment_version(list(self._parameters))
         self._cache.filled(version)
 
@@ -63,7 +64,7 @@ class CachedParameters:
         """Makes the values of this worker's copies those in the memory devices; between two steps."""
         version = self._finish_update()
         with torch.no_grad():
-            torch._foreach_copy_(list(self._shared), [parameter.detach() for parameter in self._parameters])
+            copy_all(self._shared, self._parameters)
         self._cache.filled(version)
 
     def follow(self, module: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from coarse.checkpoint.source import ArraySource, SavedTensor
 from coarse.errors import CheckpointError
+from coarse.torch.callers_order import CallersOrder
 from coarse.torch.layout import Packing, as_bytes
 from coarse.torch.training_state import described
 
@@ -51,10 +52,11 @@ class HostCopies:
         """Begins to copy; to be called before training goes on."""
         assert self._state is not None
         self._has_begun = True
+        order = self._state.order()
         if self._state.is_copied_beside and self._executor is not None:
-            self._executor.submit(self._state.copy)
+            self._executor.submit(self._state.copy, order)
         else:
-            self._state.copy()
+            self._state.copy(order)
 
     def finish(self) -> None:
         """Returns when what is being copied has been copied."""
@@ -120,10 +122,15 @@ class CopiedState:
             raise CheckpointError("the copy of the state was used after close()")
         return self._copies
 
-    def copy(self) -> None:
+    def order(self) -> CallersOrder:
+        """Has the state as it is now, for copy(); to be called by the thread that computes."""
+        return CallersOrder([*self._originals.values(), *self._early.values()])
+
+    def copy(self, order: CallersOrder) -> None:
         """Makes the copies; to be called once, from any thread. Failures are told to who reads."""
         try:
-            self._copies = self._copy_all()
+            with order.followed():
+                self._copies = self._copy_all()
         except Exception as error:
             self._error = error
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -40,17 +40,32 @@ def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def gpu_uuid(device: torch.device) -> str:
-    """The GPU that a device of torch is, as CUDA names it; "" for others."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return ""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+def copy_all(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensor by tensor, in one call of torch.
+
+    Between two GPUs through the host: where they do not reach each other, torch copies as only memory of cudaMalloc
+    allows, and that of memory devices is not.
+    """
+    pairs = [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True)]
+    near = [pair for pair in pairs if not _are_two_gpus(*pair)]
+    if near:
+        torch._foreach_copy_(*map(list, zip(*near, strict=True)))
+    for destination, source in pairs:
+        if _are_two_gpus(destination, source):
+            destination.copy_(source.cpu())
+
+
+def _are_two_gpus(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return not one.is_cpu and not other.is_cpu and one.device != other.device
 
 
 def common_gpu(tensors: Sequence[torch.Tensor]) -> str:
-    """The one GPU on which all tensors are, by gpu_uuid(); "" if there is none."""
+    """The one GPU on which all tensors are, by UUID as CUDA has it; "" if there is none."""
     devices = {tensor.device for tensor in tensors}
-    return gpu_uuid(devices.pop()) if len(devices) == 1 else ""
+    if len(devices) != 1 or torch.version.cuda is None:
+        return ""
+    device = devices.pop()
+    return gpu_uuid(device.index) if device.type == "cuda" else ""
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

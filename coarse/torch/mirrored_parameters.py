@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from coarse.torch.layout import is_dense
+from coarse.torch.layout import copy_all, is_dense
 
 
 class MirroredParameters:
@@ -36,9 +36,7 @@ class MirroredParameters:
     def pull(self) -> None:
         """Copies all parameters anew, by the processor; no update is under way."""
         with torch.no_grad():
-            torch._foreach_copy_(
-                [parameter.detach() for parameter in self._parameters], list(self._originals)
-            )
+            copy_all(self._parameters, self._originals)
         self._versions = [parameter._version for parameter in self._parameters]
 
     def address(self, index: int) -> int:
@@ -71,7 +69,7 @@ class MirroredParameters:
         """Makes the values of these copies the originals'; no update is under way, and snapshots have the old."""
         for index in indices:
             if self._writes:
-                self._originals[index].copy_(self._parameters[index].detach())
+                copy_all([self._originals[index]], [self._parameters[index]])
             self._versions[index] = self._parameters[index]._version
 
     @staticmethod

@@ -12,7 +12,7 @@ from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
-from coarse.torch.layout import slot_tensor
+from coarse.torch.layout import copy_all, slot_tensor
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
 
@@ -77,7 +77,7 @@ class OffloadedParameters:
             return
         if writes:
             with torch.no_grad():
-                torch._foreach_copy_(self._views, [parameter.detach() for parameter in parameters])
+                copy_all(self._views, parameters)
             self._settle()
         self.adopt_state()
 
@@ -289,7 +289,7 @@ class OffloadedParameters:
             if name == MASTER and value is not None and value.dtype != torch.float32:
                 value = None  # rounded by whoever had it meanwhile: the parameter says as much
             if value is not None:
-                self._state_tensor(index, number).copy_(value)
+                copy_all([self._state_tensor(index, number)], [value])
             elif not self._are_states_zero:  # zeros as they came are not touched, and so take no memory
                 self._state_tensor(index, number).zero_()
 

@@ -92,6 +92,11 @@ def test_parameters_stay_those_of_torch_ddp(cuda, what):
     assert printed.count(f"{what}: equal") == WORKERS, printed
 
 
+def test_other_threads_copy_behind_what_streams_were_given(cuda):
+    printed = run(Path(__file__).with_name("stream_script.py"))
+    assert printed.count("streams: in order") == WORKERS, printed
+
+
 def test_the_capture_of_a_step_is_refused(cuda):
     printed = run(Path(__file__).with_name("worker_script.py"), "capture")
     assert printed.count("capture: refused") == WORKERS, printed

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from coarse.kernels._native import Combine, ElementType
+from coarse.torch.callers_order import CallersOrder
 
 ELEMENTS = {
     torch.float32: ElementType.FLOAT32,
@@ -29,7 +30,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._stores: list[tuple[torch.Tensor, torch.Tensor, CallersOrder]] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = checked(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -42,13 +43,14 @@ class Memory:
             plain = user
         else:
             plain = self.read(user).clone() if is_read else torch.empty(user.shape, dtype=user.dtype)
-            self._stores.append((user, plain))
+            self._stores.append((user, plain, CallersOrder([user])))
         self._kept.append(plain)
         return plain
 
     def finish(self) -> None:
-        for user, plain in self._stores:
-            user.copy_(plain)
+        for user, plain, order in self._stores:
+            with order.followed():
+                user.copy_(plain)
 
 
 def checked(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,13 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <coarse/collective.hpp>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <utility>
@@ -117,6 +121,29 @@ inline at::Tensor readable(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
 }
 
+/// What the caller's current stream of a GPU has been given so far, for another thread to come behind it:
+/// that thread's own current stream knows nothing of it.
+class CallersOrder {
+ public:
+  explicit CallersOrder(c10::Device device) : device_(device), event_(device.type()) {
+    event_.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+
+  /// Runs work on a stream behind that, but not behind what the caller's is given later, which may wait for
+  /// the work.
+  template <typename Work>
+  void follow(const Work& work) {
+    const c10::StreamGuard guard(
+        c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_));
+    event_.block(guard.current_stream());
+    work();
+  }
+
+ private:
+  c10::Device device_;
+  c10::Event event_;
+};
+
 /// A tensor that is written: the user's own memory where that is dense, else memory that is copied there.
 class Writable {
  public:
@@ -134,17 +161,25 @@ class Writable {
                  : at::empty(tensor.sizes(),
                              tensor.options().device(at::kCPU).memory_format(at::MemoryFormat::Contiguous));
     }
+    if (!tensor.is_cpu()) order_.emplace(tensor.device());
   }
 
   const at::Tensor& memory() const { return memory_; }
   void* data() const { return memory_.data_ptr(); }
+  /// Returns when the user's memory has the result. From any thread.
   void store() {
-    if (!memory_.is_same(user_)) user_.copy_(memory_);
+    if (memory_.is_same(user_)) return;
+    if (order_) {
+      order_->follow([this] { user_.copy_(memory_); });
+    } else {
+      user_.copy_(memory_);
+    }
   }
 
  private:
   at::Tensor user_;
   at::Tensor memory_;
+  std::optional<CallersOrder> order_;
 };
 
 /// Complex numbers are added as pairs of real ones.
