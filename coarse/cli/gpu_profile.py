@@ -77,7 +77,7 @@ def print_links(links: GpuLinks) -> None:
         _rows(links),
     )
     for gpu, peer in links.unreachable:
-        print(f"cuda:{gpu} cannot access cuda:{peer}: copies between them go through the host's memory")
+        print(f"cuda:{gpu} cannot access cuda:{peer}: copies between them went through the host's memory")
 
 
 def _rows(links: GpuLinks) -> Iterator[tuple[str, ...]]:

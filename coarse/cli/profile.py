@@ -22,6 +22,15 @@ _DEFAULT_WORKERS = 2
 _DEFAULT_BUDGET_S = 2.5
 _DEFAULT_DILATION = 20.0
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
+_NOT_OF_GPUS = (
+    "workers",
+    "memory_devices",
+    "partition_table",
+    "machine",
+    "time_dilation",
+    "refresh",
+    "figures",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +90,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--gpus",
         action="store_true",
-        help="measure the links of this machine's GPUs instead, and show where they sit; with --json as a file",
+        help="measure the links of this machine's GPUs instead, and show where they sit; only --json goes with it",
     )
     parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the profile, which `coarse plan` reads"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the profile, which `coarse plan` reads; with --gpus the figures of all copies",
     )
     parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into DIR, as PNG and SVG")
     parser.set_defaults(handler=run)
@@ -100,9 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     from coarse.cli.plan import basis_of
 
     if arguments.gpus:
-        from coarse.cli import gpu_profile
-
-        return gpu_profile.run(arguments.json)
+        return _profile_gpus(arguments)
     if arguments.figures is not None and find_spec("matplotlib") is None:
         print("coarse profile: --figures needs matplotlib: pip install 'coarse[plot]'", file=sys.stderr)
         return _EXIT_USAGE
@@ -127,6 +137,19 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"coarse profile: {error.filename}: {error.strerror}", file=sys.stderr)
         return _EXIT_FAILED
     return 0
+
+
+def _profile_gpus(arguments: argparse.Namespace) -> int:
+    from coarse.cli import gpu_profile
+
+    given = [f"--{name.replace('_', '-')}" for name in _NOT_OF_GPUS if getattr(arguments, name)]
+    if given:
+        print(
+            f"coarse profile: --gpus measures all GPUs of this machine, and {', '.join(given)} does not go with it",
+            file=sys.stderr,
+        )
+        return _EXIT_USAGE
+    return gpu_profile.run(arguments.json)
 
 
 def print_profile(basis: Basis) -> None:
@@ -226,6 +249,8 @@ def _scope(arguments: argparse.Namespace) -> Scope:
             f"--workers {num_workers}: links are between workers and memory devices of 2 workers or more"
         )
     table = choose_partition_table(name, num_workers=num_workers, devices=devices)
+    if table.is_on_gpus and not machine:
+        raise ValueError("links to the memory of GPUs are measured by `coarse profile --gpus`")
     flags = ["--partition-table", name] if name else ["--memory-devices", ",".join(table.memories)]
     if machine:
         flags += ["--machine", machine, "--time-dilation", repr(dilation)]

@@ -129,7 +129,7 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
 
 def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
     logger.warning(
-        "%s cannot reach the memory of %s, so tensors go through the host: %s",
+        "%s cannot reach the memory of %s, so tensors go through the host (coarse profile --gpus measures that): %s",
         gpu,
         " and ".join(segment.gpus),
         error,

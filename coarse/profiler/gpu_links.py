@@ -29,10 +29,16 @@ class Way(Enum):
     TO_HOST = "device-to-host"
     TO_PEER = "device-to-device"
     FROM_PEER = "device-from-device"
+    TO_DISTANT = "device-to-host-to-device"
+    FROM_DISTANT = "device-from-host-from-device"
 
 
 ONE_WAY = (Way.TO_DEVICE, Way.TO_HOST)
-BOTH_WAYS = {"host, both": (Way.TO_DEVICE, Way.TO_HOST), "peers, both": (Way.TO_PEER, Way.FROM_PEER)}
+BOTH_WAYS = {
+    "host, both": (Way.TO_DEVICE, Way.TO_HOST),
+    "peers, both": (Way.TO_PEER, Way.FROM_PEER),
+    "through the host, both": (Way.TO_DISTANT, Way.FROM_DISTANT),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -72,7 +78,7 @@ class GpuLinks:
     Args:
         gpus: Their names, by ordinal.
         curves: Times by size; of paths with two directions, each direction has the size.
-        unreachable: Pairs of GPUs that cannot access each other, whose copies would go through the host.
+        unreachable: Pairs of GPUs that cannot access each other, whose copies go through the host.
     """
 
     gpus: tuple[str, ...]
@@ -96,17 +102,20 @@ class GpuLinks:
 
 
 def gpu_paths(num_gpus: int, can_access: Callable[[int, int], bool]) -> list[GpuPath]:
-    """All paths to measure: of each GPU with the host and within itself, of each pair with access to each other."""
+    """All paths to measure: of each GPU with the host and within itself, and of each pair, as it can copy."""
     paths: list[GpuPath] = []
     for gpu in range(num_gpus):
         paths += [GpuPath(kind=way.value, gpu=gpu) for way in ONE_WAY]
         paths += [GpuPath(kind="host, both", gpu=gpu), GpuPath(kind=Way.TO_PEER.value, gpu=gpu, peer=gpu)]
         for peer in range(num_gpus):
-            if peer == gpu or not can_access(gpu, peer):
+            if peer == gpu:
                 continue
-            paths.append(GpuPath(kind=Way.TO_PEER.value, gpu=gpu, peer=peer))
-            if peer > gpu and can_access(peer, gpu):
-                paths.append(GpuPath(kind="peers, both", gpu=gpu, peer=peer))
+            reaches = can_access(gpu, peer)
+            way = Way.TO_PEER if reaches else Way.TO_DISTANT
+            paths.append(GpuPath(kind=way.value, gpu=gpu, peer=peer))
+            if peer > gpu and can_access(peer, gpu) == reaches:
+                kind = "peers, both" if reaches else "through the host, both"
+                paths.append(GpuPath(kind=kind, gpu=gpu, peer=peer))
     return paths
 
 
@@ -208,11 +217,18 @@ class DriverCopier:
             stream.copy_to_host(self._host_halves[1], own[1], nbytes)
         else:
             assert path.peer is not None
-            far = [memory.address for memory in self._memories_of(path.gpu, path.peer)]
-            if way is Way.TO_PEER:
-                stream.copy_on_device(far[2], own[0], nbytes)
-            else:
-                stream.copy_on_device(own[1], far[3], nbytes)
+            self._copy_between(stream, way, path.gpu, path.peer, nbytes)
+
+    def _copy_between(self, stream: _native.CudaStream, way: Way, gpu: int, peer: int, nbytes: int) -> None:
+        own, other = self._gpus[gpu].memories, self._gpus[peer]
+        if way is Way.TO_DISTANT:
+            stream.copy_to(other.context, other.memories[2].address, own[0].address, nbytes)
+        elif way is Way.FROM_DISTANT:
+            stream.copy_from(other.context, own[1].address, other.memories[3].address, nbytes)
+        elif way is Way.TO_PEER:
+            stream.copy_on_device(self._memories_of(gpu, peer)[2].address, own[0].address, nbytes)
+        else:
+            stream.copy_on_device(own[1].address, self._memories_of(gpu, peer)[3].address, nbytes)
 
     def _memories_of(self, gpu: int, peer: int) -> list[_native.CudaMemory]:
         """The memories of a GPU, as another one reaches them."""

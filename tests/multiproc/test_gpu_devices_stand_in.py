@@ -114,9 +114,12 @@ def test_gpus_that_do_not_reach_each_other_work_on_copies(stand_ins, tmp_path, h
 
 
 def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, host_results):
-    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **stand_ins)
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", COARSE_PROFILE="auto", **stand_ins
+    )
     assert found[0] is not None, errors
     assert found == host_results
+    assert "links: not profiled: links to the memory of GPUs are not profiled" in errors
     choices = [line for line in errors.splitlines() if "large tensors between memory devices by" in line]
     assert len(choices) == 2  # of each worker
     assert choices[0] == choices[1]
@@ -191,6 +194,17 @@ def test_survivors_of_a_device_are_told(stand_ins, tmp_path, algorithm):
     assert "md1" in told[0]["text"]
 
 
+@pytest.mark.parametrize("algorithm", ["exchange", "direct", "ring", "nccl"])
+@pytest.mark.parametrize("launch", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 13))])
+def test_survivors_of_a_device_that_dies_in_any_of_its_kernels_are_told(
+    stand_ins, tmp_path, algorithm, launch
+):
+    dies = {"COARSE_ALGORITHM": algorithm, "STAND_IN_DIES_AT": f"1:{launch}"}
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:1", "loss_script.py", "gpu", **dies, **stand_ins)
+    assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2, told
+    assert any("SIGKILL" in each["text"] for each in told)
+
+
 @ALGORITHMS
 def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
     told, _ = run_workers(
@@ -200,26 +214,21 @@ def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
     assert told[1] is None
 
 
-def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path):
-    told, errors = run_workers(
-        tmp_path,
-        "cuda:0,cuda:1",
-        "loss_script.py",
-        "gpu",
-        COARSE_ALGORITHM="direct",
-        STAND_IN_LAUNCHES="4",
-        **stand_ins,
-    )
+@pytest.mark.parametrize("algorithm", ["exchange", "direct", "ring", "nccl"])
+@pytest.mark.parametrize("launch", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 9))])
+def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path, algorithm, launch):
+    faults = {"COARSE_ALGORITHM": algorithm, "STAND_IN_FAULTS_AT": f"1:{launch}"}
+    told, errors = run_workers(tmp_path, "cuda:0,cuda:1", "loss_script.py", "gpu", **faults, **stand_ins)
     for each in told:
         assert each["error"] == "MemoryDeviceLostError"
-        assert "failed: cuLaunchKernel: CUDA_ERROR_STAND_IN" in each["text"]
+        assert re.search(r"failed: \w+: (CUDA_ERROR_STAND_IN|unhandled cuda error)", each["text"]), told
         assert "Start the job again from your last checkpoint" in each["text"]
     assert "terminate called" not in errors
 
 
 @pytest.mark.parametrize("what", ["id", "rank0", "rank1"])
 def test_where_nccl_fails_another_way_is_chosen(stand_ins, tmp_path, host_results, what):
-    failing = {"STAND_IN_NCCL_FAILS": what, "COARSE_ALGORITHM": "auto", **stand_ins}
+    failing = {"STAND_IN_NCCL_FAILS": what, "STAND_IN_NCCL_FOLDER": str(tmp_path), **stand_ins}
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **failing)
     assert found == host_results, errors
     reason = "no socket interface found" if what == "id" else "No space left on device"
@@ -228,8 +237,10 @@ def test_where_nccl_fails_another_way_is_chosen(stand_ins, tmp_path, host_result
 
 @pytest.mark.parametrize("what", ["id", "rank1"])
 def test_where_nccl_fails_that_was_asked_for_workers_are_told_why(stand_ins, tmp_path, what):
-    failing = {"STAND_IN_NCCL_FAILS": what, "COARSE_ALGORITHM": "nccl", **stand_ins}
-    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **failing)
+    failing = {"STAND_IN_NCCL_FAILS": what, "STAND_IN_NCCL_FOLDER": str(tmp_path), **stand_ins}
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", COARSE_ALGORITHM="nccl", **failing
+    )
     assert found == [None, None]
     device, reason = (0, "no socket interface found") if what == "id" else (1, "No space left on device")
     told = re.findall(

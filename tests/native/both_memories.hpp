@@ -101,7 +101,7 @@ class GroupIn {
   }
   Region allocateOn(const cuda::SharedContext& gpu, std::size_t numBytes) {
     const cuda::DeviceMemory memory = cuda::DeviceMemory::allocate(gpu, numBytes);
-    return {fds_.emplace_back(memory.exportFd()), 0, memory.numBytes()};
+    return {fds_.emplace_back(memory.exportFd()), 0, memory.numBytes(), cuda::deviceUuid(gpu->device())};
   }
   /// In as many pieces as there are GPUs.
   Region allocateEverywhere(std::size_t numBytes) {

@@ -34,6 +34,7 @@ static_assert(kSuccess == CUDA_SUCCESS && kOutOfMemory == CUDA_ERROR_OUT_OF_MEMO
               kInvalidDevice == CUDA_ERROR_INVALID_DEVICE && kNotReady == CUDA_ERROR_NOT_READY &&
               kHostMemoryAlreadyRegistered == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED &&
               kNotPermitted == CUDA_ERROR_NOT_PERMITTED && kNotSupported == CUDA_ERROR_NOT_SUPPORTED &&
+              kSystemNotReady == CUDA_ERROR_SYSTEM_NOT_READY &&
               kSystemDriverMismatch == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH);
 static_assert(kStreamNonBlocking == CU_STREAM_NON_BLOCKING &&
               kEventDisableTiming == CU_EVENT_DISABLE_TIMING &&

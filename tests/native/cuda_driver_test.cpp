@@ -4,6 +4,8 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <initializer_list>
@@ -38,6 +40,18 @@ TEST(CudaDriver, ThatIsNotInstalledIsNamedWithTheRemedy) {
 
 TEST(CudaDriver, WithoutAFunctionIsTooOld) {
   expectSays(messageOf([] { Driver("libm.so.6"); }), {"libm.so.6", "cuInit", "12.0", "update"});
+}
+
+TEST(CudaDriver, IsNotCalledInAFork) {
+  const Context context(0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const std::string message = messageOf([&] { context.synchronize(); });
+    ::_exit(message.find("fork") != std::string::npos ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST(CudaDriver, DevicesThatAreNotThereAreNamed) {

@@ -15,6 +15,7 @@
 extern "C" {
 void standInLimitPool(std::size_t numBytes);
 std::size_t standInPooledBytes();
+void standInFault(bool isSo);
 }
 
 namespace coarse::test::cuda_snapshot_pool_test {
@@ -117,6 +118,19 @@ TEST(CudaSnapshotPool, GivesItsMemoryBackWhenTheGroupGoes) {
     EXPECT_GT(standInPooledBytes(), before);
   }
   EXPECT_EQ(standInPooledBytes(), before);
+}
+
+TEST(CudaSnapshotPool, TellsOfAGpuThatFailed) {
+  GpuBlocks blocks;
+  blocks.updateAll(1);
+  const std::uint32_t snapshot = blocks.begin();
+  blocks.updateAll(2);
+  blocks.begin();
+  standInFault(true);
+  EXPECT_THROW(blocks.updateAll(3), cuda::Error);
+  EXPECT_THROW(blocks.read(snapshot, 0), cuda::Error);
+  EXPECT_NO_THROW(blocks.store().release(snapshot)) << "its memory goes with the GPU";
+  standInFault(false);
 }
 
 TEST(CudaSnapshotPool, GivesTheOldestSnapshotUpWhereTheGpuIsFull) {

@@ -49,7 +49,7 @@ class SpreadOverGpus : public testing::Test {
   }
   Region allocateOn(int device) {
     const auto page = cuda::DeviceMemory::allocate(gpus_[static_cast<std::size_t>(device)], kPageBytes);
-    return {fds_.emplace_back(page.exportFd()), 0, page.numBytes()};
+    return {fds_.emplace_back(page.exportFd()), 0, page.numBytes(), cuda::deviceUuid(device)};
   }
 
   const Variable numGpus_{"STAND_IN_GPUS", "3"};

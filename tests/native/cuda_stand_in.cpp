@@ -5,7 +5,10 @@
 //   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it
 //   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
-//   STAND_IN_LAUNCHES=n     all launches of a process behind the first n fail
+//   STAND_IN_FAULTS_AT=d:n  the n-th launch of a process on device d fails in its turn, and with it whatever
+//   the
+//                           process asks of its GPUs from then on, as CUDA has it
+//   STAND_IN_DIES_AT=d:n    SIGKILL ends the process whose n-th launch on device d this is, in its turn
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -14,12 +17,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <csignal>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <functional>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,7 +42,12 @@ struct CUctx_st {
 };
 struct CUevent_st {
   std::shared_ptr<std::atomic<bool>> isDone = std::make_shared<std::atomic<bool>>(true);
+  std::shared_ptr<std::chrono::steady_clock::time_point> when =
+      std::make_shared<std::chrono::steady_clock::time_point>();
 };
+
+/// Whether a kernel of this process has failed: nothing that was asked for since is done any more.
+static std::atomic<bool> hasFaulted{false};
 
 struct CUstream_st {
   explicit CUstream_st(DeviceOrdinal owner) : device(owner), thread([this] { run(); }) {}
@@ -62,7 +70,7 @@ struct CUstream_st {
       changed.wait(lock, [this] { return !works.empty(); });
       const std::function<void()> work = works.front();
       lock.unlock();
-      if (work) work();
+      if (work && !hasFaulted) work();
       lock.lock();
       works.pop_front();
       changed.notify_all();
@@ -109,13 +117,18 @@ std::atomic<std::uint32_t>& wordAt(DeviceAddress address) {
   return *reinterpret_cast<std::atomic<std::uint32_t>*>(address);
 }
 
+Result state() { return hasFaulted ? kLaunchFailed : kSuccess; }
 /// Whether the calling thread may give a stream work: it needs the stream's own context.
-bool isCurrent(StreamHandle stream) { return currentDevice() == stream->device; }
+Result stateOf(StreamHandle stream) { return currentDevice() == stream->device ? state() : kInvalidContext; }
+/// Gives a stream work.
+Result give(StreamHandle stream, std::function<void()> work) {
+  stream->give(std::move(work));
+  return state();
+}
 
 Result copy(void* destination, const void* source, std::size_t numBytes, StreamHandle stream) {
-  if (!isCurrent(stream)) return kInvalidContext;
-  stream->give([=] { std::memcpy(destination, source, numBytes); });
-  return kSuccess;
+  if (const Result result = stateOf(stream); result != kSuccess) return result;
+  return give(stream, [=] { std::memcpy(destination, source, numBytes); });
 }
 
 std::size_t standInFreeBytes() {
@@ -150,16 +163,12 @@ std::vector<DeviceOrdinal> visibleDevices() {
 
 DeviceOrdinal onMachine(DeviceOrdinal device) { return visibleDevices()[static_cast<std::size_t>(device)]; }
 
-/// -1 if this process does not see it.
-DeviceOrdinal inProcess(DeviceOrdinal onMachine) {
-  const std::vector<DeviceOrdinal> visible = visibleDevices();
-  const auto found = std::find(visible.begin(), visible.end(), onMachine);
-  return found == visible.end() ? -1 : static_cast<DeviceOrdinal>(found - visible.begin());
-}
-
-int mostLaunches() {
-  const char* const text = std::getenv("STAND_IN_LAUNCHES");
-  return text == nullptr ? std::numeric_limits<int>::max() : std::atoi(text);
+/// Whether it is this launch, of those on one device, that a variable names.
+/// @param device By its number on the machine.
+/// @param launch From 1 on.
+bool isNamed(const char* variable, DeviceOrdinal device, std::size_t launch) {
+  const char* const text = std::getenv(variable);
+  return text != nullptr && std::to_string(device) + ":" + std::to_string(launch) == text;
 }
 
 struct Owned {
@@ -237,7 +246,10 @@ Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal device) {
   return kSuccess;
 }
 Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal device) {
-  return number(value, attribute == DeviceAttribute::kPciBusId ? 1 + onMachine(device) : 1);
+  constexpr int kMajor = 75, kMinor = 76;  // of the compute capability, which is 9.0
+  if (attribute == DeviceAttribute::kPciBusId) return number(value, 1 + onMachine(device));
+  if (static_cast<int>(attribute) == kMajor) return number(value, 9);
+  return number(value, static_cast<int>(attribute) == kMinor ? 0 : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
   return number(can, device != peer && !areApart(onMachine(device), onMachine(peer)) ? 1 : 0);
@@ -310,7 +322,7 @@ Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddr
 }
 /// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
 Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle stream) {
-  if (!isCurrent(stream)) return kInvalidContext;
+  if (const Result result = stateOf(stream); result != kSuccess) return result;
   if (numBytes > standInFreeBytes()) return kOutOfMemory;
   void* const memory = std::malloc(numBytes);
   const std::lock_guard lock(pooledMutex);
@@ -319,18 +331,16 @@ Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandl
   return kSuccess;
 }
 Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
-  if (!isCurrent(stream)) return kInvalidContext;
+  if (const Result result = stateOf(stream); result != kSuccess) return result;
   void* const memory = reinterpret_cast<void*>(address);
   const std::lock_guard lock(pooledMutex);
   if (pooled.erase(memory) == 0) return kNotPermitted;
-  stream->give([memory] { std::free(memory); });
-  return kSuccess;
+  return give(stream, [memory] { std::free(memory); });
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
-  if (!isCurrent(stream)) return kInvalidContext;
-  stream->give([=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
-  return kSuccess;
+  if (const Result result = stateOf(stream); result != kSuccess) return result;
+  return give(stream, [=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
 }
 
 Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
@@ -344,30 +354,28 @@ Result cuStreamDestroy_v2(StreamHandle stream) {
 }
 Result cuStreamSynchronize(StreamHandle stream) {
   stream->synchronize();
-  return kSuccess;
+  return state();
 }
 Result cuStreamQuery(StreamHandle stream) {
   const std::lock_guard lock(stream->mutex);
-  return stream->works.empty() ? kSuccess : kNotReady;
+  return hasFaulted || stream->works.empty() ? state() : kNotReady;
 }
 Result cuStreamIsCapturing(StreamHandle stream, int* status) { return number(status, stream->isCapturing); }
 Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned int) {
-  stream->give([isDone = event->isDone] {
-    while (!*isDone) std::this_thread::yield();
+  return give(stream, [isDone = event->isDone] {
+    while (!hasFaulted && !*isDone) std::this_thread::yield();
   });
-  return kSuccess;
 }
 Result cuStreamWaitValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value, unsigned int) {
-  stream->give([=] {
-    while (static_cast<std::int32_t>(wordAt(address).load(std::memory_order_acquire) - value) < 0)
+  return give(stream, [=] {
+    while (!hasFaulted &&
+           static_cast<std::int32_t>(wordAt(address).load(std::memory_order_acquire) - value) < 0)
       std::this_thread::yield();
   });
-  return kSuccess;
 }
 Result cuStreamWriteValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value,
                                unsigned int) {
-  stream->give([=] { wordAt(address).store(value, std::memory_order_release); });
-  return kSuccess;
+  return give(stream, [=] { wordAt(address).store(value, std::memory_order_release); });
 }
 
 Result cuEventCreate(EventHandle* event, unsigned int) {
@@ -380,19 +388,25 @@ Result cuEventDestroy_v2(EventHandle event) {
 }
 Result cuEventRecord(EventHandle event, StreamHandle stream) {
   event->isDone = std::make_shared<std::atomic<bool>>(false);
-  stream->give([isDone = event->isDone] { *isDone = true; });
-  return kSuccess;
+  event->when = std::make_shared<std::chrono::steady_clock::time_point>();
+  return give(stream, [isDone = event->isDone, when = event->when] {
+    *when = std::chrono::steady_clock::now();
+    *isDone = true;
+  });
 }
-Result cuEventQuery(EventHandle event) { return *event->isDone ? kSuccess : kNotReady; }
+Result cuEventQuery(EventHandle event) { return hasFaulted || *event->isDone ? state() : kNotReady; }
 Result cuEventSynchronize(EventHandle event) {
-  while (!*event->isDone) std::this_thread::yield();
-  return kSuccess;
+  while (!hasFaulted && !*event->isDone) std::this_thread::yield();
+  return state();
 }
-Result cuEventElapsedTime(float*, EventHandle, EventHandle) { return kNotSupported; }
+Result cuEventElapsedTime(float* milliseconds, EventHandle begin, EventHandle end) {
+  if (!*begin->isDone || !*end->isDone) return kNotReady;
+  *milliseconds = std::chrono::duration<float, std::milli>(*end->when - *begin->when).count();
+  return state();
+}
 
 Result cuLaunchHostFunc(StreamHandle stream, HostFunction function, void* data) {
-  stream->give([=] { function(data); });
-  return kSuccess;
+  return give(stream, [=] { function(data); });
 }
 /// Functions are HostKernels: a module has all of them, whatever it is loaded from.
 Result cuModuleLoadData(ModuleHandle* module, const void* image) {
@@ -410,10 +424,10 @@ Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* n
 Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsigned int, unsigned int,
                       unsigned int, unsigned int, unsigned int, StreamHandle stream, void** parameters,
                       void**) {
-  if (!isCurrent(stream)) return kInvalidContext;
-  static std::atomic<int> launchesLeft{mostLaunches()};
-  if (launchesLeft.load() <= 0 || launchesLeft.fetch_sub(1) <= 0) return kLaunchFailed;
-  ++launchesOn[static_cast<std::size_t>(currentDevice())];
+  if (const Result result = stateOf(stream); result != kSuccess) return result;
+  const std::size_t launch = ++launchesOn[static_cast<std::size_t>(currentDevice())];
+  const bool dies = isNamed("STAND_IN_DIES_AT", onMachine(currentDevice()), launch);
+  const bool faults = isNamed("STAND_IN_FAULTS_AT", onMachine(currentDevice()), launch);
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
   for (std::size_t offset = 0; areSomeApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
@@ -423,10 +437,15 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
     if (!reaches(currentDevice(), perhaps)) return kIllegalAddress;
   }
   // Read before this returns, as CUDA does.
-  stream->give([kernel, copied = std::vector<std::byte>(batch, batch + kernel->parameterBytes)] {
-    kernel->run(copied.data());
+  std::vector<std::byte> copied(batch, batch + kernel->parameterBytes);
+  return give(stream, [kernel, dies, faults, copied = std::move(copied)] {
+    if (dies) ::raise(SIGKILL);
+    if (faults) {
+      hasFaulted = true;
+    } else {
+      kernel->run(copied.data());
+    }
   });
-  return kSuccess;
 }
 
 Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocationProp*, int) {
@@ -441,10 +460,6 @@ Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocati
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(numBytes)) != 0) return kOutOfMemory;
   *handle = static_cast<MemoryHandle>(fd);
   return kSuccess;
-}
-Result cuMemGetAllocationPropertiesFromHandle(MemAllocationProp* properties, MemoryHandle handle) {
-  *properties = {};
-  return number(&properties->location.id, inProcess(ownerOf(static_cast<int>(handle))));
 }
 Result cuMemRelease(MemoryHandle handle) {
   return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kNotPermitted;
@@ -501,6 +516,8 @@ void standInLimitPool(std::size_t numBytes) { pooledLimitBytes = numBytes; }
 std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes(); }
 /// Not of CUDA: how many kernels this process has launched on a device.
 std::size_t standInLaunches(int device) { return launchesOn[static_cast<std::size_t>(device)]; }
+/// Not of CUDA: whether a kernel of this process has failed.
+void standInFault(bool isSo) { hasFaulted = isSo; }
 /// Not of CUDA: has a stream say that it is captured.
 void standInCapture(StreamHandle stream, bool isCapturing) { stream->isCapturing = isCapturing; }
 

@@ -302,12 +302,14 @@ const char* ncclGetLastError(CommHandle) { return lastError; }
 /// The path of a file that is not there yet.
 Result ncclGetUniqueId(UniqueIdBytes* id) {
   if (shallFail("id")) return failed(kSystemError, "Bootstrap : no socket interface found");
-  const char* const temporary = std::getenv("TMPDIR");
-  const char* const folder = ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : temporary ? temporary : "/tmp";
+  const char* const given = std::getenv("STAND_IN_NCCL_FOLDER");
+  const char* const folder = given ? given : ::access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
   std::random_device random;
   const int length = std::snprintf(id->bytes, sizeof(id->bytes), "%s/nccl-stand-in-%08x%08x%08x%08x", folder,
                                    random(), random(), random(), random());
-  return length < static_cast<int>(sizeof(id->bytes)) ? kSuccess : failed(kSystemError, "TMPDIR is too long");
+  return length < static_cast<int>(sizeof(id->bytes))
+             ? kSuccess
+             : failed(kSystemError, "STAND_IN_NCCL_FOLDER is too long");
 }
 
 Result ncclCommInitRank(CommHandle* comm, int numRanks, UniqueIdBytes id, int rank) {

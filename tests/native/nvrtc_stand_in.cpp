@@ -11,6 +11,14 @@ int nvrtcVersion(int* major, int* minor) {
   *minor = 99;  // newer than a real one
   return 0;
 }
+int nvrtcGetNumSupportedArchs(int* count) {
+  *count = 1;
+  return 0;
+}
+int nvrtcGetSupportedArchs(int* architectures) {
+  *architectures = 90;
+  return 0;
+}
 int nvrtcCreateProgram(void** program, const char*, const char*, int, const char* const*,
                        const char* const*) {
   *program = nullptr;

@@ -1,7 +1,8 @@
 """Trains until a memory device, which worker 0 kills in a step, is missed; says on each worker what was raised.
 
-Run by `coarse run`. Its argument is the device of the model; "stand-in" is the processor behind the driver of
-gpu_stand_in.py, which must be on LD_LIBRARY_PATH.
+Run by `coarse run`. Its arguments are the device of the model, where "stand-in" is the processor behind the driver of
+gpu_stand_in.py, which must be on LD_LIBRARY_PATH; "offload" to run the optimizer in the memory devices, and "overlap"
+for that to be during backward; "alone" for a memory device that dies by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LIMIT_S = 20.0
 
 
 def main() -> None:
-    device = sys.argv[1]
+    device, *options = sys.argv[1:]
     synchronize = torch.cuda.synchronize
     if device == "stand-in":
         import gpu_stand_in
@@ -37,10 +38,13 @@ def main() -> None:
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).to(device)
     model = coarse.torch.DistributedDataParallel(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if "offload" in options:
+        optimizer = coarse.torch.DistributedOptimizer(optimizer, model, overlap="overlap" in options)
+        assert optimizer.runs_in_memory_devices
     devices = session_of_group(model.process_group).session.device_pids
     began_s = time.monotonic()
     for step in range(1_000_000):
-        if step == KILLED_AT_STEP and rank == 0:
+        if step == KILLED_AT_STEP and rank == 0 and "alone" not in options:
             began_s = time.monotonic()
             os.kill(devices[-1], signal.SIGKILL)
         try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from coarse.torch.gpu_gradients import find_gpu
@@ -16,10 +17,10 @@ SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 LIMIT_S = 200
 
 
-def run_script(device: str, **variables: str) -> str:
-    """What two workers print who train on `device` until a memory device is killed."""
+def run_script(*arguments: str, **variables: str) -> str:
+    """What two workers print who train until a memory device is killed; the first argument is the model's device."""
     done = subprocess.run(
-        [sys.executable, "-m", "coarse", "run", "-n", "2", str(SCRIPT), device],
+        [sys.executable, "-m", "coarse", "run", "-n", "2", str(SCRIPT), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -30,10 +31,10 @@ def run_script(device: str, **variables: str) -> str:
     return done.stdout
 
 
-def check_loss(printed: str) -> None:
+def check_loss(printed: str, reason: str = "SIGKILL") -> None:
     assert printed.count("raised MemoryDeviceLostError after ") == 2, printed
     assert printed.count("all streams have ended") == 2, printed
-    assert "SIGKILL" in printed
+    assert reason in printed
 
 
 def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand_ins):
@@ -46,6 +47,36 @@ def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_i
     check_loss(printed)
     assert "go through the host" not in printed
     assert "while the processor waits" not in printed
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "0:1",
+        "0:12",
+        "1:5",
+        *(pytest.param(f"{gpu}:{n}", marks=pytest.mark.slow) for gpu in (0, 1) for n in (2, 3, 4, 7, 16, 25)),
+    ],
+)
+def test_a_memory_device_that_dies_in_an_update_is_told_by_its_type(cuda_stand_ins, moment):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    gpus = {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1", "STAND_IN_PAGE_BYTES": "4096"}
+    dies = {"COARSE_ALGORITHM": "direct", "STAND_IN_DIES_AT": moment}
+    check_loss(run_script("stand-in", "offload", "alone", **dies, **gpus, **libraries))
+
+
+@pytest.mark.parametrize("options", [(), ("overlap",)], ids=["in step", "overlapped"])
+@pytest.mark.parametrize(
+    "moment", ["1:9", *(pytest.param(f"0:{n}", marks=pytest.mark.slow) for n in range(1, 13))]
+)
+def test_a_gpu_that_fails_while_old_values_are_kept_is_told_with_its_reason(cuda_stand_ins, moment, options):
+    """With the optimizer on the GPU, and memory devices that would outlive workers: kernels and copies take turns."""
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    gpus = {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1", "STAND_IN_PAGE_BYTES": "4096"}
+    faults = {"COARSE_ALGORITHM": "direct", "COARSE_KEEP_DEVICES": "20", "STAND_IN_FAULTS_AT": moment}
+    printed = run_script("stand-in", "offload", "alone", *options, **faults, **gpus, **libraries)
+    check_loss(printed, reason="CUDA_ERROR_STAND_IN")
+    assert "terminate called" not in printed
 
 
 def test_where_a_gpu_does_not_reach_another_one_a_warning_says_so(cuda_stand_ins):

@@ -1,6 +1,10 @@
 """Links of GPUs: which paths are measured, and what becomes of the times."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +26,7 @@ class ModelCopier:
         return LATENCY_US + nbytes / bandwidth / 1e3 + 1000.0 * is_first
 
 
-def test_pairs_without_access_are_left_out():
+def test_pairs_without_access_copy_through_the_host():
     paths = gpu_paths(3, lambda gpu, peer: {gpu, peer} == {0, 1})
     assert [str(path) for path in paths if path.gpu == 0] == [
         "cuda:0 host-to-device",
@@ -31,11 +35,15 @@ def test_pairs_without_access_are_left_out():
         "cuda:0 device-to-device cuda:0",
         "cuda:0 device-to-device cuda:1",
         "cuda:0 peers, both cuda:1",
+        "cuda:0 device-to-host-to-device cuda:2",
+        "cuda:0 through the host, both cuda:2",
     ]
-    assert [str(path) for path in paths if path.peer not in (None, path.gpu)] == [
-        "cuda:0 device-to-device cuda:1",
-        "cuda:0 peers, both cuda:1",
+    assert [str(path) for path in paths if path.gpu > 0 and path.peer not in (None, path.gpu)] == [
         "cuda:1 device-to-device cuda:0",
+        "cuda:1 device-to-host-to-device cuda:2",
+        "cuda:1 through the host, both cuda:2",
+        "cuda:2 device-to-host-to-device cuda:0",
+        "cuda:2 device-to-host-to-device cuda:1",
     ]
 
 
@@ -75,3 +83,19 @@ def test_progress_ends_with_all_of_it():
 def test_nothing_to_measure_is_refused():
     with pytest.raises(ValueError, match="0 GPUs, 13 sizes, 11 repeats"):
         measure_gpu_links([], lambda gpu, peer: False, ModelCopier())
+
+
+def test_the_driver_copies_on_every_path(cuda_stand_ins):
+    gpus = {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "0:2,1:2"}
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    script = Path(__file__).with_name("gpu_links_script.py")
+    done = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | libraries | gpus,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cuda:0 peers, both cuda:1" in done.stdout
+    assert "cuda:1 through the host, both cuda:2" in done.stdout

@@ -46,3 +46,14 @@ def test_both_directions_are_shown_in_sum(capsys):
 def test_without_cuda_it_says_why(capsys):
     assert main(["profile", "--gpus"]) == 1
     assert _native.cuda_unavailable_reason() in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [("--workers", "2"), ("--refresh", "--figures", "pictures")])
+def test_what_has_no_meaning_for_gpus_is_refused(capsys, flags):
+    assert main(["profile", "--gpus", *flags]) == 2
+    assert ", ".join(flag for flag in flags if flag.startswith("--")) in capsys.readouterr().err
+
+
+def test_links_to_memory_devices_on_gpus_are_no_links_of_a_session(capsys):
+    assert main(["profile", "--memory-devices", "cuda:0,cuda:1"]) == 2
+    assert "coarse profile --gpus" in capsys.readouterr().err

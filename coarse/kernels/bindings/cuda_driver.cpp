@@ -77,6 +77,22 @@ void registerStreams(py::module_& module) {
           },
           py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
       .def(
+          "copy_from",
+          [](cuda::Stream& stream, const cuda::Context& other, std::uint64_t destination,
+             std::uint64_t source, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.copyFrom(other, destination, source, numBytes);
+          },
+          py::arg("other"), py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
+      .def(
+          "copy_to",
+          [](cuda::Stream& stream, const cuda::Context& other, std::uint64_t destination,
+             std::uint64_t source, std::size_t numBytes) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.copyTo(other, destination, source, numBytes);
+          },
+          py::arg("other"), py::arg("destination"), py::arg("source"), py::arg("num_bytes"), ReleaseGil())
+      .def(
           "fill",
           [](cuda::Stream& stream, std::uint64_t destination, unsigned char value, std::size_t numBytes) {
             const cuda::ContextScope scope(*stream.context());

@@ -23,12 +23,14 @@ void registerSharedMemory(py::module_& module) {
   module.def("sealed_bytes", &sealedBytes, py::arg("fd"));
   py::class_<Region>(module, "Region")
       .def(py::init<int>(), py::arg("fd"))
-      .def(py::init([](int fd, std::size_t offset, std::size_t numBytes, std::vector<Region> rest) {
-             Region region(fd, offset, numBytes);
+      .def(py::init([](int fd, std::size_t offset, std::size_t numBytes, std::string gpu,
+                       std::vector<Region> rest) {
+             Region region(fd, offset, numBytes, std::move(gpu));
              region.rest = std::move(rest);
              return region;
            }),
-           py::arg("fd"), py::arg("offset"), py::arg("num_bytes"), py::arg("rest") = std::vector<Region>{});
+           py::arg("fd"), py::arg("offset"), py::arg("num_bytes"), py::arg("gpu") = "",
+           py::arg("rest") = std::vector<Region>{});
   py::implicitly_convertible<py::int_, Region>();
   py::class_<Mapping, std::shared_ptr<Mapping>>(module, "Mapping", py::buffer_protocol())
       .def(py::init([](const Region& region, std::size_t numBytes, bool readOnly) {

@@ -53,6 +53,9 @@ std::string adviceFor(Result result) {
       return "libcuda.so.1 is the toolkit's stub, found before the driver's: look at LD_LIBRARY_PATH";
     case kSystemDriverMismatch:
       return "the driver was updated under the running kernel module: load it again, or restart the machine";
+    case kSystemNotReady:
+      return "start NVIDIA's fabric manager, of the driver's version (nvidia-fabricmanager), and look at its "
+             "log";
     default:
       return "";
   }
@@ -104,6 +107,15 @@ MemoryHandle importHandle(int fd) {
   check(api().cuMemImportFromShareableHandle(&handle, osHandle, kMemHandlePosixFd),
         "cuMemImportFromShareableHandle", "descriptor " + std::to_string(fd) + " is to be device memory");
   return handle;
+}
+
+void requireReach(const Context& user, const Region& region) {
+  const int owner = region.gpu.empty() ? -1 : deviceOf(region.gpu);
+  if (owner >= 0 && !canAccessPeer(user.device(), owner)) {
+    throw Error("cuda:" + std::to_string(user.device()) +
+                " cannot reach the memory of cuda:" + std::to_string(owner) + " (cuDeviceCanAccessPeer)");
+  }
+  for (const Region& piece : region.rest) requireReach(user, piece);
 }
 
 }  // namespace
@@ -176,6 +188,14 @@ std::string deviceUuid(int device) {
   return text;
 }
 
+int deviceOf(const std::string& uuid) {
+  const int count = numDevices();
+  for (int device = 0; device < count; ++device) {
+    if (deviceUuid(device) == uuid) return device;
+  }
+  return -1;
+}
+
 int deviceAttribute(int device, DeviceAttribute attribute) {
   int value = 0;
   check(api().cuDeviceGetAttribute(&value, attribute, checkedDevice(device)), "cuDeviceGetAttribute");
@@ -222,6 +242,7 @@ std::pair<int, int> Context::priorities() const {
 }
 
 ContextScope::ContextScope(const Context& context) {
+  if (!context.isUsable()) throw Error("CUDA does not work in the fork of a process that uses it");
   check(api().cuCtxPushCurrent_v2(context.handle()), "cuCtxPushCurrent");
 }
 
@@ -420,6 +441,8 @@ DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes)
 
 DeviceMemory DeviceMemory::import(SharedContext context, const Region& region,
                                   std::vector<SharedContext> others) {
+  requireReach(*context, region);
+  for (const SharedContext& other : others) requireReach(*other, region);
   const ContextScope scope(*context);
   std::vector<Piece> pieces;
   const auto add = [&](const Region& piece) {
@@ -433,15 +456,6 @@ DeviceMemory DeviceMemory::import(SharedContext context, const Region& region,
   add(region);
   for (const Region& piece : region.rest) add(piece);
   return DeviceMemory(std::move(context), std::move(pieces), std::move(others));
-}
-
-int DeviceMemory::locationOf(int fd) {
-  const MemoryHandle handle = importHandle(fd);
-  MemAllocationProp properties{};
-  const Result result = api().cuMemGetAllocationPropertiesFromHandle(&properties, handle);
-  api().cuMemRelease(handle);
-  check(result, "cuMemGetAllocationPropertiesFromHandle");
-  return properties.location.id;
 }
 
 DeviceMemory::DeviceMemory(SharedContext context, std::vector<Piece> pieces,

@@ -50,7 +50,7 @@ cuda::DeviceAddress& CudaSnapshotPool::version(std::size_t block, std::size_t pl
   return versions_[block * kMostSnapshots + place];
 }
 
-bool CudaSnapshotPool::store(std::size_t block, std::size_t place, const std::byte* current) noexcept {
+bool CudaSnapshotPool::store(std::size_t block, std::size_t place, const std::byte* current) {
   const cuda::ContextScope scope(*context_);
   const std::lock_guard<std::mutex> lock(versionsMutex_);
   const cuda::DeviceAddress room = keeping_.allocate(blockBytes_[block]);
@@ -60,16 +60,20 @@ bool CudaSnapshotPool::store(std::size_t block, std::size_t place, const std::by
   return true;
 }
 
-void CudaSnapshotPool::settle() noexcept {
+void CudaSnapshotPool::settle() {
   const cuda::ContextScope scope(*context_);
   keeping_.synchronize();
 }
 
 void CudaSnapshotPool::free(std::size_t block, std::size_t place) noexcept {
-  const cuda::ContextScope scope(*context_);
   const std::lock_guard<std::mutex> lock(versionsMutex_);
   if (version(block, place) == 0) return;
-  reading_.free(std::exchange(version(block, place), 0));
+  try {
+    const cuda::ContextScope scope(*context_);
+    reading_.free(std::exchange(version(block, place), 0));
+  } catch (const cuda::Error&) {
+    // The GPU is lost, and its memory with it; whoever updates is told.
+  }
 }
 
 bool CudaSnapshotPool::load(std::size_t block, std::size_t place, std::byte* destination) {

@@ -88,10 +88,10 @@ class SpreadPool : public SnapshotPool {
              std::shared_ptr<const AddressRanges<std::size_t>> pieces)
       : pools_(std::move(pools)), pieces_(std::move(pieces)) {}
 
-  bool store(std::size_t block, std::size_t place, const std::byte* current) noexcept override {
+  bool store(std::size_t block, std::size_t place, const std::byte* current) override {
     return poolOf(current).store(block, place, current);
   }
-  void settle() noexcept override {
+  void settle() override {
     for (const auto& each : pools_) each->settle();
   }
   void free(std::size_t block, std::size_t place) noexcept override {
@@ -171,7 +171,10 @@ std::vector<CudaSpreadMemory::Piece> CudaSpreadMemory::piecesOf(const Region& re
   std::vector<Piece> pieces;
   const auto add = [&](const Region& piece) {
     const std::size_t offset = pieces.empty() ? 0 : pieces.back().offset + pieces.back().numBytes;
-    pieces.push_back({offset, piece.numBytes, cuda::DeviceMemory::locationOf(piece.fd)});
+    const int device = cuda::deviceOf(piece.gpu);
+    if (device < 0)
+      throw cuda::Error("lies on " + piece.gpu + ", which CUDA_VISIBLE_DEVICES hides from this process");
+    pieces.push_back({offset, piece.numBytes, device});
   };
   add(region);
   for (const Region& piece : region.rest) add(piece);

@@ -410,8 +410,8 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
 /// Maps memory of a GPU that this one cannot reach; null if that is not the matter.
 TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   try {
-    const int owner = cuda::DeviceMemory::locationOf(region.fd);
-    if (owner == context_->device() || !region.rest.empty()) return nullptr;
+    const int owner = cuda::deviceOf(region.gpu);
+    if (owner < 0 || owner == context_->device() || !region.rest.empty()) return nullptr;
     auto there = std::make_shared<const cuda::Context>(owner);
     auto memory = cuda::DeviceMemory::import(there, region);
     auto* const address = static_cast<std::byte*>(pointerTo(memory.address()));

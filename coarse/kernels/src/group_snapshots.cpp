@@ -59,12 +59,12 @@ std::vector<std::size_t> GroupSnapshots::blockBytes(const GroupPlan& plan) {
   return bytes;
 }
 
-void GroupSnapshots::keep(std::uint32_t shard) noexcept {
+void GroupSnapshots::keep(std::uint32_t shard) {
   for (std::size_t array = 0; array < numArrays_; ++array)
     store_.keep(block(shard, array), blocks_[block(shard, array)]);
 }
 
-void GroupSnapshots::keep(const std::vector<std::uint32_t>& shards) noexcept {
+void GroupSnapshots::keep(const std::vector<std::uint32_t>& shards) {
   std::vector<BlockInPlace> blocks;
   for (const std::uint32_t shard : shards) {
     for (std::size_t array = 0; array < numArrays_; ++array)

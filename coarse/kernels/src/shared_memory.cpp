@@ -97,8 +97,8 @@ std::size_t availableBytes(const Region& region) {
 
 }  // namespace
 
-Region::Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes)
-    : fd(deviceFd), offset(rangeOffset), numBytes(rangeBytes) {
+Region::Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes, std::string ofGpu)
+    : fd(deviceFd), offset(rangeOffset), numBytes(rangeBytes), gpu(std::move(ofGpu)) {
   if (rangeBytes == 0) throw std::invalid_argument("a range of a device file has no bytes");
 }
 

@@ -108,12 +108,12 @@ bool SnapshotStore::isPending(std::uint32_t snapshot, std::size_t block) const n
   return stateIn(record, snapshot) == BlockState::kPending;
 }
 
-void SnapshotStore::keep(std::size_t block, const std::byte* current) noexcept {
+void SnapshotStore::keep(std::size_t block, const std::byte* current) {
   const BlockInPlace only{block, current};
   keep(&only, 1);
 }
 
-void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) noexcept {
+void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) {
   std::vector<Copy> begun;
   for (std::size_t i = 0; i < count; ++i) {
     if (blockBytes_[blocks[i].block] == 0) continue;
@@ -130,7 +130,7 @@ void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) noexcept
 
 /// @returns whether the snapshot needs the block in place no more, once `begun` is concluded.
 bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
-                                bool& hasWaited) noexcept {
+                                bool& hasWaited) {
   SnapshotMeters& meters = control_.meters();
   const std::uint64_t seen = control_.record(block.block, placeOf(snapshot)).load(std::memory_order_acquire);
   if (!isLive(snapshot) || stateIn(seen, snapshot) != BlockState::kPending) return true;
@@ -147,7 +147,7 @@ bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& bloc
 }
 
 /// Records copies that were begun, once they are there.
-void SnapshotStore::conclude(std::vector<Copy>& begun) noexcept {
+void SnapshotStore::conclude(std::vector<Copy>& begun) {
   if (begun.empty()) return;
   pool_->settle();
   for (Copy& copy : begun) {
@@ -166,7 +166,7 @@ void SnapshotStore::conclude(std::vector<Copy>& begun) noexcept {
 }
 
 /// @returns false if the pool or the machine has no room; then nothing was taken.
-bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block) noexcept {
+bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block) {
   SnapshotMeters& meters = control_.meters();
   const std::size_t needed = versionBytes(blockBytes_[block.block]);
   const std::uint64_t limit = meters.limitBytes.load(std::memory_order_relaxed);

@@ -47,9 +47,9 @@ std::size_t UndoLog::controlBytes(std::size_t numShards) noexcept {
   return cursor.offset();
 }
 
-void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) noexcept { keep(group, &shard, 1); }
+void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) { keep(group, &shard, 1); }
 
-void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) noexcept {
+void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) {
   const Place log{parameters_.get(), states_.get()};
   for (std::size_t i = 0; i < count; ++i)
     copyShard(*copies_, group, shards[i], log, {group.parameters(), group.states()});
@@ -57,7 +57,7 @@ void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::s
   for (std::size_t i = 0; i < count; ++i) copyRecord(records_[shards[i]], group.control().update(shards[i]));
 }
 
-bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) noexcept {
+bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) {
   UpdateRecord& seen = group.control().update(shard);
   if (seen.step.load(std::memory_order_acquire) == step) return true;
   if (records_[shard].step.load(std::memory_order_acquire) != step) {

@@ -88,7 +88,7 @@ class Segment:
         if self.extent is None:
             return _native.Region(self.fd)
         rest = [each.region for each in self.rest]
-        return _native.Region(self.fd, self.extent.offset, self.extent.num_bytes, rest)
+        return _native.Region(self.fd, *self.extent, rest)
 
     def duplicate(self) -> Segment:
         """The same memory, to be closed apart from this segment."""

@@ -36,6 +36,7 @@ enum : Result {
   kHostMemoryAlreadyRegistered = 712,
   kNotPermitted = 800,
   kNotSupported = 801,
+  kSystemNotReady = 802,
   kSystemDriverMismatch = 803,
 };
 
@@ -153,7 +154,6 @@ struct MemAccessDesc {
   F(cuMemGetAllocationGranularity, std::size_t*, const MemAllocationProp*, int)                           \
   F(cuMemCreate, MemoryHandle*, std::size_t, const MemAllocationProp*, unsigned long long)                \
   F(cuMemRelease, MemoryHandle)                                                                           \
-  F(cuMemGetAllocationPropertiesFromHandle, MemAllocationProp*, MemoryHandle)                             \
   F(cuMemExportToShareableHandle, void*, MemoryHandle, int, unsigned long long)                           \
   F(cuMemImportFromShareableHandle, MemoryHandle*, void*, int)                                            \
   F(cuMemAddressReserve, DeviceAddress*, std::size_t, std::size_t, DeviceAddress, unsigned long long)     \

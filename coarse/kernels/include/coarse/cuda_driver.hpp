@@ -63,6 +63,8 @@ int numDevices();
 std::string deviceName(int device);
 /// As nvidia-smi writes it: "GPU-" and five groups of hexadecimal digits.
 std::string deviceUuid(int device);
+/// The device of that UUID; -1 if this process does not see it.
+int deviceOf(const std::string& uuid);
 int deviceAttribute(int device, DeviceAttribute attribute);
 /// Whether kernels and copies of `device` can reach the memory of `peer`.
 bool canAccessPeer(int device, int peer);
@@ -102,6 +104,7 @@ class Context {
 using SharedContext = std::shared_ptr<const Context>;
 
 /// Makes a context the calling thread's until the end of a scope.
+/// @throws Error if CUDA refuses, and in a fork of the process that made the context.
 class ContextScope {
  public:
   explicit ContextScope(const Context& context);
@@ -240,10 +243,9 @@ class DeviceMemory {
   /// @param region whole allocations, each with its numBytes().
   /// @param others on whose devices it is to be used too.
   /// @throws Error if a descriptor is something else or smaller, or a device cannot reach that memory.
+  ///   Where the region says whose memory it is, and this process sees that device, CUDA is asked before.
   static DeviceMemory import(SharedContext context, const Region& region,
                              std::vector<SharedContext> others = {});
-  /// The device in whose memory lies what a descriptor stands for. @throws Error as import().
-  static int locationOf(int fd);
   /// Bytes that an allocation of `numBytes` takes on a device.
   static std::size_t roundUpToPages(const Context& context, std::size_t numBytes);
 

@@ -14,16 +14,14 @@ namespace coarse {
 /// Old versions of blocks that lie in the memory of a GPU, in memory of that GPU which one process has: that
 /// of the memory device which updates the blocks and reads the snapshots. It is taken when a version is kept
 /// and given back when it is freed. Versions come to the host through pinned buffers, two by turns.
-///
-/// Functions that cannot throw end the process where CUDA fails, as kernels that fail do.
 class CudaSnapshotPool : public SnapshotPool {
  public:
   /// @throws cuda::Error if the GPU has no memory pools.
   CudaSnapshotPool(cuda::SharedContext context, std::vector<std::size_t> blockBytes);
   ~CudaSnapshotPool() override;
 
-  bool store(std::size_t block, std::size_t place, const std::byte* current) noexcept override;
-  void settle() noexcept override;
+  bool store(std::size_t block, std::size_t place, const std::byte* current) override;
+  void settle() override;
   void free(std::size_t block, std::size_t place) noexcept override;
   bool load(std::size_t block, std::size_t place, std::byte* destination) override;
   void loadCurrent(std::size_t block, const std::byte* current, std::byte* destination) override;

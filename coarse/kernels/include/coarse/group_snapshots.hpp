@@ -30,9 +30,9 @@ class GroupSnapshots {
   const SnapshotStore& store() const noexcept { return store_; }
 
   /// To be called before a shard is updated.
-  void keep(std::uint32_t shard) noexcept;
+  void keep(std::uint32_t shard);
   /// The same for several, whose copies run together.
-  void keep(const std::vector<std::uint32_t>& shards) noexcept;
+  void keep(const std::vector<std::uint32_t>& shards);
   /// SnapshotStore::read() of one array's part of a shard.
   bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, std::byte* destination);
   void letGo(std::uint32_t snapshot, std::uint32_t shard, std::size_t array) noexcept;

@@ -14,11 +14,12 @@ struct Region {
   std::size_t offset = 0;
   std::size_t numBytes = 0;  // what has to be mapped of a device file; 0 stands for sealed memory, all of it
   std::vector<Region> rest{};  // what is mapped behind it; of GPUs' memory
+  std::string gpu{};           // the UUID of the GPU whose memory it is; empty where processors map it
 
   // Implicit: most memory is sealed.
   Region(int sealedFd) : fd(sealedFd) {}  // NOLINT(google-explicit-constructor)
   /// @throws std::invalid_argument if `rangeBytes` is 0.
-  Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes);
+  Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes, std::string ofGpu = {});
 
   bool isSealed() const noexcept { return numBytes == 0; }
   /// What has to be mapped of all pieces.

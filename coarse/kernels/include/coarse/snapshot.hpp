@@ -140,9 +140,9 @@ class SnapshotStore {
 
   /// Copies the block at `current` to the pool for every snapshot that refers to it. Waits for room while
   /// blocks are freed; if none is for as long as patience lasts, gives up the oldest snapshot.
-  void keep(std::size_t block, const std::byte* current) noexcept;
+  void keep(std::size_t block, const std::byte* current);
   /// The same for several blocks, whose copies run together.
-  void keep(const BlockInPlace* blocks, std::size_t count) noexcept;
+  void keep(const BlockInPlace* blocks, std::size_t count);
   /// Has keep() add to `beats` while it waits: the device is at work. Before the first keep().
   void beatWhileWaiting(std::atomic<std::uint32_t>& beats) noexcept { beats_ = &beats; }
   /// Ends and forbids waits for room: snapshots are given up instead. Idempotent.
@@ -174,9 +174,9 @@ class SnapshotStore {
 
   std::uint32_t newestAt(std::size_t place) const noexcept;
   bool beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
-                   bool& hasWaited) noexcept;
-  void conclude(std::vector<Copy>& begun) noexcept;
-  bool copyToPool(std::uint32_t snapshot, const BlockInPlace& block) noexcept;
+                   bool& hasWaited);
+  void conclude(std::vector<Copy>& begun);
+  bool copyToPool(std::uint32_t snapshot, const BlockInPlace& block);
   void waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept;
   bool isPending(std::uint32_t snapshot, std::size_t block) const noexcept;
   void returnRoom(std::size_t numBytes) noexcept;

@@ -16,9 +16,11 @@ class SnapshotPool {
   virtual ~SnapshotPool() = default;
 
   /// Begins to copy a block to its place. @returns false if there is no room; then nothing was taken.
-  virtual bool store(std::size_t block, std::size_t place, const std::byte* current) noexcept = 0;
+  /// @throws cuda::Error where that is memory of a GPU.
+  virtual bool store(std::size_t block, std::size_t place, const std::byte* current) = 0;
   /// Returns when what this thread has stored is there.
-  virtual void settle() noexcept {}
+  /// @throws cuda::Error likewise.
+  virtual void settle() {}
   /// Gives the memory of one version back. Its copy may be under way elsewhere, and is then worth nothing.
   virtual void free(std::size_t block, std::size_t place) noexcept = 0;
   /// Copies a version to memory of the host. @returns false if there is none.

@@ -193,12 +193,12 @@ class TensorGroup {
   /// Null without one.
   UndoLog* undoLog() const noexcept { return undoLog_.get(); }
   /// To be called before the parameter and the states of a shard change.
-  void keepBefore(std::uint32_t shard) const noexcept {
+  void keepBefore(std::uint32_t shard) const {
     if (snapshots_ != nullptr) snapshots_->keep(shard);
     if (undoLog_ != nullptr) undoLog_->keep(*this, shard);
   }
   /// The same for several, whose copies run together.
-  void keepBefore(const std::vector<std::uint32_t>& shards) const noexcept {
+  void keepBefore(const std::vector<std::uint32_t>& shards) const {
     if (snapshots_ != nullptr) snapshots_->keep(shards);
     if (undoLog_ != nullptr) undoLog_->keep(*this, shards.data(), shards.size());
   }

@@ -32,11 +32,11 @@ class UndoLog {
   static std::size_t controlBytes(std::size_t numShards) noexcept;
 
   /// To be called before the parameter and the states of a shard change.
-  void keep(const TensorGroup& group, std::uint32_t shard) noexcept;
+  void keep(const TensorGroup& group, std::uint32_t shard);
   /// The same for several, whose copies run together.
-  void keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) noexcept;
+  void keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count);
   /// Makes a shard what it was after `step`. @returns whether the log has that version.
-  bool restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step) noexcept;
+  bool restore(TensorGroup& group, std::uint32_t shard, std::uint32_t step);
 
  private:
   Mapping controlMapping_;

@@ -1,0 +1,24 @@
+"""Measures the links of three GPUs, of which the last is apart from the others; its driver is the stand-in."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from coarse.kernels import _native
+from coarse.profiler.gpu_links import DriverCopier, measure_gpu_links
+
+SIZES = (1 << 12, 1 << 20)
+
+
+def main() -> None:
+    gpus = [_native.cuda_device_name(gpu) for gpu in range(_native.cuda_num_devices())]
+    with closing(DriverCopier(len(gpus), max(SIZES))) as copier:
+        links = measure_gpu_links(gpus, _native.cuda_can_access_peer, copier, sizes=SIZES, repeats=3)
+    assert links.unreachable == ((0, 2), (1, 2), (2, 0), (2, 1))
+    for path in links.curves:
+        assert links.peak_gbytes_per_s(path) > 0, path
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
