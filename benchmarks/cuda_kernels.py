@@ -27,8 +27,8 @@ import torch
 from coarse.bench.record import Provenance, append_records
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.kernels import _native
-from coarse.kernels.cuda_kernels import DTYPES, OPTIONS, THREADS_PER_BLOCK, CudaKernels, usable_compilers
-from coarse.kernels.nvrtc import find_nvrtc
+from coarse.kernels.cuda_compiling import OPTIONS
+from coarse.kernels.cuda_kernels import DTYPES, THREADS_PER_BLOCK, CudaKernels
 
 ARRAY_BYTES = 256 << 20
 SMALL_BYTES = 64 << 10
@@ -82,10 +82,10 @@ class Bench:
     def copies(self) -> list[Case]:
         source, target = empty("float32", ARRAY_BYTES), empty("float32", ARRAY_BYTES)
         kernels, context = self.kernels, self.kernels.context
-        nvrtc = usable_compilers(find_nvrtc(), kernels.driver_version)[0]
-        module = context.load_module(
-            nvrtc.compile(COPY_KERNEL, name="copy.cu", architecture=kernels.architecture, options=OPTIONS)
+        cubin = kernels.compiler.compile(
+            COPY_KERNEL, name="copy.cu", architecture=kernels.architecture, options=OPTIONS
         )
+        module = context.load_module(cubin)
         function, vectors = context.find_kernel(module, "copy"), ARRAY_BYTES // 16
         arguments = [struct.pack("Q", value) for value in (source.data_ptr(), target.data_ptr(), vectors)]
 

@@ -40,6 +40,7 @@ class Nvrtc:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
         self.version = (major.value, minor.value)
+        self._load_builtins()
 
     def __str__(self) -> str:
         return f"NVRTC {self.version[0]}.{self.version[1]} ({self.path})"
@@ -91,6 +92,15 @@ class Nvrtc:
             return self._taken(program, "PTX" if is_virtual else "CUBIN")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _load_builtins(self) -> None:
+        """NVRTC opens another library by its name alone, which the linker finds only where that is loaded already.
+
+        Wheels of 13.0 name no folder to look in (RUNPATH).
+        """
+        builtins = Path(self.path).with_name("libnvrtc-builtins.so.{}.{}".format(*self.version))
+        if builtins.exists():
+            ctypes.CDLL(os.fspath(builtins))
 
     def _taken(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import locale
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import coarse.kernels
 from coarse.errors import CoarseError
-from coarse.kernels.cuda_kernels import OPTIONS, compiled, kernel_names, source, usable_compilers
+from coarse.kernels.cuda_compiling import OPTIONS, choose_compiler, compiled
+from coarse.kernels.cuda_kernels import kernel_names, source
 from coarse.kernels.nvrtc import find_nvrtc
 
 ARCHITECTURES = (70, 80, 90)  # V100, A100, H100 and H200
@@ -75,10 +78,54 @@ def test_the_threads_locale_is_that_of_before():
 def test_machine_code_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     nvrtc = nvrtc_for(90)
-    cubin = compiled("delay", [nvrtc], 90)
+    sources = {name: source(name) for name in ("delay", "measure")}
+    cubins = compiled(sources, nvrtc, 90)
+    assert cubins.keys() == sources.keys()
     monkeypatch.setattr(nvrtc, "compile", None)  # is not called again
-    assert compiled("delay", [nvrtc], 90) == cubin
-    assert [path.stat().st_mode & 0o77 for path in tmp_path.glob("coarse/cuda/*")] == [0]
+    assert compiled(sources, nvrtc, 90) == cubins
+    assert [path.stat().st_mode & 0o77 for path in tmp_path.glob("coarse/cuda/*.cubin")] == [0, 0]
+
+
+def test_one_process_compiles_and_the_others_wait(cuda_stand_ins, tmp_path):
+    """Two memory devices, with a driver that takes any machine code and a compiler that is none of ours."""
+    nvrtc_for(90)
+    (tmp_path / "libcuda.so.1").symlink_to(cuda_stand_ins / "libcuda.so.1")
+    code = (
+        "from coarse.kernels.cuda_kernels import CudaKernels; kernels = CudaKernels(0); "
+        "print(kernels.function('measure_float32') > 0)"
+    )
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", "import logging; logging.basicConfig(level=logging.DEBUG); " + code],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    )
+    printed = [process.communicate(timeout=60)[0] for process in (first, second)]
+    assert all(text.endswith("True\n") for text in printed), printed
+    assert sum("compiling measure" in text for text in printed) == 1, printed
+
+
+def test_a_library_that_names_no_folder_to_look_in_finds_its_builtins(tmp_path):
+    """Wheels of NVRTC 13.0 are such: the linker knows of no folder but the system's."""
+    nvrtc = nvrtc_for(90)
+    folder = Path(nvrtc.path).parent
+    major, minor = nvrtc.version
+    builtins = folder / f"libnvrtc-builtins.so.{major}.{minor}"
+    if not builtins.exists():
+        pytest.skip(f"{nvrtc} is not of a wheel or a toolkit")
+    (tmp_path / builtins.name).symlink_to(builtins)
+    library = tmp_path / Path(nvrtc.path).name
+    library.write_bytes(Path(nvrtc.path).read_bytes().replace(b"$ORIGIN\0", b"/nobody\0"))
+    code = (
+        "import sys; from coarse.kernels.nvrtc import Nvrtc; from coarse.kernels.cuda_kernels import source; "
+        "Nvrtc(sys.argv[1]).compile(source('delay'), name='delay.cu', architecture=90)"
+    )
+    subprocess.run([sys.executable, "-c", code, library], check=True)
 
 
 def test_messages_of_the_compiler_name_file_and_line():
@@ -103,38 +150,39 @@ class Found:
     def __init__(self, *version):
         self.version = version
 
+    def architectures(self):
+        return (75, 90, 100) if self.version >= (13, 0) else (70, 75, 90)
+
     def __str__(self):
         return "NVRTC {}.{}".format(*self.version)
 
 
 def test_the_newest_compiler_that_the_driver_goes_with_is_taken():
     found = [Found(13, 0), Found(12, 4), Found(12, 9)]
-    assert [nvrtc.version for nvrtc in usable_compilers(found, (13, 0))] == [(13, 0), (12, 9), (12, 4)]
-    assert [nvrtc.version for nvrtc in usable_compilers(found, (12, 2))] == [(12, 9), (12, 4)]
+    assert choose_compiler(found, (13, 0), 90).version == (13, 0)
+    assert choose_compiler(found, (12, 2), 90).version == (12, 9)
 
 
-def test_an_older_compiler_is_taken_for_a_gpu_that_the_newest_does_not_know(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    nvrtc = nvrtc_for(90)
-    unknown = Found(99, 0)
-
-    def refuse(*arguments, **options):
-        raise CoarseError("invalid value for --gpu-architecture")
-
-    unknown.compile = refuse
-    assert compiled("delay", [unknown, nvrtc], 90) == compiled("delay", [nvrtc], 90)
-    with pytest.raises(CoarseError, match="invalid value"):
-        compiled("delay", [unknown], 90)
+def test_an_older_compiler_is_taken_for_a_gpu_that_the_newest_does_not_know():
+    assert choose_compiler([Found(13, 0), Found(12, 4)], (13, 0), 70).version == (12, 4)
+    with pytest.raises(
+        CoarseError, match=r"NVRTC 13\.0 cannot compile for this GPU, of compute capability 7\.0"
+    ):
+        choose_compiler([Found(13, 0)], (13, 0), 70)
+    with pytest.raises(
+        CoarseError, match=r"NVRTC 12\.4 cannot compile for this GPU, of compute capability 10\.0"
+    ):
+        choose_compiler([Found(13, 0), Found(12, 4)], (12, 4), 100)
 
 
 def test_a_driver_that_is_too_old_is_told_what_to_install():
     with pytest.raises(CoarseError, match=r"CUDA 12\.2, which is older than NVRTC 13\.0: .*nvrtc-cu12"):
-        usable_compilers([Found(13, 0)], (12, 2))
+        choose_compiler([Found(13, 0)], (12, 2), 90)
 
 
 def test_without_a_compiler_it_is_told_what_to_install():
     with pytest.raises(CoarseError, match=r"NVRTC, which was not found: pip install 'coarse\[cuda\]'"):
-        usable_compilers([], (13, 0))
+        choose_compiler([], (13, 0), 90)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ class CudaMemory:
 
     Raises:
         ValueError: As check_cuda().
+        CoarseError: If kernels cannot be compiled here.
     """
 
     kind = "cuda"
@@ -38,7 +39,7 @@ class CudaMemory:
         self._context = _native.CudaContext(device)
         self._stream = _native.CudaStream(self._context)
         self._host = HostMemory()
-        self._kernels: CudaKernels | None = None  # must outlive the next, which has handles of them
+        self._kernels = CudaKernels(device)  # must outlive the next, which has handles of them
         self._tensor_memory: _native.CudaTensorMemory | None = None
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
@@ -84,7 +85,8 @@ class CudaMemory:
 
     def tensor_memory(self) -> _native.CudaTensorMemory:
         if self._tensor_memory is None:
-            kernels = self._kernels = CudaKernels(self.device)
+            kernels = self._kernels
+            kernels.load()
 
             def handles(name: str, dtypes: tuple[str, ...] = DTYPES) -> list[int]:
                 return [kernels.function(f"{name}_{dtype}") if dtype in dtypes else 0 for dtype in DTYPES]
