@@ -5,10 +5,10 @@
 //   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it
 //   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
-//   STAND_IN_FAULTS_AT=d:n  the n-th launch of a process on device d fails in its turn, and with it whatever
-//   the
+//   STAND_IN_FAULTS_AT=d:n  the n-th launch of a process on device d fails in its turn, and with it what the
 //                           process asks of its GPUs from then on, as CUDA has it
 //   STAND_IN_DIES_AT=d:n    SIGKILL ends the process whose n-th launch on device d this is, in its turn
+//   STAND_IN_REFUSES=f:n:r  the n-th call of the function f in a process, and those after it, return r
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -171,6 +171,18 @@ bool isNamed(const char* variable, DeviceOrdinal device, std::size_t launch) {
   return text != nullptr && std::to_string(device) + ":" + std::to_string(launch) == text;
 }
 
+/// What a function of this name returns in place of doing anything; kSuccess if it is to do it.
+Result refusal(const char* function) {
+  static const char* const text = std::getenv("STAND_IN_REFUSES");
+  static const std::size_t length = text == nullptr ? 0 : std::strcspn(text, ":");
+  if (length == 0 || std::strlen(function) != length || std::strncmp(text, function, length) != 0)
+    return kSuccess;
+  static std::atomic<unsigned long> calls{0};
+  char* end = nullptr;
+  const unsigned long first = std::strtoul(text + length + 1, &end, 10);
+  return ++calls < first ? kSuccess : static_cast<Result>(std::strtoul(end + 1, nullptr, 10));
+}
+
 struct Owned {
   std::size_t numBytes;
   DeviceOrdinal device;
@@ -219,9 +231,15 @@ Result number(int* result, int value) {
 
 }  // namespace
 
+#define REFUSABLE \
+  if (const Result refused = refusal(__func__); refused != kSuccess) return refused
+
 extern "C" {
 
-Result cuInit(unsigned int) { return kSuccess; }
+Result cuInit(unsigned int) {
+  REFUSABLE;
+  return kSuccess;
+}
 Result cuDriverGetVersion(int* version) { return number(version, 13000); }
 Result cuGetErrorName(Result, const char** name) {
   *name = "CUDA_ERROR_STAND_IN";
@@ -252,9 +270,11 @@ Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal
   return number(value, static_cast<int>(attribute) == kMinor ? 0 : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {
+  REFUSABLE;
   return number(can, device != peer && !areApart(onMachine(device), onMachine(peer)) ? 1 : 0);
 }
 Result cuDevicePrimaryCtxRetain(ContextHandle* context, DeviceOrdinal device) {
+  REFUSABLE;
   *context = &contexts[static_cast<std::size_t>(device)];
   return kSuccess;
 }
@@ -290,6 +310,7 @@ Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
 }
 
 Result cuMemHostRegister_v2(void* address, std::size_t, unsigned int) {
+  REFUSABLE;
   const std::lock_guard lock(pinnedMutex);
   return pinned.insert(address).second ? kSuccess : kHostMemoryAlreadyRegistered;
 }
@@ -298,30 +319,36 @@ Result cuMemHostUnregister(void* address) {
   return pinned.erase(address) == 1 ? kSuccess : kNotPermitted;
 }
 Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsigned int) {
+  REFUSABLE;
   *address = reinterpret_cast<DeviceAddress>(host);
   return kSuccess;
 }
 
 Result cuMemcpyHtoDAsync_v2(DeviceAddress destination, const void* source, std::size_t numBytes,
                             StreamHandle stream) {
+  REFUSABLE;
   return copy(reinterpret_cast<void*>(destination), source, numBytes, stream);
 }
 Result cuMemcpyDtoHAsync_v2(void* destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
+  REFUSABLE;
   return copy(destination, reinterpret_cast<const void*>(source), numBytes, stream);
 }
 Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
+  REFUSABLE;
   if (!reaches(currentDevice(), destination) || !reaches(currentDevice(), source)) return kIllegalAddress;
   return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
 }
 Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddress source,
                          ContextHandle from, std::size_t numBytes, StreamHandle stream) {
+  REFUSABLE;
   if (!reaches(to->device, destination) || !reaches(from->device, source)) return kIllegalAddress;
   return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
 }
 /// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
 Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle stream) {
+  REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
   if (numBytes > standInFreeBytes()) return kOutOfMemory;
   void* const memory = std::malloc(numBytes);
@@ -339,11 +366,13 @@ Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
+  REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
   return give(stream, [=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
 }
 
 Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
+  REFUSABLE;
   if (currentDevice() < 0) return kInvalidContext;
   *stream = new CUstream_st(currentDevice());
   return kSuccess;
@@ -353,6 +382,7 @@ Result cuStreamDestroy_v2(StreamHandle stream) {
   return kSuccess;
 }
 Result cuStreamSynchronize(StreamHandle stream) {
+  REFUSABLE;
   stream->synchronize();
   return state();
 }
@@ -362,11 +392,13 @@ Result cuStreamQuery(StreamHandle stream) {
 }
 Result cuStreamIsCapturing(StreamHandle stream, int* status) { return number(status, stream->isCapturing); }
 Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned int) {
+  REFUSABLE;
   return give(stream, [isDone = event->isDone] {
     while (!hasFaulted && !*isDone) std::this_thread::yield();
   });
 }
 Result cuStreamWaitValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value, unsigned int) {
+  REFUSABLE;
   return give(stream, [=] {
     while (!hasFaulted &&
            static_cast<std::int32_t>(wordAt(address).load(std::memory_order_acquire) - value) < 0)
@@ -375,10 +407,12 @@ Result cuStreamWaitValue32_v2(StreamHandle stream, DeviceAddress address, std::u
 }
 Result cuStreamWriteValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value,
                                unsigned int) {
+  REFUSABLE;
   return give(stream, [=] { wordAt(address).store(value, std::memory_order_release); });
 }
 
 Result cuEventCreate(EventHandle* event, unsigned int) {
+  REFUSABLE;
   *event = new CUevent_st;
   return kSuccess;
 }
@@ -387,6 +421,7 @@ Result cuEventDestroy_v2(EventHandle event) {
   return kSuccess;
 }
 Result cuEventRecord(EventHandle event, StreamHandle stream) {
+  REFUSABLE;
   event->isDone = std::make_shared<std::atomic<bool>>(false);
   event->when = std::make_shared<std::chrono::steady_clock::time_point>();
   return give(stream, [isDone = event->isDone, when = event->when] {
@@ -394,8 +429,12 @@ Result cuEventRecord(EventHandle event, StreamHandle stream) {
     *isDone = true;
   });
 }
-Result cuEventQuery(EventHandle event) { return hasFaulted || *event->isDone ? state() : kNotReady; }
+Result cuEventQuery(EventHandle event) {
+  REFUSABLE;
+  return hasFaulted || *event->isDone ? state() : kNotReady;
+}
 Result cuEventSynchronize(EventHandle event) {
+  REFUSABLE;
   while (!hasFaulted && !*event->isDone) std::this_thread::yield();
   return state();
 }
@@ -406,15 +445,18 @@ Result cuEventElapsedTime(float* milliseconds, EventHandle begin, EventHandle en
 }
 
 Result cuLaunchHostFunc(StreamHandle stream, HostFunction function, void* data) {
+  REFUSABLE;
   return give(stream, [=] { function(data); });
 }
 /// Functions are HostKernels: a module has all of them, whatever it is loaded from.
 Result cuModuleLoadData(ModuleHandle* module, const void* image) {
+  REFUSABLE;
   if (std::strcmp(static_cast<const char*>(image), "no machine code") == 0) return kNotSupported;
   *module = reinterpret_cast<ModuleHandle>(&contexts);
   return kSuccess;
 }
 Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* name) {
+  REFUSABLE;
   const auto& kernels = coarse::test::hostKernels();
   const auto found = kernels.find(name);
   if (found == kernels.end()) return kNotFound;
@@ -424,6 +466,7 @@ Result cuModuleGetFunction(FunctionHandle* function, ModuleHandle, const char* n
 Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsigned int, unsigned int,
                       unsigned int, unsigned int, unsigned int, StreamHandle stream, void** parameters,
                       void**) {
+  REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
   const std::size_t launch = ++launchesOn[static_cast<std::size_t>(currentDevice())];
   const bool dies = isNamed("STAND_IN_DIES_AT", onMachine(currentDevice()), launch);
@@ -449,11 +492,13 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
 }
 
 Result cuMemGetAllocationGranularity(std::size_t* granularity, const MemAllocationProp*, int) {
+  REFUSABLE;
   *granularity = pageBytes();
   return kSuccess;
 }
 Result cuMemCreate(MemoryHandle* handle, std::size_t numBytes, const MemAllocationProp* properties,
                    unsigned long long) {
+  REFUSABLE;
   if (numBytes > std::size_t{1} << 30) return kOutOfMemory;
   const std::string name = kMemoryName + std::to_string(onMachine(properties->location.id));
   const int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC);
@@ -465,15 +510,18 @@ Result cuMemRelease(MemoryHandle handle) {
   return ::close(static_cast<int>(handle)) == 0 ? kSuccess : kNotPermitted;
 }
 Result cuMemExportToShareableHandle(void* fd, MemoryHandle handle, int, unsigned long long) {
+  REFUSABLE;
   return number(static_cast<int*>(fd), ::dup(static_cast<int>(handle)));
 }
 Result cuMemImportFromShareableHandle(MemoryHandle* handle, void* fd, int) {
+  REFUSABLE;
   const int copied = ::dup(static_cast<int>(reinterpret_cast<std::intptr_t>(fd)));
   *handle = static_cast<MemoryHandle>(copied);
   return copied < 0 ? kNotPermitted : kSuccess;
 }
 Result cuMemAddressReserve(DeviceAddress* address, std::size_t numBytes, std::size_t, DeviceAddress,
                            unsigned long long) {
+  REFUSABLE;
   void* reserved = ::mmap(nullptr, numBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   *address = reinterpret_cast<DeviceAddress>(reserved);
   return reserved == MAP_FAILED ? kOutOfMemory : kSuccess;
@@ -483,6 +531,7 @@ Result cuMemAddressFree(DeviceAddress address, std::size_t numBytes) {
 }
 Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, MemoryHandle handle,
                 unsigned long long) {
+  REFUSABLE;
   const int fd = static_cast<int>(handle);
   if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(numBytes)) return kNotPermitted;
   void* mapped = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
@@ -502,6 +551,7 @@ Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
 }
 Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* accesses,
                       std::size_t numAccesses) {
+  REFUSABLE;
   for (std::size_t i = 0; i < numAccesses; ++i) {
     for (DeviceAddress page = address; page < address + numBytes; page += pageBytes()) {
       if (!reaches(accesses[i].location.id, page)) return kPeerAccessUnsupported;

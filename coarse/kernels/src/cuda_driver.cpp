@@ -99,7 +99,10 @@ MemAllocationProp allocationOn(int device) {
   return properties;
 }
 
-std::string mebibytes(std::size_t numBytes) { return std::to_string(numBytes >> 20) + " MiB"; }
+std::string mebibytes(std::size_t numBytes) {
+  return numBytes >> 20 > 0 ? std::to_string(numBytes >> 20) + " MiB"
+                            : std::to_string(numBytes >> 10) + " KiB";
+}
 
 MemoryHandle importHandle(int fd) {
   MemoryHandle handle = 0;

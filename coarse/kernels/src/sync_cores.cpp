@@ -43,9 +43,14 @@ void SyncCores::whilePaused(const std::function<void()>& change) {
   isPausing_.store(true, std::memory_order_seq_cst);
   doorbell_.ring();
   changed_.wait(lock, [this] { return numParked_ == threads_.size(); });
+  const struct Pause {
+    SyncCores& cores;
+    ~Pause() {
+      cores.isPausing_.store(false, std::memory_order_seq_cst);
+      cores.changed_.notify_all();
+    }
+  } pause{*this};
   change();
-  isPausing_.store(false, std::memory_order_seq_cst);
-  changed_.notify_all();
 }
 
 void SyncCores::parkWhilePaused() {

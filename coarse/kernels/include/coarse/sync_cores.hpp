@@ -44,7 +44,7 @@ class SyncCores {
   void start();
   /// Joins the threads. Idempotent.
   void stop() noexcept;
-  /// Runs `change` while no core works.
+  /// Runs `change` while no core works. They go on if it throws, too.
   void whilePaused(const std::function<void()>& change);
 
  private:
