@@ -158,8 +158,12 @@ class Registrar:
                 self._allocate(registration)
             if self._is_shared(registration) and len(registration.slots) == self._job.num_clients:
                 self._activate(registration, proxy)
-        except (CoarseError, ValueError, _native.CudaError) as error:
+        except (CoarseError, ValueError) as error:
             self._refuse(registration, error)
+        except _native.CudaError as error:
+            device = f"memory device md{self._job.device} ({self._job.memory})"
+            name = registration.schema.name
+            self._refuse(registration, CoarseError(f"{device} cannot serve the tensors {name!r}: {error}"))
 
     def _is_shared(self, registration: Registration) -> bool:
         """Whether all that the node has once is there."""

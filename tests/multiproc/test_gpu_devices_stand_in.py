@@ -226,6 +226,33 @@ def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path, algorithm
     assert "terminate called" not in errors
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *("cuDevicePrimaryCtxRetain:1:2", "cuMemCreate:1:800", "cuModuleLoadData:1:209"),  # at the start
+        *("cuMemCreate:2:800", "cuMemExportToShareableHandle:2:800", "cuMemImportFromShareableHandle:3:999"),
+        *("cuMemSetAccess:3:217", "cuMemHostRegister_v2:1:800", "cuMemHostRegister_v2:3:801"),
+        *("cuLaunchKernel:3:719", "cuLaunchKernel:7:719", "cuEventQuery:3:719"),  # in a step
+    ],
+)
+def test_what_cuda_refuses_is_told_with_call_and_device(stand_ins, tmp_path, refused):
+    refuses = {"STAND_IN_REFUSES": refused, "COARSE_ALGORITHM": "ring"}
+    told, errors = run_workers(tmp_path, "cuda:0,cuda:1", "loss_script.py", "gpu", **refuses, **stand_ins)
+    call = refused.split(":")[0].removesuffix("_v2")
+    for each in told:
+        assert re.search(
+            rf"memory device md[01] \(.*cuda:[01]\) .*{call}", each["text"] if each else errors
+        ), told
+    assert "terminate called" not in errors
+
+
+def test_without_leave_to_pin_memory_workers_are_told_what_limits_it(stand_ins, tmp_path):
+    refuses = {"STAND_IN_REFUSES": "cuMemHostRegister_v2:3:800", **stand_ins}
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:0", "loss_script.py", "gpu", **refuses)
+    for each in told:
+        assert "look at the memory limit of the container or cgroup, and at ulimit -l" in each["text"]
+
+
 @pytest.mark.parametrize("what", ["id", "rank0", "rank1"])
 def test_where_nccl_fails_another_way_is_chosen(stand_ins, tmp_path, host_results, what):
     failing = {"STAND_IN_NCCL_FAILS": what, "STAND_IN_NCCL_FOLDER": str(tmp_path), **stand_ins}

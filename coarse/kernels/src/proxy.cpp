@@ -151,9 +151,11 @@ void Proxy::stop() noexcept {
     if (group->snapshots() != nullptr) group->snapshots()->store().stopWaiting();
   }
   syncCores_->stop();
-  for (const Compute& each : computes_) each.compute->drain();
-  if (rings_) rings_->drain();
-  if (collectives_) collectives_->drain();
+  syncCores_->finish([this] {
+    for (const Compute& each : computes_) each.compute->drain();
+    if (rings_) rings_->drain();
+    if (collectives_) collectives_->drain();
+  });
   if (nodeExchange_) nodeExchange_->stop();
 }
 

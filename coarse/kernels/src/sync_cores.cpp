@@ -25,6 +25,17 @@ SyncCores::SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, Unti
       untilNext_(std::move(untilNext)),
       fail_(std::move(fail)) {}
 
+template <typename Piece>
+bool SyncCores::attempt(const Piece& piece) noexcept {
+  if (hasFailed_.load(std::memory_order_acquire)) return false;
+  try {
+    return piece();
+  } catch (const std::exception& error) {
+    if (!hasFailed_.exchange(true, std::memory_order_acq_rel)) fail_(error.what());
+    return false;
+  }
+}
+
 void SyncCores::start() {
   for (std::size_t core = 0; core < config_.numCores; ++core) {
     threads_.emplace_back([this, core] { run(core); });
@@ -36,6 +47,13 @@ void SyncCores::stop() noexcept {
   doorbell_.ring();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+}
+
+void SyncCores::finish(const std::function<void()>& rest) noexcept {
+  attempt([&] {
+    rest();
+    return true;
+  });
 }
 
 void SyncCores::whilePaused(const std::function<void()>& change) {
@@ -70,22 +88,12 @@ void SyncCores::run(std::size_t core) {
     if (core == 0) doorbell_.beats.store(++numTurns, std::memory_order_relaxed);
     // Read before looking for work: a ring in between changes it, and sleep() returns at once.
     const std::uint32_t seenRings = doorbell_.rings.load(std::memory_order_seq_cst);
-    if (tryWork(core)) {
+    if (attempt([&] { return work_(core); })) {
       spin.reset();
     } else if (!spin.yield()) {
       sleep(core, seenRings);
       spin.reset();
     }
-  }
-}
-
-bool SyncCores::tryWork(std::size_t core) noexcept {
-  if (hasFailed_.load(std::memory_order_acquire)) return false;
-  try {
-    return work_(core);
-  } catch (const std::exception& error) {
-    if (!hasFailed_.exchange(true, std::memory_order_acq_rel)) fail_(error.what());
-    return false;
   }
 }
 

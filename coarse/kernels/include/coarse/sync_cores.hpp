@@ -33,7 +33,7 @@ class SyncCores {
   using Work = std::function<bool(std::size_t core)>;
   /// How long until there is work for `core` that nobody rings the doorbell for.
   using UntilNext = std::function<std::optional<MonotonicNs>(std::size_t core)>;
-  /// Is told once that work has thrown, as when a GPU fails: no core works any more.
+  /// Is told once that work has thrown, as when a GPU fails: nothing is done any more.
   using Fail = std::function<void(std::string reason)>;
 
   SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext, Fail fail);
@@ -44,12 +44,16 @@ class SyncCores {
   void start();
   /// Joins the threads. Idempotent.
   void stop() noexcept;
+  /// Does, in the calling thread, what the cores have left undone. After stop().
+  void finish(const std::function<void()>& rest) noexcept;
   /// Runs `change` while no core works. They go on if it throws, too.
   void whilePaused(const std::function<void()>& change);
 
  private:
   void run(std::size_t core);
-  bool tryWork(std::size_t core) noexcept;
+  /// Does a piece of work, unless one has thrown. @returns what it returns; false if it throws.
+  template <typename Piece>
+  bool attempt(const Piece& piece) noexcept;
   void parkWhilePaused();
   void sleep(std::size_t core, std::uint32_t seenRings) noexcept;
 
