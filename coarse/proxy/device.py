@@ -95,7 +95,7 @@ class MemoryDevice:
         """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
         self._loss: Loss | None = None
         self._goes_on = False
-        self._is_unfinished = False  # a worker has left before its time
+        self._failed_ranks: set[int] = set()  # of workers that have left before their time
         self._is_dismissed = False
         self._deadline = time.monotonic() + (job.join_timeout_s if job.leader_pid else job.keep_s)
         self._answers: dict[str, Callable[[WorkerConnection, Message], None]] = {
@@ -224,7 +224,7 @@ class MemoryDevice:
         self._data_path.release_clients()
 
     def _is_to_be_continued(self) -> bool:
-        is_unfinished = self._is_aborted or self._is_unfinished
+        is_unfinished = self._is_aborted or bool(self._failed_ranks)
         is_given_up = self._is_dismissed or self._is_unready
         return bool(self._job.keep_s) and is_unfinished and not is_given_up
 
@@ -385,7 +385,8 @@ class MemoryDevice:
         self._abort(lost(self._job, device))
 
     def _say_goodbye(self, worker: WorkerConnection, message: Message) -> None:
-        self._is_unfinished |= message.get("is_finished") is not True
+        if message.get("is_finished") is not True:
+            self._failed_ranks.add(self._job.rank(worker.client))
         self._leave(worker)
 
     def _leave(self, worker: WorkerConnection) -> None:
@@ -426,7 +427,8 @@ class MemoryDevice:
         os.close(log_fd)
 
     def _departure(self) -> Loss:
-        return workers_departed(self._workers.departed_ranks | self._other_nodes.departed_ranks)
+        departed = self._workers.departed_ranks | self._other_nodes.departed_ranks
+        return workers_departed(departed, self._failed_ranks)
 
     # ---- the data path ----
 

@@ -161,10 +161,21 @@ def worker_evicted(rank: int, pid: int, reason: str) -> Loss:
     )
 
 
-def workers_departed(ranks: Iterable[int]) -> Loss:
-    """Workers have said goodbye, and others still synchronise."""
-    return Loss(
-        error="WorkerLostError",
-        text=f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise. "
-        "Give every worker the same number of steps, or train inside model.join().",
-    )
+def workers_departed(ranks: Iterable[int], failed: Iterable[int]) -> Loss:
+    """Workers have said goodbye, and others still synchronise.
+
+    Args:
+        ranks: Of those that have left.
+        failed: Of those of them that an error of their own has ended.
+    """
+    if failing := sorted(failed):
+        text = (
+            f"worker(s) {', '.join(map(str, failing))} left with an error of their own while others still "
+            "synchronise: look at their output. Start the job again from your last checkpoint."
+        )
+    else:
+        text = (
+            f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise. "
+            "Give every worker the same number of steps, or train inside model.join()."
+        )
+    return Loss(error="WorkerLostError", text=text)

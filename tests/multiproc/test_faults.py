@@ -227,6 +227,24 @@ def test_a_worker_that_leaves_while_others_go_on_is_told_not_waited_for(job, use
         assert "worker(s) 2 closed the session while others still synchronise" in outcome.message
 
 
+def test_a_worker_that_leaves_with_an_error_is_what_others_are_to_look_at(job):
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            if me.rank == 1:
+                raise ArithmeticError("of its own")
+            group.push(0)
+            group.pull(0)
+
+    workers = job.start(2, worker)
+    assert workers[1].finish().error == "ArithmeticError"
+    outcome = workers[0].finish()
+    assert outcome.error == "WorkerLostError", outcome
+    assert "worker(s) 1 left with an error of their own" in outcome.message
+    assert "look at their output" in outcome.message
+
+
 def test_workers_may_leave_one_after_the_other(job):
     """A last step that is complete is not lost because somebody was faster."""
 
