@@ -31,6 +31,7 @@ def stand_ins(cuda_stand_ins):
         "LD_LIBRARY_PATH": str(cuda_stand_ins),
         "XDG_CACHE_HOME": str(cuda_stand_ins),
         "STAND_IN_GPUS": "2",
+        "STAND_IN_HIDES_MEMORY": "1",
     }
 
 

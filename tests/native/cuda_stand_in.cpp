@@ -9,6 +9,8 @@
 //                           process asks of its GPUs from then on, as CUDA has it
 //   STAND_IN_DIES_AT=d:n    SIGKILL ends the process whose n-th launch on device d this is, in its turn
 //   STAND_IN_REFUSES=f:n:r  the n-th call of the function f in a process, and those after it, return r
+//   STAND_IN_HIDES_MEMORY=1 device memory is not where its addresses say: a processor that uses one of them
+//                           gets SIGSEGV, and a copy or kernel that is given an address of the host's fails
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -26,7 +28,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -87,6 +88,7 @@ struct CUstream_st {
 
 namespace {
 
+constexpr Result kInvalidValue = 1;
 constexpr Result kInvalidContext = 201;
 constexpr Result kNotFound = 500;
 constexpr Result kPeerAccessUnsupported = 217;
@@ -108,13 +110,69 @@ DeviceOrdinal currentDevice() { return current.depth == 0 ? -1 : current.stack[c
 std::array<std::atomic<std::size_t>, kMostDevices> launchesOn{};
 
 std::mutex pooledMutex;
-std::map<void*, std::size_t> pooled;  // memory of the device's own pool, and its lengths
+std::map<DeviceAddress, std::size_t> pooled;  // memory of the device's own pool, and its lengths
 std::atomic<std::size_t> pooledLimitBytes{std::size_t{1} << 30};
-std::mutex pinnedMutex;
-std::set<const void*> pinned;
 
-std::atomic<std::uint32_t>& wordAt(DeviceAddress address) {
-  return *reinterpret_cast<std::atomic<std::uint32_t>*>(address);
+/// Ranges of addresses that do not overlap.
+class Ranges {
+ public:
+  bool add(DeviceAddress begin, std::size_t numBytes) {
+    const std::lock_guard lock(mutex_);
+    return ranges_.emplace(begin, numBytes).second;
+  }
+  bool remove(DeviceAddress begin) {
+    const std::lock_guard lock(mutex_);
+    return ranges_.erase(begin) == 1;
+  }
+  /// The length of the range in which these lie; 0 if there is none.
+  std::size_t around(DeviceAddress begin, std::size_t numBytes) {
+    const std::lock_guard lock(mutex_);
+    const auto range = ranges_.lower_bound(begin);
+    if (range == ranges_.end() || begin + numBytes > range->first + range->second) return 0;
+    return range->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<DeviceAddress, std::size_t, std::greater<>> ranges_;
+};
+Ranges pinned;    // memory of the host
+Ranges reserved;  // addresses of devices; what is mapped there lies as far behind as they are long
+
+std::atomic<bool> hidesMemory{std::getenv("STAND_IN_HIDES_MEMORY") != nullptr};
+
+/// Where what a device has at these addresses is in this process; null if it has nothing there.
+std::byte* placeOf(DeviceAddress address, std::size_t numBytes) {
+  auto* const place = reinterpret_cast<std::byte*>(address);
+  if (!hidesMemory || pinned.around(address, numBytes) > 0) return place;
+  const std::size_t distance = reserved.around(address, numBytes);
+  return distance == 0 ? nullptr : place + distance;
+}
+
+/// Whether a word that is no address of a device is probably one of the host's.
+bool seemsOfHost(DeviceAddress word) {
+  const DeviceAddress top = word >> 40;
+  return top == 0x55 || top == 0x56 || top == 0x7e || top == 0x7f;
+}
+
+std::size_t wholePages(std::size_t numBytes) { return (numBytes + 4095) / 4096 * 4096; }
+
+/// Addresses with nothing behind them, of whole pages; 0 if there are none.
+DeviceAddress reserve(std::size_t numBytes) {
+  const std::size_t taken = hidesMemory ? 2 * numBytes : numBytes;
+  void* const begin = ::mmap(nullptr, taken, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (begin == MAP_FAILED) return 0;
+  const auto address = reinterpret_cast<DeviceAddress>(begin);
+  reserved.add(address, numBytes);
+  return address;
+}
+bool unreserve(DeviceAddress address, std::size_t numBytes) {
+  const std::size_t taken = hidesMemory ? 2 * numBytes : numBytes;
+  return reserved.remove(address) && ::munmap(reinterpret_cast<void*>(address), taken) == 0;
+}
+
+std::atomic<std::uint32_t>* wordAt(DeviceAddress address) {
+  return reinterpret_cast<std::atomic<std::uint32_t>*>(placeOf(address, sizeof(std::uint32_t)));
 }
 
 Result state() { return hasFaulted ? kLaunchFailed : kSuccess; }
@@ -126,8 +184,10 @@ Result give(StreamHandle stream, std::function<void()> work) {
   return state();
 }
 
+/// @param destination, source null if no device has them.
 Result copy(void* destination, const void* source, std::size_t numBytes, StreamHandle stream) {
   if (const Result result = stateOf(stream); result != kSuccess) return result;
+  if (destination == nullptr || source == nullptr) return kIllegalAddress;
   return give(stream, [=] { std::memcpy(destination, source, numBytes); });
 }
 
@@ -309,14 +369,13 @@ Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
   return kSuccess;
 }
 
-Result cuMemHostRegister_v2(void* address, std::size_t, unsigned int) {
+Result cuMemHostRegister_v2(void* address, std::size_t numBytes, unsigned int) {
   REFUSABLE;
-  const std::lock_guard lock(pinnedMutex);
-  return pinned.insert(address).second ? kSuccess : kHostMemoryAlreadyRegistered;
+  const bool isNew = pinned.add(reinterpret_cast<DeviceAddress>(address), numBytes);
+  return isNew ? kSuccess : kHostMemoryAlreadyRegistered;
 }
 Result cuMemHostUnregister(void* address) {
-  const std::lock_guard lock(pinnedMutex);
-  return pinned.erase(address) == 1 ? kSuccess : kNotPermitted;
+  return pinned.remove(reinterpret_cast<DeviceAddress>(address)) ? kSuccess : kNotPermitted;
 }
 Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsigned int) {
   REFUSABLE;
@@ -327,48 +386,53 @@ Result cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsigned
 Result cuMemcpyHtoDAsync_v2(DeviceAddress destination, const void* source, std::size_t numBytes,
                             StreamHandle stream) {
   REFUSABLE;
-  return copy(reinterpret_cast<void*>(destination), source, numBytes, stream);
+  return copy(placeOf(destination, numBytes), source, numBytes, stream);
 }
 Result cuMemcpyDtoHAsync_v2(void* destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
   REFUSABLE;
-  return copy(destination, reinterpret_cast<const void*>(source), numBytes, stream);
+  return copy(destination, placeOf(source, numBytes), numBytes, stream);
 }
 Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std::size_t numBytes,
                             StreamHandle stream) {
   REFUSABLE;
   if (!reaches(currentDevice(), destination) || !reaches(currentDevice(), source)) return kIllegalAddress;
-  return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
+  return copy(placeOf(destination, numBytes), placeOf(source, numBytes), numBytes, stream);
 }
 Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddress source,
                          ContextHandle from, std::size_t numBytes, StreamHandle stream) {
   REFUSABLE;
   if (!reaches(to->device, destination) || !reaches(from->device, source)) return kIllegalAddress;
-  return copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numBytes, stream);
+  return copy(placeOf(destination, numBytes), placeOf(source, numBytes), numBytes, stream);
 }
 /// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
 Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle stream) {
   REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
   if (numBytes > standInFreeBytes()) return kOutOfMemory;
-  void* const memory = std::malloc(numBytes);
+  *address = reserve(wholePages(numBytes));
+  if (*address == 0) return kOutOfMemory;
+  if (::mprotect(placeOf(*address, numBytes), numBytes, PROT_READ | PROT_WRITE) != 0) return kNotPermitted;
   const std::lock_guard lock(pooledMutex);
-  pooled.emplace(memory, numBytes);
-  *address = reinterpret_cast<DeviceAddress>(memory);
+  pooled.emplace(*address, numBytes);
   return kSuccess;
 }
 Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
   if (const Result result = stateOf(stream); result != kSuccess) return result;
-  void* const memory = reinterpret_cast<void*>(address);
   const std::lock_guard lock(pooledMutex);
-  if (pooled.erase(memory) == 0) return kNotPermitted;
-  return give(stream, [memory] { std::free(memory); });
+  const auto found = pooled.find(address);
+  if (found == pooled.end()) return kNotPermitted;
+  const std::size_t numBytes = found->second;
+  pooled.erase(found);
+  return give(stream, [=] { unreserve(address, wholePages(numBytes)); });
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
   REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
-  return give(stream, [=] { std::memset(reinterpret_cast<void*>(destination), value, numBytes); });
+  std::byte* const place = placeOf(destination, numBytes);
+  if (place == nullptr) return kIllegalAddress;
+  return give(stream, [=] { std::memset(place, value, numBytes); });
 }
 
 Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
@@ -399,16 +463,19 @@ Result cuStreamWaitEvent(StreamHandle stream, EventHandle event, unsigned int) {
 }
 Result cuStreamWaitValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value, unsigned int) {
   REFUSABLE;
+  const auto* const word = wordAt(address);
+  if (word == nullptr) return kIllegalAddress;
   return give(stream, [=] {
-    while (!hasFaulted &&
-           static_cast<std::int32_t>(wordAt(address).load(std::memory_order_acquire) - value) < 0)
+    while (!hasFaulted && static_cast<std::int32_t>(word->load(std::memory_order_acquire) - value) < 0)
       std::this_thread::yield();
   });
 }
 Result cuStreamWriteValue32_v2(StreamHandle stream, DeviceAddress address, std::uint32_t value,
                                unsigned int) {
   REFUSABLE;
-  return give(stream, [=] { wordAt(address).store(value, std::memory_order_release); });
+  auto* const word = wordAt(address);
+  if (word == nullptr) return kIllegalAddress;
+  return give(stream, [=] { word->store(value, std::memory_order_release); });
 }
 
 Result cuEventCreate(EventHandle* event, unsigned int) {
@@ -472,15 +539,20 @@ Result cuLaunchKernel(FunctionHandle function, unsigned int, unsigned int, unsig
   const bool dies = isNamed("STAND_IN_DIES_AT", onMachine(currentDevice()), launch);
   const bool faults = isNamed("STAND_IN_FAULTS_AT", onMachine(currentDevice()), launch);
   const auto* const kernel = reinterpret_cast<const coarse::test::HostKernel*>(function);
+  // Read before this returns, as CUDA does.
   const auto* const batch = static_cast<const std::byte*>(parameters[0]);
-  for (std::size_t offset = 0; areSomeApart() && offset + sizeof(DeviceAddress) <= kernel->parameterBytes;
+  std::vector<std::byte> copied(batch, batch + kernel->parameterBytes);
+  for (std::size_t offset = 0; offset + sizeof(DeviceAddress) <= copied.size();
        offset += sizeof(DeviceAddress)) {
     DeviceAddress perhaps = 0;
-    std::memcpy(&perhaps, batch + offset, sizeof(perhaps));
+    std::memcpy(&perhaps, &copied[offset], sizeof(perhaps));
     if (!reaches(currentDevice(), perhaps)) return kIllegalAddress;
+    if (std::byte* const place = placeOf(perhaps, 1); place != nullptr) {
+      std::memcpy(&copied[offset], &place, sizeof(place));
+    } else if (seemsOfHost(perhaps)) {
+      return kIllegalAddress;
+    }
   }
-  // Read before this returns, as CUDA does.
-  std::vector<std::byte> copied(batch, batch + kernel->parameterBytes);
   return give(stream, [kernel, dies, faults, copied = std::move(copied)] {
     if (dies) ::raise(SIGKILL);
     if (faults) {
@@ -522,20 +594,21 @@ Result cuMemImportFromShareableHandle(MemoryHandle* handle, void* fd, int) {
 Result cuMemAddressReserve(DeviceAddress* address, std::size_t numBytes, std::size_t, DeviceAddress,
                            unsigned long long) {
   REFUSABLE;
-  void* reserved = ::mmap(nullptr, numBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  *address = reinterpret_cast<DeviceAddress>(reserved);
-  return reserved == MAP_FAILED ? kOutOfMemory : kSuccess;
+  if (numBytes == 0 || numBytes % pageBytes() != 0) return kInvalidValue;
+  *address = reserve(numBytes);
+  return *address == 0 ? kOutOfMemory : kSuccess;
 }
 Result cuMemAddressFree(DeviceAddress address, std::size_t numBytes) {
-  return ::munmap(reinterpret_cast<void*>(address), numBytes) == 0 ? kSuccess : kNotPermitted;
+  return unreserve(address, numBytes) ? kSuccess : kNotPermitted;
 }
 Result cuMemMap(DeviceAddress address, std::size_t numBytes, std::size_t, MemoryHandle handle,
                 unsigned long long) {
   REFUSABLE;
   const int fd = static_cast<int>(handle);
   if (::lseek(fd, 0, SEEK_END) < static_cast<off_t>(numBytes)) return kNotPermitted;
-  void* mapped = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0);
-  if (mapped == MAP_FAILED) return kNotPermitted;
+  std::byte* const place = reserved.around(address, numBytes) == 0 ? nullptr : placeOf(address, numBytes);
+  if (place == nullptr || numBytes % pageBytes() != 0) return kInvalidValue;
+  if (::mmap(place, numBytes, PROT_NONE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) return kNotPermitted;
   const std::lock_guard lock(ownersMutex);
   owned[address] = {numBytes, ownerOf(fd)};
   return kSuccess;
@@ -545,9 +618,9 @@ Result cuMemUnmap(DeviceAddress address, std::size_t numBytes) {
     const std::lock_guard lock(ownersMutex);
     owned.erase(owned.lower_bound(address + numBytes - 1), owned.upper_bound(address));
   }
-  void* reserved = ::mmap(reinterpret_cast<void*>(address), numBytes, PROT_NONE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-  return reserved == MAP_FAILED ? kNotPermitted : kSuccess;
+  void* const unmapped =
+      ::mmap(placeOf(address, numBytes), numBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  return unmapped == MAP_FAILED ? kNotPermitted : kSuccess;
 }
 Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAccessDesc* accesses,
                       std::size_t numAccesses) {
@@ -557,8 +630,8 @@ Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAcce
       if (!reaches(accesses[i].location.id, page)) return kPeerAccessUnsupported;
     }
   }
-  return ::mprotect(reinterpret_cast<void*>(address), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
-                                                                                             : kNotPermitted;
+  return ::mprotect(placeOf(address, numBytes), numBytes, PROT_READ | PROT_WRITE) == 0 ? kSuccess
+                                                                                       : kNotPermitted;
 }
 
 /// Not of CUDA: what the device's memory pool can give, and what is taken of it.
@@ -568,6 +641,12 @@ std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes();
 std::size_t standInLaunches(int device) { return launchesOn[static_cast<std::size_t>(device)]; }
 /// Not of CUDA: whether a kernel of this process has failed.
 void standInFault(bool isSo) { hasFaulted = isSo; }
+/// Not of CUDA: has the processor of this process be the GPU, whose memory it sees; before any is mapped.
+void standInShowMemory() { hidesMemory = false; }
+/// Not of CUDA: where what a device has at these addresses is in this process; null if it has nothing there.
+void* standInPlaceOf(const void* address, std::size_t numBytes) {
+  return placeOf(reinterpret_cast<DeviceAddress>(address), numBytes);
+}
 /// Not of CUDA: has a stream say that it is captured.
 void standInCapture(StreamHandle stream, bool isCapturing) { stream->isCapturing = isCapturing; }
 

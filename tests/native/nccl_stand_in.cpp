@@ -239,14 +239,25 @@ struct Group {
 };
 thread_local Group group;
 
-/// A function of the driver that the process has loaded.
+/// A function of the driver that the process has loaded; null if there is none.
+void* findInDriver(const char* name) {
+  static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return driver == nullptr ? nullptr : ::dlsym(driver, name);
+}
+
 template <typename... Arguments>
 Result callDriver(const char* name, Arguments... arguments) {
-  static void* const driver = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-  const auto function = driver == nullptr ? nullptr : ::dlsym(driver, name);
+  void* const function = findInDriver(name);
   if (function == nullptr) return failed(kUnhandledCudaError, "the driver has no %s", name);
   const int result = reinterpret_cast<int (*)(Arguments...)>(function)(arguments...);
   return result == 0 ? kSuccess : failed(kUnhandledCudaError, "%s: %d", name, result);
+}
+
+/// Where what the device has at an address is in this process, as the driver's stand-in has it.
+void* placeOf(const void* address, std::size_t numBytes) {
+  static auto* const find =
+      reinterpret_cast<void* (*)(const void*, std::size_t)>(findInDriver("standInPlaceOf"));
+  return find == nullptr ? const_cast<void*>(address) : find(address, numBytes);
 }
 
 Result give(StreamHandle stream, std::unique_ptr<Given> given) {
@@ -353,7 +364,11 @@ Result ncclAllReduce(const void* send, void* receive, std::size_t count, int typ
                      StreamHandle stream) {
   if (kindOf(type).itemBytes == 0 || (op != kOpSum && op != kOpMax))
     return failed(kInvalidArgument, "type %d, operation %d", type, op);
-  auto given = std::make_unique<Given>(Given{comm->rank, 0, {send, receive, {count, type, op}}});
+  const std::size_t numBytes = count * kindOf(type).itemBytes;
+  const void* const from = placeOf(send, numBytes);
+  void* const to = placeOf(receive, numBytes);
+  if (from == nullptr || to == nullptr) return failed(kUnhandledCudaError, "%s", "an illegal memory access");
+  auto given = std::make_unique<Given>(Given{comm->rank, 0, {from, to, {count, type, op}}});
   if (group.depth == 0) return give(stream, std::move(given));
   group.waiting.emplace_back(stream, std::move(given));
   return kSuccess;

@@ -35,6 +35,8 @@ class StandInGpu(gpu_gradients.Gpu):
 
 def install(ordinal: int = 0) -> StandInGpu:
     """Has this process take its processor for a GPU, by the driver that tests/conftest.py builds; returns that."""
+    if show_memory := getattr(ctypes.CDLL("libcuda.so.1"), "standInShowMemory", None):
+        show_memory()
     gpu = StandInGpu(ordinal)
     join = TensorGroup.join_gpu
 
