@@ -58,6 +58,10 @@ def main() -> int:
     for tool in ("qemu-system-x86_64", "busybox", "cpio", "dpkg-deb"):
         if shutil.which(tool) is None:
             parser.error(f"{tool} is missing: apt-get install qemu-system-x86 busybox-static cpio ndctl")
+    if not arguments.kernel.is_file():
+        parser.error(
+            f"--kernel {arguments.kernel}: there is no such file; docs/devices.md says how to get one"
+        )
     with tempfile.TemporaryDirectory(prefix="coarse-boot-") as folder:
         subprocess.run(["dpkg-deb", "-x", arguments.kernel, f"{folder}/kernel"], check=True)
         (kernel,) = Path(folder, "kernel", "boot").glob("vmlinuz-*")
