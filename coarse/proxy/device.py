@@ -153,8 +153,7 @@ class MemoryDevice:
         self._share()
         while not self._is_over():
             self._loop.run_once(_TICK_S)
-            if not self._is_unready:
-                self._progress()
+            self._progress()
 
     def _turn_away(self, reason: Exception) -> None:
         loss = device_unready(self._job, reason)
@@ -178,7 +177,9 @@ class MemoryDevice:
         return time.monotonic() > self._deadline
 
     def _progress(self) -> None:
-        """Takes every step that has become possible."""
+        """Takes every step that has become possible, unless the session cannot begin."""
+        if self._is_unready:
+            return
         self._share()
         self._data_path.open()
         self._tell_of_nccl()
