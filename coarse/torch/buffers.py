@@ -41,7 +41,7 @@ def _broadcasts_in_place(tensor: torch.Tensor) -> bool:
 
 def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -> None:
     packing = Packing(tensors)
-    staging = torch.empty(packing.num_bytes, dtype=torch.uint8)
+    staging = torch.empty(packing.num_bytes, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         views = packing.views(staging)
         if session.identity.rank == root:

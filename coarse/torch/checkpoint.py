@@ -447,12 +447,12 @@ class _Workers:
         self.rank = rank_here()
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._flags = torch.zeros(3, dtype=torch.int32)
+        self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
         self._reducing: Any = None
 
     def propose(self, *, asks: bool, is_busy: bool, has_failed: bool) -> None:
         """Says whether this worker asks for a save, has one under way, or has seen too many fail."""
-        self._flags = torch.tensor([asks, is_busy, has_failed], dtype=torch.int32)
+        self._flags = torch.tensor([asks, is_busy, has_failed], dtype=torch.int32, device="cpu")
         if self._group is not None:
             self._reducing = dist.all_reduce(
                 self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
@@ -477,7 +477,7 @@ class _Workers:
 
     def told_by_first(self, *numbers: int) -> list[int]:
         """The numbers of worker 0. Collective."""
-        told = torch.tensor(numbers, dtype=torch.int64)
+        told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self._group is not None:
             dist.broadcast(told, src=0, group=self._group)
         return [int(number) for number in told.tolist()]
@@ -485,7 +485,7 @@ class _Workers:
     def barrier(self) -> None:
         """Returns when all workers are here."""
         if self._group is not None:
-            dist.all_reduce(torch.zeros(1), group=self._group)
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group)
 
     def close(self, *, alone: bool) -> None:
         """Gives the process group back. Idempotent.

@@ -27,7 +27,7 @@ class HostCopies:
     """
 
     def __init__(self, *, waits_for_step: bool) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = _host_memory(0)
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint-copy") if waits_for_step else None
         self._state: CopiedState | None = None
         self._has_begun = False
@@ -70,9 +70,13 @@ class HostCopies:
 
     def _block(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old block goes before the new one comes
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            self._memory = _host_memory(0)  # the old block goes before the new one comes
+            self._memory = _host_memory(num_bytes)
         return self._memory
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class CopiedState:

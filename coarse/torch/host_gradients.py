@@ -41,7 +41,7 @@ class HostGradients:
         self._layout = GradientLayout(names, parameters)
         self._tables = tables
         self._slots = [
-            torch.empty(0, dtype=p.dtype) if i in tables else slot_tensor(group.buffer(i), p)
+            torch.empty(0, dtype=p.dtype, device="cpu") if i in tables else slot_tensor(group.buffer(i), p)
             for i, p in enumerate(parameters)
         ]
         self._addresses = [slot.data_ptr() for slot in self._slots]

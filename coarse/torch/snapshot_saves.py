@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from coarse.checkpoint.names import CheckpointName
@@ -140,8 +141,7 @@ class SnapshotSaves:
         """How often parameters were updated, for optimizers that count; most have the same number."""
         encoded = {
             number: {
-                state: as_bytes(torch.tensor(float(value), dtype=torch.float32)).numpy().tobytes()
-                for state, value in self._offloaded.counted(number).items()
+                state: np.float32(value).tobytes() for state, value in self._offloaded.counted(number).items()
             }
             for number in set(numbers.values())
         }

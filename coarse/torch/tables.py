@@ -88,11 +88,16 @@ class TableGradients:
         numbers = (
             torch.frombuffer(rows.numbers, dtype=torch.int64)
             if rows.count
-            else torch.empty(0, dtype=torch.int64)
+            else torch.empty(0, dtype=torch.int64, device="cpu")
         )
         values = _values(rows, parameter)
         mean = torch.sparse_coo_tensor(
-            numbers[None], values, parameter.shape, is_coalesced=True, check_invariants=False
+            numbers[None],
+            values,
+            parameter.shape,
+            device=values.device,
+            is_coalesced=True,
+            check_invariants=False,
         )
         return mean if self._gradient_as_view else mean.clone()
 
@@ -165,7 +170,7 @@ def check_tables(
 
 def _values(rows: Rows, like: torch.Tensor) -> torch.Tensor:
     if not rows.count:
-        return torch.empty(0, like.shape[1], dtype=like.dtype)
+        return torch.empty(0, like.shape[1], dtype=like.dtype, device="cpu")
     return torch.frombuffer(rows.values, dtype=like.dtype).view(rows.count, like.shape[1])
 
 

@@ -182,9 +182,9 @@ def as_small_tensor(value: Any) -> Any:
 
 
 def from_small_tensor(value: SmallTensor) -> torch.Tensor:
-    """The torch tensor of a plain value."""
+    """The torch tensor of a plain value, in the host's memory."""
     if not value.data:
-        return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype])
+        return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype], device="cpu")
     flat = torch.frombuffer(bytearray(value.data), dtype=DTYPE_OF[value.dtype])
     return flat.reshape(value.shape)
 
@@ -320,8 +320,8 @@ def load_tensors(
 
 
 def empty_tensor(tensor: SavedTensor) -> torch.Tensor:
-    """Memory for a tensor."""
-    return torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype])
+    """Memory of the host for a tensor."""
+    return torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype], device="cpu")
 
 
 def _memory_of(tensor: torch.Tensor) -> memoryview:

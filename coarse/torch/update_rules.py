@@ -92,7 +92,7 @@ class _CountsUpdates:
         return int(state.get("step", 0))
 
     def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
-        return {"step": torch.tensor(float(num_updates), dtype=torch.float32)}
+        return {"step": torch.tensor(float(num_updates), dtype=torch.float32, device="cpu")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -262,12 +262,15 @@ def test_a_stream_is_held_until_a_time_but_not_for_long(kernels, cuda):
 
     stream = cuda.current_stream().cuda_stream
     started_ns = torch.zeros(1, dtype=torch.int64, device="cuda")
+    function = kernels.function("hold_until")
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (begin, end):
+        event.record()  # which makes it; between the two there is then nothing but the launch
 
     def hold_ms(until_ns):
-        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
         hold = struct.pack("=QQ", until_ns, started_ns.data_ptr())  # Hold of delay.cuh
-        kernels.context.launch(kernels.function("hold_until"), 1, 1, stream, [hold])
+        begin.record()
+        kernels.context.launch(function, 1, 1, stream, [hold])
         end.record()
         cuda.synchronize()
         return begin.elapsed_time(end)

@@ -63,7 +63,7 @@ def shared_folder(context: Context) -> Iterator[str]:
 class Position:
     """A data loader, as far as a checkpoint sees it: different on each worker."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: Any) -> None:
         self.next = start
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +88,8 @@ class Training:
     ) -> None:
         from coarse.torch.checkpoint import Checkpointer, RandomState
 
-        self.module = with_buffers().to(dtype)
+        with torch.device("cpu"):
+            self.module = with_buffers().to(dtype)
         self.model = context.wrap(self.module)
         optimizer = make(self.model.parameters())
         self.optimizer = offload(context, optimizer, self.model, overlap=overlap) if offloads else optimizer
@@ -108,7 +109,7 @@ class Training:
 
     def run(self, until: int) -> None:
         while self.checkpointer.num_steps < until:
-            noise = float(torch.rand(1)) + random.random() + np.random.rand()
+            noise = float(torch.rand(1, device="cpu")) + random.random() + np.random.rand()
             inputs = (self.context.inputs(self.position.next, 16, 8) + noise).to(self.dtype)
             self.position.next += 1
             self.optimizer.zero_grad()
@@ -129,7 +130,7 @@ class Training:
             "state": {str(key): dict(value) for key, value in saved["state"].items()},
             "rate": [group["lr"] for group in saved["param_groups"]],
             "position": self.position.next,
-            "random": torch.rand(2),
+            "random": torch.rand(2, device="cpu"),
         }
         self.checkpointer.close()
         close = getattr(self.model, "close", None)
@@ -199,6 +200,14 @@ for _name, _make in OPTIMIZERS.items():
 @checkpoint_scenario
 def master_weights_come_back(context: Context) -> None:
     interrupt_and_go_on(context, make=OPTIMIZERS["adamw"], offloads=True, dtype=torch.bfloat16)
+
+
+@checkpoint_scenario
+def what_is_made_on_the_host_is_there_whatever_the_default_device(context: Context) -> None:
+    """As under torch.set_default_device("cuda"); "meta" has no memory, and refuses what only the host can do."""
+    with torch.device("meta"):
+        interrupt_and_go_on(context, make=OPTIMIZERS["adamw"], offloads=True)
+        interrupt_and_go_on(context, make=OPTIMIZERS["sgd"], offloads=False)
 
 
 class Odd(nn.Module):

@@ -403,7 +403,7 @@ def clips_and_unscales_between_backward_and_step(context: Context) -> Any:
     module = mlp()
     model = context.wrap(module)
     optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
-    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**10)
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=2.0**10)
     found = []
     for step in range(6):
         optimizer.zero_grad()
@@ -463,7 +463,7 @@ def unscales_and_clips_within_the_update(context: Context) -> Any:
     model = context.wrap(module)
     make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = offload(context, make, model, max_grad_norm=0.05)
-    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**10, growth_interval=3)
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=2.0**10, growth_interval=3)
     found = []
     for step in range(12):
         optimizer.zero_grad()
@@ -489,7 +489,7 @@ def scales_the_loss_of_a_float16_model(context: Context) -> None:
         model = context.wrap(module)
         make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = offload(context, make, model, max_grad_norm=10.0)
-        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=init_scale)
+        scaler = torch.amp.GradScaler(context.device.type, init_scale=init_scale)
         for step in range(6):
             optimizer.zero_grad()
             factor = 1e9 if step == 3 and context.rank == 0 else 1.0
@@ -1045,7 +1045,7 @@ def overlapped_updates_by_a_scaled_loss_are_refused(context: Context) -> None:
     model = context.wrap(mlp())
     optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
     for enabled in (False, True):
-        scaler = torch.amp.GradScaler(torch.get_default_device().type, enabled=enabled)
+        scaler = torch.amp.GradScaler(context.device.type, enabled=enabled)
         scaler.scale(model(context.inputs(0, 4, 8)).sum()).backward()
         if enabled:
             with raises(RuntimeError, "gradients of the scaled loss", "overlap=False"):

@@ -13,8 +13,12 @@ _HERE = Path(__file__).parent
 
 _SPREAD = "coarse, stand-in GPU each, spread"
 
+_ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # the same order of additions in every process
+
 # The workers are on cuda:0, or each on one of its own.
 _GPU_ENVIRONMENTS = {
+    "ddp, cuda": _ON_CUDA,
+    "coarse, cuda": _ON_CUDA,
     "coarse, stand-in GPU that has slots": {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
     "coarse, stand-in GPU beside slots": {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"},
     "coarse, stand-in GPU apart from slots": {

@@ -23,13 +23,21 @@ A_GPU_EACH = "coarse, stand-in GPU each"
 ON_CUDA = ", cuda"
 
 
-def wrapper_of(strategy: str) -> Any:
+def class_of(strategy: str) -> Any:
     """The class under test, or the one it is compared with."""
     if strategy.startswith("ddp"):
         return torch.nn.parallel.DistributedDataParallel
     from coarse.torch import DistributedDataParallel
 
     return DistributedDataParallel
+
+
+def wrapper_of(strategy: str, device: torch.device) -> Any:
+    """What wraps modules; they are made on the processor, so that parameters begin with the same values anywhere."""
+    wrapped = class_of(strategy)
+    if device.type == "cpu":
+        return wrapped
+    return lambda module, **options: wrapped(module.to(device), **options)
 
 
 def main() -> None:
@@ -43,8 +51,8 @@ def main() -> None:
 
         sees_its_own_alone = "CUDA_VISIBLE_DEVICES" in os.environ
         gpu_stand_in.install(rank if strategy.startswith(A_GPU_EACH) and not sees_its_own_alone else 0)
-    if strategy.endswith(ON_CUDA):
-        torch.set_default_device("cuda:0")
+    device = torch.device("cuda:0" if strategy.endswith(ON_CUDA) else "cpu")
+    torch.backends.cudnn.deterministic = True  # else two processes may take different algorithms
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
@@ -71,8 +79,9 @@ def main() -> None:
     context = Context(
         rank=rank,
         world_size=world_size,
-        wrap=wrapper_of(strategy),
+        wrap=wrapper_of(strategy, device),
         is_coarse=strategy.startswith("coarse"),
+        device=device,
     )
     connection = Connection(int(pipe))
     connection.send(("result", "ready"))

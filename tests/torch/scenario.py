@@ -22,17 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Who runs the scenario, and the class to wrap modules with."""
+    """Who runs the scenario, what to wrap modules with, and the device on which they are then."""
 
     rank: int
     world_size: int
     wrap: Any
     is_coarse: bool
+    device: torch.device
 
     def inputs(self, step: int, *shape: int) -> torch.Tensor:
         """Distinct for each worker and step, the same under both classes."""
         generator = torch.Generator("cpu").manual_seed(1000 * self.rank + step)
-        return torch.randn(*shape, generator=generator, device="cpu").to(torch.get_default_device())
+        return torch.randn(*shape, generator=generator, device="cpu").to(self.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def pack(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         values = result.detach().clone()
         # Exact for every dtype that gradients may have; numpy has no bfloat16.
-        return str(result.dtype), (values.double() if values.is_floating_point() else values).numpy()
+        return str(result.dtype), (values.double() if values.is_floating_point() else values).cpu().numpy()
     if isinstance(result, dict):
         return {key: pack(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):

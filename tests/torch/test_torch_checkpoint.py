@@ -11,7 +11,15 @@ import threading
 import numpy as np
 import pytest
 import torch
-from checkpoint_scenarios import CHECKPOINT_SCENARIOS, OPTIMIZERS, OPTIONS, equal, left_by, with_buffers
+from checkpoint_scenarios import (
+    CHECKPOINT_SCENARIOS,
+    OPTIMIZERS,
+    OPTIONS,
+    Position,
+    equal,
+    left_by,
+    with_buffers,
+)
 from comparison import assert_same
 from parity_pool import WorkerPool
 from safetensors.torch import load_file
@@ -269,6 +277,15 @@ def test_random_numbers_go_on(tmp_path):
         drawn = draw()
         checkpointer.restore()
         assert draw() == drawn
+
+
+@pytest.mark.parametrize("values", [[], [1.5, 2.5]])
+def test_tensors_of_other_state_come_back_on_the_host_whatever_the_default_device(tmp_path, values):
+    model, position = nn.Linear(1, 1), Position(torch.tensor(values))
+    with torch.device("meta"), Checkpointer(tmp_path, model, state={"position": position}) as checkpointer:
+        checkpointer.save()
+        checkpointer.restore()
+    assert position.next.tolist() == values
 
 
 def test_state_that_cannot_be_saved_is_refused_at_once(tmp_path):

@@ -61,6 +61,16 @@ def all_reduce_adds_complex_and_strided_tensors() -> Any:
     return [torch.view_as_real(numbers), strided]
 
 
+def strided_tensors_and_barriers_whatever_the_default_device() -> Any:
+    """By methods of the group: torch's functions around them leave the default device aside, from some version on."""
+    strided, outputs = _values(40, 30).t(), [torch.zeros(40, 30).t() for _ in range(_size())]
+    group = dist.group.WORLD
+    with torch.device("meta"):
+        group.allgather([outputs], [strided]).wait()
+        group.barrier().wait()
+    return outputs
+
+
 def all_reduce_adds_sparse_tensors() -> Any:
     indices = torch.tensor([[0, 2 + _rank(), 5]])
     tensor = torch.sparse_coo_tensor(indices, _values(3, 4), (8, 4))
@@ -217,6 +227,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
         all_reduce_sums_every_dtype,
         all_reduce_takes_every_operator,
         all_reduce_adds_complex_and_strided_tensors,
+        strided_tensors_and_barriers_whatever_the_default_device,
         all_reduce_adds_sparse_tensors,
         broadcast_and_reduce_take_every_root,
         gathers_and_scatters,

@@ -203,7 +203,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._submit([self._move(CollectiveKind.BARRIER, [], [], nothing, opts)], [])
 
     # ---- messages ----

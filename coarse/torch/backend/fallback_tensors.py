@@ -42,7 +42,11 @@ class Memory:
         if user.device.type == "cpu" and user.is_contiguous() and not (user.is_conj() or user.is_neg()):
             plain = user
         else:
-            plain = self.read(user).clone() if is_read else torch.empty(user.shape, dtype=user.dtype)
+            plain = (
+                self.read(user).clone()
+                if is_read
+                else torch.empty(user.shape, dtype=user.dtype, device="cpu")
+            )
             self._stores.append((user, plain, CallersOrder([user])))
         self._kept.append(plain)
         return plain
