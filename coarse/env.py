@@ -164,8 +164,9 @@ class Settings:
         profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
             "refresh" to measure one in any case; or a file.
         routing: "profile" for routes by the links' profile; "local" for each worker's own memory device; "auto" for
-            those of the profile where links carry the shards: not in the host's memory; "spread" to have large shards
-            take turns between both memory devices of the table, where all links of an emulated machine carry more so.
+            those of the profile where links carry the shards: not in the host's memory, and to memory devices on GPUs
+            where a trial is faster; "spread" to have large shards take turns between both memory devices of the
+            table, where all links of an emulated machine carry more so.
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
         transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().

@@ -412,7 +412,7 @@ class Session:
     def decisions(self) -> list[str]:
         """What was decided of this node's links at the start and since, and why: a line each."""
         chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
-        choices = () if chosen is None else (str(chosen),)
+        choices = () if chosen is None else chosen.describe()
         return [*self._decisions, *choices, *(line for each in self._replanners for line in each.decisions)]
 
     @property

@@ -21,7 +21,14 @@ from coarse.client.questions import Questions
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
-from coarse.client.tensor_bytes import TensorBytes, gpu_bytes, host_view, import_memory, reach
+from coarse.client.tensor_bytes import (
+    TensorBytes,
+    gpu_bytes,
+    host_view,
+    import_memory,
+    is_within_reach,
+    reach,
+)
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
@@ -38,7 +45,7 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
-from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of
+from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of, routable_algorithms
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
 from coarse.proxy.memory import Segment, unpack
@@ -103,7 +110,8 @@ class Client:
     ) -> None:
         self.ranks = ranks
         self.rank = ranks[number]
-        self._number = number
+        self.number = number
+        """Which worker of its node this is."""
         self._agreement = agreement
         self._connections = connections
         self._settings = settings
@@ -207,6 +215,12 @@ class Client:
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
             ValueError: If the session cannot run an optimizer in its memory devices.
         """
+        large_algorithm = DIRECT
+        routes: tuple[RoutingTable, ...] = ()
+        if not on_host and (choice := self._choose_way(gpu)) is not None:
+            way = choice.fastest("" if state_names is None else DIRECT)
+            large_algorithm = way.algorithm
+            routes = () if window_bytes else choice.routes_of(way)
         return self._register(
             GroupSchema(
                 name=name,
@@ -214,11 +228,12 @@ class Client:
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=self._algorithm_of(on_host=on_host),
-                large_algorithm=DIRECT if on_host or state_names is not None else self._large_algorithm(gpu),
+                large_algorithm=large_algorithm,
                 state_names=None if state_names is None else tuple(state_names),
                 is_open=is_open,
                 on_host=on_host,
                 window_bytes=window_bytes,
+                routes=routes,
             ),
             gpu,
         )
@@ -229,23 +244,35 @@ class Client:
         # What goes between GPUs lies there.
         return "auto" if algorithm in (RING, NCCL) and on_host and self.table.is_on_gpus else algorithm
 
-    def _large_algorithm(self, gpu: str) -> str:
-        """What "auto" stands for; the first call may measure it, and so must be all workers' alike."""
+    def _choose_way(self, gpu: str) -> AlgorithmChoice | None:
+        """How tensors on GPUs are reduced; None where there is nothing to choose.
+
+        The first call may measure it, and so must be all workers' alike.
+        """
         if self.algorithm_choice is None:
             algorithms = algorithms_of(self._settings, self.table)
-            if len(algorithms) == 1:
-                return DIRECT
-            if not self._has_nccl:
-                algorithms = tuple(algorithm for algorithm in algorithms if algorithm != NCCL)
-            from coarse.profiler.algorithm_choice import measure_algorithms
+            routable = routable_algorithms(self._settings, self.table)
+            if len(algorithms) == 1 and not routable:
+                return None
+            from coarse.profiler.algorithm_choice import Way, measure_ways
 
-            self.algorithm_choice = measure_algorithms(self, algorithms, gpu)
+            ways = [Way(algorithm) for algorithm in algorithms if algorithm != NCCL or self._has_nccl]
+            ways += [Way(algorithm, is_routed=True) for algorithm in routable]
+            self.algorithm_choice = measure_ways(self, ways, gpu, self._settings)
             if self.rank == self.ranks[0]:
-                logger.info("[w%d] %s", self.rank, self.algorithm_choice)
-        return self.algorithm_choice.algorithm
+                for line in self.algorithm_choice.describe():
+                    logger.info("[w%d] %s", self.rank, line)
+        return self.algorithm_choice
 
-    def register_trial(self, name: str, spec: TensorSpec, algorithm: str, gpu: str) -> TensorGroup:
-        """Registers a tensor to be reduced by one algorithm, whatever the settings say; otherwise as register()."""
+    def register_trial(
+        self, name: str, spec: TensorSpec, algorithm: str, gpu: str, routes: tuple[RoutingTable, ...] = ()
+    ) -> TensorGroup:
+        """Registers a tensor to be reduced by one algorithm, whatever the settings say; otherwise as register().
+
+        Args:
+            name, spec, algorithm, gpu: What for, how, and where this worker has it.
+            routes: As in GroupSchema.
+        """
         return self._register(
             GroupSchema(
                 name=name,
@@ -253,9 +280,29 @@ class Client:
                 shard_bytes=self._shard_bytes,
                 gather_bytes=self._settings.gather_bytes,
                 algorithm=algorithm,
+                routes=routes,
             ),
             gpu,
         )
+
+    def register_link(self, device: int, spec: TensorSpec, gpu: str) -> TensorGroup:
+        """Registers a tensor that all workers have in one memory device, for their GPUs to copy; it is never pushed.
+
+        Args:
+            device: The memory device.
+            spec, gpu: What for, and which GPU. A worker whose GPU does not reach the memory, or that has none, gets a
+                group without slots.
+        """
+        there = RoutingTable(lat_proxy=device, bw_proxy=device)
+        schema = GroupSchema(
+            name=f"link to md{device}",
+            specs=(spec,),
+            shard_bytes=self._shard_bytes,
+            gather_bytes=self._settings.gather_bytes,
+            algorithm=DIRECT,
+            routes=(there,) * len(self.ranks),
+        )
+        return self._register(schema, gpu, is_for_gpu=True)
 
     def cannot_share_parameters(self, gpu: str) -> str:
         """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.
@@ -441,7 +488,7 @@ class Client:
 
     # ---- private ----
 
-    def _register(self, schema: GroupSchema, gpu: str = "") -> TensorGroup:
+    def _register(self, schema: GroupSchema, gpu: str = "", *, is_for_gpu: bool = False) -> TensorGroup:
         self._check_usable()
         group, self._next_group = self._next_group, self._next_group + 1
         try:
@@ -455,9 +502,10 @@ class Client:
             raise
         plan = schema.native_plan(group, len(self.ranks))
         partition = schema.partition()
-        routes = route_shards(self._routing, partition, schema.specs)
+        table = schema.routes[self.number] if schema.routes else self._routing
+        routes = route_shards(table, partition, schema.specs)
         try:
-            slots, reached = self._open_slots(plan, shared, routes, gpu)
+            slots, reached = self._open_slots(plan, shared, routes, gpu, is_for_gpu=is_for_gpu)
             if schema.is_open:
                 peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
                 self._native.add_peers(group, peers)
@@ -473,23 +521,33 @@ class Client:
         return self._groups[group]
 
     def _open_slots(
-        self, plan: _native.GroupPlan, shared: Mapping[str, Segment], routes: Sequence[int], gpu: str
+        self,
+        plan: _native.GroupPlan,
+        shared: Mapping[str, Segment],
+        routes: Sequence[int],
+        gpu: str,
+        *,
+        is_for_gpu: bool,
     ) -> tuple[TensorBytes, _native.CudaMemory | None]:
         """This worker's slots where it sees them, of a group that the data path then knows.
 
-        And as its GPU reaches them, if they lie on another one.
+        And as its GPU reaches them, if they lie on another one. If they are for that alone and it does not, there are
+        none.
         """
         control_fd, segment = shared[CONTROL].fd, shared[SLOTS]
-        if not segment.gpu:
-            mapping = self._native.add_group(plan, self._number, control_fd, segment.region, routes)
+        if not segment.gpus:
+            mapping = self._native.add_group(plan, self.number, control_fd, segment.region, routes)
             return memoryview(mapping), None  # type: ignore[arg-type,unused-ignore]
-        if segment.gpu == gpu:
-            self._native.add_group_elsewhere(plan, self._number, control_fd, None, None, routes)
+        if set(segment.gpus) == {gpu}:
+            self._native.add_group_elsewhere(plan, self.number, control_fd, None, None, routes)
             return gpu_bytes(segment), None
+        if is_for_gpu and not (gpu and is_within_reach(segment, gpu)):
+            self._native.add_group_elsewhere(plan, self.number, control_fd, None, None, routes)
+            return memoryview(b""), None
         reached = reach(segment, gpu) if gpu else None
         view = host_view(plan.client_bytes)
         copies = _native.CudaSlotCopies(reached or import_memory(segment), view)
-        self._native.add_group_elsewhere(plan, self._number, control_fd, view, copies, routes)
+        self._native.add_group_elsewhere(plan, self.number, control_fd, view, copies, routes)
         return memoryview(view), reached  # type: ignore[arg-type,unused-ignore]
 
     def _collect_memory(

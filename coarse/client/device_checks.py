@@ -8,7 +8,7 @@ from coarse.profiler.start import AUTO, CACHED, OFF
 from coarse.proxy.algorithms import NCCL, check_nccl
 from coarse.proxy.memory import try_memory
 
-_GPU_LINKS = "links to the memory of GPUs are not profiled; `coarse profile --gpus` measures and shows them"
+_GPU_LINKS = "links to GPUs are measured when tensors are first registered; until then routes are local"
 
 
 def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
@@ -61,14 +61,15 @@ def _check_gpus(settings: Settings, num_nodes: int) -> None:
         )
     if settings.machine:
         return
-    if settings.routing == "profile":
+    if settings.routing == "profile" and settings.keep_devices:
         raise ValueError(
-            "COARSE_ROUTING=profile does not go with memory devices on GPUs: a worker's tensors go to its own one "
-            "there; set it to auto, or emulate a machine (COARSE_MACHINE)"
+            "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs: links are "
+            "measured in each attempt, and what was kept stays where it is; unset one of them"
         )
     if settings.profile not in (OFF, CACHED, AUTO):
         raise ValueError(
-            f"COARSE_PROFILE={settings.profile} does not go with memory devices on GPUs: {_GPU_LINKS}"
+            f"COARSE_PROFILE={settings.profile} does not go with memory devices on GPUs, links to which are measured "
+            "when tensors are first registered; set it to cached or off"
         )
     if settings.dual_sync not in (OFF, AUTO):
         raise ValueError(

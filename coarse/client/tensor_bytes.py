@@ -110,7 +110,7 @@ def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
         _native.CudaError: If CUDA cannot map it, or the GPU cannot reach it.
     """
     # Whoever drops the last tensor over it may have kernels under way that use it.
-    return _native.CudaMemory.import_region(_context(gpu or segment.gpu), segment.region, settles=True)
+    return _native.CudaMemory.import_region(gpu_context(gpu or segment.gpu), segment.region, settles=True)
 
 
 def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
@@ -125,6 +125,15 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
         _ordinal(segment.gpu)
         _warn_of_distance(segment, gpu, error)
         return None
+
+
+def is_within_reach(segment: Segment, gpu: str) -> bool:
+    """Whether a GPU can work on memory of GPUs; takes nothing."""
+    try:
+        import_memory(segment, gpu)
+    except _native.CudaError:
+        return False
+    return True
 
 
 def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
@@ -144,7 +153,12 @@ def gpu_uuid(device: int) -> str:
 
 
 @cache  # a context is several hundred MB of the GPU's memory, and lasts as long as the process in any case
-def _context(gpu: str) -> _native.CudaContext:
+def gpu_context(gpu: str) -> _native.CudaContext:
+    """That of a GPU, by UUID, which PyTorch and CuPy use too.
+
+    Raises:
+        CoarseError: If this process does not see it.
+    """
     return _native.CudaContext(_ordinal(gpu))
 
 

@@ -116,6 +116,13 @@ class TensorGroup:
         return isinstance(self._slots, GpuBytes)
 
     @property
+    def address_on_gpu(self) -> int:
+        """Where this worker's GPU reaches its slots; 0 if it has none, or does not reach them."""
+        if isinstance(self._slots, GpuBytes):
+            return self._slots.address
+        return 0 if self._reached is None else self._reached.address
+
+    @property
     def rows(self) -> RowMemory:
         """This worker's rows of the group's tables, and their means.
 

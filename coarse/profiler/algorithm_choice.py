@@ -1,65 +1,155 @@
-"""Which algorithm reduces large tensors fastest between the GPUs of memory devices: by trying each."""
+"""How large tensors are reduced fastest between the GPUs of memory devices: by trying each way."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from coarse.client.schema import TensorSpec
+from coarse.client.tensor_bytes import gpu_context
+from coarse.errors import CoarseError, MemoryDeviceLostError, SyncTimeoutError, WorkerLostError
+from coarse.kernels import _native
+from coarse.profiler.gpu_routes import measure_routes, wait_for_all
+from coarse.profiler.routing import RoutingTable, with_threshold
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.env import Settings
+
+logger = logging.getLogger(__name__)
 
 _TRIAL = TensorSpec(name="trial", dtype="float32", num_elements=(32 << 20) // 4, op="mean")
 _NUM_TRIALS = 5  # of which the first is not counted
 
 
+class Way(NamedTuple):
+    """One of the ways to reduce.
+
+    Attributes:
+        algorithm: Its name.
+        is_routed: Whether slots lie where the routing tables say, and not with each worker's own memory device.
+    """
+
+    algorithm: str
+    is_routed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.algorithm} along the routes" if self.is_routed else self.algorithm
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmChoice:
-    """The fastest of several algorithms.
+    """The fastest of several ways.
 
     Args:
         seconds: What a push and a pull of all workers took by each.
+        routes: The routing table of each worker; () where none was measured.
     """
 
-    seconds: Mapping[str, float]
+    seconds: Mapping[Way, float]
+    routes: tuple[RoutingTable, ...] = ()
 
-    @property
-    def algorithm(self) -> str:
-        """Its name."""
-        return min(self.seconds, key=self.seconds.__getitem__)
+    def fastest(self, algorithm: str = "") -> Way:
+        """Of all ways, or of those of one algorithm."""
+        ways = [way for way in self.seconds if algorithm in ("", way.algorithm)]
+        return min(ways, key=self.seconds.__getitem__, default=Way(algorithm))
 
-    def __str__(self) -> str:
-        times = ", ".join(f"{seconds * 1e3:.2f} ms by {name}" for name, seconds in self.seconds.items())
-        return f"large tensors between memory devices by {self.algorithm}: {_TRIAL.nbytes >> 20} MiB took {times}"
+    def routes_of(self, way: Way) -> tuple[RoutingTable, ...]:
+        """Where slots lie; () for each worker's own memory device."""
+        return self.routes if way.is_routed else ()
+
+    def describe(self) -> list[str]:
+        """What was measured, and what follows, in words."""
+        times = ", ".join(f"{seconds * 1e3:.2f} ms by {way}" for way, seconds in self.seconds.items())
+        chosen = f"large tensors between memory devices by {self.fastest()}"
+        lines = [f"{chosen}: {_TRIAL.nbytes >> 20} MiB took {times}"]
+        return lines + [f"w{worker} along the routes: {table}" for worker, table in enumerate(self.routes)]
 
 
-def measure_algorithms(client: Client, algorithms: Sequence[str], gpu: str) -> AlgorithmChoice:
-    """Times each algorithm; every worker must call it with the same ones, and gets the same choice.
+def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
+    """Times each way; every worker must call it with the same ones, and gets the same choice.
 
     Args:
         client: Of this worker.
-        algorithms: For which the memory devices are set up.
+        ways: For which the memory devices are set up. Those that are routed are tried if some worker has a better
+            path than that to its own memory device.
         gpu: Where this worker's tensors are, as for Client.register().
+        settings: Of the session. With COARSE_ROUTING=profile those that are routed are chosen then, whatever others
+            take.
     """
-    seconds = np.array([_least_seconds(client, algorithm, gpu) for algorithm in algorithms])
-    client.all_reduce(seconds.ctypes.data, len(algorithms), "float64", "max")
-    return AlgorithmChoice(seconds=dict(zip(algorithms, map(float, seconds), strict=True)))
+    is_routed = any(way.is_routed for way in ways) and _is_any_on_gpu(client, gpu)
+    routes = measure_routes(client, gpu) if is_routed else ()
+    if settings.routing_threshold_bytes:
+        routes = tuple(with_threshold(table, settings.routing_threshold_bytes) for table in routes)
+    if not _leads_elsewhere(client, routes):
+        ways = [way for way in ways if not way.is_routed]
+    elif settings.routing == "profile":
+        ways = [way for way in ways if way.is_routed]
+    seconds = np.array([_least_seconds(client, way, gpu, routes if way.is_routed else ()) for way in ways])
+    client.all_reduce(seconds.ctypes.data, len(ways), "float64", "max")
+    return AlgorithmChoice(seconds=dict(zip(ways, map(float, seconds), strict=True)), routes=routes)
 
 
-def _least_seconds(client: Client, algorithm: str, gpu: str) -> float:
-    group = client.register_trial(f"trial of {algorithm}", _TRIAL, algorithm, gpu)
-    barrier = np.zeros(1)
+def _is_any_on_gpu(client: Client, gpu: str) -> bool:
+    """Whether any worker has its tensors on a GPU."""
+    number = np.array([float(bool(gpu))])
+    client.all_reduce(number.ctypes.data, 1, "float64", "max")
+    return bool(number[0])
+
+
+def _leads_elsewhere(client: Client, routes: Sequence[RoutingTable]) -> bool:
+    return any(
+        device != client.table.local_device(worker)
+        for worker, table in enumerate(routes)
+        for device in (table.lat_proxy, table.bw_proxy)
+    )
+
+
+def _least_seconds(client: Client, way: Way, gpu: str, routes: tuple[RoutingTable, ...]) -> float:
+    try:
+        group = client.register_trial(f"trial of {way}", _TRIAL, way.algorithm, gpu, routes)
+    except (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError):
+        raise
+    except CoarseError as error:
+        if not way.is_routed:
+            raise
+        logger.warning("tensors stay with the workers' own memory devices: %s", error)
+        return float("inf")
+    exchange = _exchange_of(group, gpu)
     times = []
     for _ in range(_NUM_TRIALS):
-        client.all_reduce(barrier.ctypes.data, 1, "float64", "sum")
+        wait_for_all(client)
         begin = time.perf_counter()
-        group.push(0)
-        group.pull_all()
+        exchange()
         times.append(time.perf_counter() - begin)
     group.close()
     return min(times[1:])
+
+
+def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
+    """A push and a pull of a group's one tensor, from where this worker has its tensors, and back there."""
+
+    def exchange() -> None:
+        group.push(0)
+        group.pull_all()
+
+    def exchange_from_gpu() -> None:
+        group.push_from_gpu([(0, _native.PRESENT, memory.address, memory.address, 0)], stream.handle)
+        group.join_gpu(stream.handle)
+        stream.synchronize()
+
+    if group.is_on_gpu or not group.address_on_gpu:
+        return exchange
+    context = gpu_context(gpu)
+    try:
+        group.open_gpu_transfers(context)
+    except _native.CudaError:  # whoever registers tensors then says so, and has the processor copy them
+        return exchange
+    memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
+    return exchange_from_gpu

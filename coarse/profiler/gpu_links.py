@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -196,18 +197,8 @@ class DriverCopier:
         self._host.close()
 
     def time_us(self, path: GpuPath, nbytes: int) -> float:
-        gpu = self._gpus[path.gpu]
-        first, second = gpu.streams
-        gpu.context.make_current()
-        gpu.begin.record(first.handle)
-        second.wait(gpu.begin)
-        for stream, way in zip(gpu.streams, path.ways, strict=False):
-            self._copy(stream, way, path, nbytes)
-        gpu.joined.record(second.handle)
-        first.wait(gpu.joined)
-        gpu.end.record(first.handle)
-        gpu.end.synchronize()
-        return gpu.end.milliseconds_since(gpu.begin) * 1e3
+        copies = [partial(self._copy, way=way, path=path, nbytes=nbytes) for way in path.ways]
+        return self._gpus[path.gpu].timer.time_us(copies)
 
     def _copy(self, stream: _native.CudaStream, way: Way, path: GpuPath, nbytes: int) -> None:
         own = [memory.address for memory in self._gpus[path.gpu].memories]
@@ -241,13 +232,50 @@ class DriverCopier:
         return self._peers[gpu, peer]
 
 
+class CopyTimer:
+    """Times copies of one GPU that are under way together, each on a stream of its own.
+
+    Thread safety: one caller at a time.
+
+    Args:
+        context: Of the GPU.
+
+    Raises:
+        CudaError: If the GPU cannot be used.
+    """
+
+    MOST_AT_ONCE = 2
+
+    def __init__(self, context: _native.CudaContext) -> None:
+        self._context = context
+        self._streams = [_native.CudaStream(context) for _ in range(self.MOST_AT_ONCE)]
+        self._begin, self._joined, self._end = (_native.CudaEvent(context, is_timed=True) for _ in range(3))
+
+    def time_us(self, copies: Sequence[Callable[[_native.CudaStream], None]]) -> float:
+        """From the moment at which all copies may begin to that at which the last one has ended.
+
+        Args:
+            copies: At most MOST_AT_ONCE; each gives a stream its work.
+        """
+        first, second = self._streams
+        self._context.make_current()
+        self._begin.record(first.handle)
+        second.wait(self._begin)
+        for stream, copy in zip(self._streams, copies, strict=False):
+            copy(stream)
+        self._joined.record(second.handle)
+        first.wait(self._joined)
+        self._end.record(first.handle)
+        self._end.synchronize()
+        return self._end.milliseconds_since(self._begin) * 1e3
+
+
 class _GpuEnds:
     """What one GPU copies with."""
 
     def __init__(self, gpu: int, most_bytes: int) -> None:
         self.context = _native.CudaContext(gpu)
-        self.streams = [_native.CudaStream(self.context) for _ in range(2)]
-        self.begin, self.joined, self.end = (_native.CudaEvent(self.context, is_timed=True) for _ in range(3))
+        self.timer = CopyTimer(self.context)
         self.memories = [_native.CudaMemory.allocate(self.context, most_bytes) for _ in range(4)]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coarse.profiler.routing import RoutingTable
+from coarse.profiler.routing import RoutingTable, with_threshold
 
 if TYPE_CHECKING:  # what these import is slow, and needed with a profile only
     from coarse.env import Settings
@@ -56,13 +56,13 @@ def plan_links(
     """
     tables, why_tables = _tables(profile, local_devices, settings)
     if settings.routing_threshold_bytes:
-        tables = tuple(_with_threshold(table, settings.routing_threshold_bytes) for table in tables)
+        tables = tuple(with_threshold(table, settings.routing_threshold_bytes) for table in tables)
     if settings.routing == "spread" and links is not None and profile is not None:
         from coarse.profiler.linked import spread_over_links
 
         tables = spread_over_links(links, tables)
     shard_bytes, why_size = _shard_bytes(profile, tables, settings)
-    routes = [f"w{worker}: {_routes(table)}" for worker, table in enumerate(tables)]
+    routes = [f"w{worker}: {table}" for worker, table in enumerate(tables)]
     return LinkPlan(
         tables=tables,
         shard_bytes=shard_bytes,
@@ -97,11 +97,6 @@ def _local(local_devices: Sequence[int]) -> tuple[RoutingTable, ...]:
     return tuple(RoutingTable(lat_proxy=device, bw_proxy=device) for device in local_devices)
 
 
-def _with_threshold(table: RoutingTable, threshold_bytes: int) -> RoutingTable:
-    why = f"COARSE_ROUTING_THRESHOLD_BYTES={threshold_bytes}"
-    return replace(table, threshold_bytes=threshold_bytes, reasons=(*table.reasons, why))
-
-
 def _shard_bytes(
     profile: Profile | None, tables: Sequence[RoutingTable], settings: Settings
 ) -> tuple[int, str]:
@@ -119,10 +114,3 @@ def _shard_bytes(
         f"the default, because sync cores reduce host memory in place: no link is to be filled, and larger shards "
         f"leave sync cores idle (copies would need {size.nbytes} bytes: {size.reason})",
     )
-
-
-def _routes(table: RoutingTable) -> str:
-    where = f"md{table.bw_proxy}"
-    if table.lat_proxy != table.bw_proxy:
-        where = f"md{table.lat_proxy} below {table.threshold_bytes} bytes, md{table.bw_proxy} from there on"
-    return "; ".join([where, *table.reasons])

@@ -56,6 +56,7 @@ def plan_partition(
     algorithm: str = "auto",
     large_algorithm: str = "direct",
     window_bytes: int = 0,
+    small_first: bool = False,
 ) -> PartitionPlan:
     """Lays tensors out and cuts them into shards.
 
@@ -71,6 +72,8 @@ def plan_partition(
         large_algorithm: That of larger tensors under "auto".
         window_bytes: Tensors, from the last to the first, take turns in slots of so many bytes, or of those of the
             largest tensor if that is more; 0 gives each one a slot of its own.
+        small_first: Slots lie in the order of the sizes of their shards, so that any routing table cuts them in two;
+            else in the order of the tensors.
 
     Raises:
         ValueError: If a number is out of range or the algorithm is unknown.
@@ -96,7 +99,8 @@ def plan_partition(
             cut = cuts[shape] = (_cut_table if spec.row_elements else _cut)(spec, num_shards, chosen)
         cut_of.append(cut)
     lengths = [0 if spec.row_elements else cut.slot_bytes for spec, cut in zip(specs, cut_of, strict=True)]
-    offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths)
+    order = sorted(range(len(specs)), key=lambda index: cut_of[index].shard_bytes) if small_first else None
+    offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths, order)
     end = slot_bytes
     for index, (spec, cut) in enumerate(zip(specs, cut_of, strict=True)):
         if spec.row_elements:
@@ -109,10 +113,13 @@ def plan_partition(
     return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=slot_bytes, shards=tuple(shards))
 
 
-def _in_a_row(lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets of slots of these lengths one after the other, and their end."""
-    ends = list(accumulate(lengths))
-    return [end - length for end, length in zip(ends, lengths, strict=True)], ends[-1] if ends else 0
+def _in_a_row(lengths: Sequence[int], order: Sequence[int] | None) -> tuple[list[int], int]:
+    """Offsets of slots of these lengths one after the other, in an order or as they come, and their end."""
+    order = order or range(len(lengths))
+    offsets = [0] * len(lengths)
+    for index, end in zip(order, accumulate(lengths[index] for index in order), strict=True):
+        offsets[index] = end - lengths[index]
+    return offsets, sum(lengths)
 
 
 def _take_turns(lengths: Sequence[int], window_bytes: int) -> tuple[list[int], int]:
@@ -140,10 +147,14 @@ def _round_up(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot, or of a table."""
+    """How a tensor is cut: (first byte, elements) of each piece, and the bytes of its slot, or of a table.
+
+    `shard_bytes` are those of its largest piece.
+    """
 
     pieces: tuple[tuple[int, int], ...]
     slot_bytes: int
+    shard_bytes: int
     algorithm: str
 
 
@@ -157,6 +168,7 @@ def _cut(spec: TensorSpec, num_shards: int, algorithm: str) -> _Cut:
     return _Cut(
         pieces=tuple((low * item, high - low) for low, high in pairwise(bounds)),
         slot_bytes=_round_up(spec.nbytes),
+        shard_bytes=max(high - low for low, high in pairwise(bounds)) * item,
         algorithm=algorithm,
     )
 
@@ -170,5 +182,6 @@ def _cut_table(spec: TensorSpec, num_shards: int, algorithm: str) -> _Cut:
     return _Cut(
         pieces=tuple((low * row_bytes, (high - low) * spec.row_elements) for low, high in pairwise(bounds)),
         slot_bytes=_round_up(spec.nbytes),
+        shard_bytes=max(high - low for low, high in pairwise(bounds)) * row_bytes,
         algorithm=algorithm,
     )

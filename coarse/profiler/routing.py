@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,12 @@ class RoutingTable:
     def route(self, nbytes: int) -> int:
         """The memory device that takes a shard of `nbytes` bytes."""
         return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
+
+    def __str__(self) -> str:
+        where = f"md{self.bw_proxy}"
+        if self.lat_proxy != self.bw_proxy:
+            where = f"md{self.lat_proxy} below {self.threshold_bytes} bytes, md{self.bw_proxy} from there on"
+        return "; ".join([where, *self.reasons])
 
     @classmethod
     def from_profiles(
@@ -129,12 +135,28 @@ def plan_routing(profile: Profile, *, tie_fraction: float | None = None) -> tupl
     """
     if tie_fraction is None:
         tie_fraction = noise_fraction(profile)
+    local_proxies = profile.key.local_devices
+    curves = [profile.both_at_once(worker) for worker in range(len(local_proxies))]
+    return plan_tables(curves, local_proxies, tie_fraction=tie_fraction)
+
+
+def plan_tables(
+    curves: Sequence[Mapping[int, Curve]],
+    local_proxies: Sequence[int],
+    *,
+    tie_fraction: float = TIE_FRACTION,
+) -> tuple[RoutingTable, ...]:
+    """Plans the table of every worker, in the order of the workers; each knows what those before it took.
+
+    Args:
+        curves: Of each worker, as for RoutingTable.from_profiles().
+        local_proxies: The proxy that shares a switch with each.
+        tie_fraction: As for RoutingTable.from_profiles().
+    """
     tables: list[RoutingTable] = []
     load: dict[int, int] = {}
-    for worker, local_proxy in enumerate(profile.key.local_devices):
-        table = RoutingTable.from_profiles(
-            profile.both_at_once(worker), local_proxy=local_proxy, load=load, tie_fraction=tie_fraction
-        )
+    for own, local_proxy in zip(curves, local_proxies, strict=True):
+        table = RoutingTable.from_profiles(own, local_proxy=local_proxy, load=load, tie_fraction=tie_fraction)
         load[table.bw_proxy] = load.get(table.bw_proxy, 0) + 1
         tables.append(table)
     return tuple(tables)
@@ -195,6 +217,12 @@ def is_better(
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin} must be at least 0 and below 1")
     return predict_time_us(new, curves, histogram) < (1 - margin) * predict_time_us(old, curves, histogram)
+
+
+def with_threshold(table: RoutingTable, threshold_bytes: int) -> RoutingTable:
+    """The same table with the threshold that a user asks for."""
+    why = f"COARSE_ROUTING_THRESHOLD_BYTES={threshold_bytes}"
+    return replace(table, threshold_bytes=threshold_bytes, reasons=(*table.reasons, why))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,21 @@ def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
     return (EXCHANGE, DIRECT, RING, *((NCCL,) if has_nccl else ()))
 
 
+def routable_algorithms(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
+    """Those of algorithms_of() by which slots may lie with other memory devices than the workers' own.
+
+    Where GPUs have the slots, what a worker pushes crosses links that differ; in the host's memory none. Rings and
+    NCCL take each contribution from its own memory device. Kept groups are found again by where they lie.
+
+    Args:
+        settings, table: As for algorithms_of().
+    """
+    are_links_alike = not table.is_on_gpus or len(set(table.memories)) == 1
+    if are_links_alike or settings.machine or settings.keep_devices or settings.routing == "local":
+        return ()
+    return tuple(each for each in algorithms_of(settings, table) if each in (EXCHANGE, DIRECT))
+
+
 def distant_gpus(table: PartitionTable) -> list[str]:
     """Pairs of GPUs with memory devices that cannot reach each other's memory, as "cuda:0 and cuda:1"."""
     if not table.is_on_gpus:

@@ -122,6 +122,10 @@ class DeviceJob:
         """Nodes of the job."""
         return len(self.nodes)
 
+    def local_device(self, client: int) -> int:
+        """The device that serves a worker."""
+        return next(device for device, clients in enumerate(self.clients_of) if client in clients)
+
     def rank(self, client: int) -> int:
         """What a worker of this node is called in messages."""
         return self.nodes[self.node][client]

@@ -43,6 +43,7 @@ from coarse.proxy.registration import (
     region_of,
     slots_of,
 )
+from coarse.proxy.slot_pieces import SlotPiece, slot_pieces
 from coarse.proxy.snapshot_service import SnapshotService
 
 _MOST_GROUP_ID = (1 << 32) - 1
@@ -112,8 +113,9 @@ class Registrar:
         if isinstance(recovered := message.get("recovered"), dict):
             registration.recovered = RecoveredUpdates.from_message(recovered)
         received = iter(segments)
+        for client, place in message["slots"]:
+            registration.slot_pieces[client, place] = next(received)
         for own, names in (
-            (registration.slots, message["clients"]),
             (registration.settings, message["settings"]),
             (registration.rows, message["rows"]),
             (registration.shared, message["shared"]),
@@ -156,7 +158,8 @@ class Registrar:
                 if not self._job.is_home and CONTROL not in registration.shared:
                     return
                 self._allocate(registration)
-            if self._is_shared(registration) and len(registration.slots) == self._job.num_clients:
+            if self._is_shared(registration) and registration.has_all_slots:
+                registration.join_slots()
                 self._activate(registration, proxy)
         except (CoarseError, ValueError) as error:
             self._refuse(registration, error)
@@ -191,6 +194,7 @@ class Registrar:
 
     def _allocate(self, registration: Registration) -> None:
         schema = registration.schema
+        self._check_routes(schema)
         if self._job.is_home:
             # Before the plan is made: that of a tensor beyond all memory would not fit either.
             self._check_fits(schema)
@@ -206,16 +210,13 @@ class Registrar:
         elif self._job.keeps_replica and self._is_replicated(schema):
             shared = self._allocate_replica(registration, native_plan)
         registration.shared.update(shared)
-        own, settings, rows = {}, {}, {}
+        own = self._allocate_slots(registration, native_plan.client_bytes)
+        settings, rows = {}, {}
         for client in self._job.local_clients:
-            own[client] = self._memory_of(schema).allocate(
-                f"gradients of {schema.name}", native_plan.client_bytes
-            )
             if num_bytes := native_plan.settings_bytes:
                 settings[client] = self._memory.allocate_host(f"settings of {schema.name}", num_bytes)
             if num_bytes := native_plan.rows_bytes:
                 rows[client] = self._memory.allocate_sparse(f"rows of {schema.name}", num_bytes)
-        registration.slots.update(own)
         registration.settings.update(settings)
         registration.rows.update(rows)
         registration.is_allocated = True
@@ -225,7 +226,7 @@ class Registrar:
             {
                 "type": "segments",
                 "group": registration.group,
-                "clients": list(own),
+                "slots": list(own),
                 "settings": list(settings),
                 "rows": list(rows),
                 "shared": list(shared),
@@ -234,6 +235,45 @@ class Registrar:
             },
             fds,
         )
+
+    def _allocate_slots(self, registration: Registration, num_bytes: int) -> dict[tuple[int, int], Segment]:
+        """This device's pieces of the slots of all workers, by worker and place among its pieces."""
+        schema = registration.schema
+        registration.pieces = self._pieces_of(schema, num_bytes)
+        own = {}
+        for client, pieces in registration.pieces.items():
+            for place, piece in enumerate(pieces):
+                if piece.device == self._job.device:
+                    label = f"gradients of {schema.name}"
+                    segment = self._memory_of(schema).allocate(label, piece.num_bytes)
+                    own[client, place] = registration.slot_pieces[client, place] = segment
+        return own
+
+    def _pieces_of(self, schema: GroupSchema, num_bytes: int) -> dict[int, list[SlotPiece]]:
+        """Which devices have the slots of each worker, of so many bytes each."""
+        clients = range(self._job.num_clients)
+        if not schema.routes:
+            return {client: [SlotPiece(self._job.local_device(client), num_bytes)] for client in clients}
+        plan = schema.partition()
+        return {
+            client: slot_pieces(table, plan, schema.specs, num_bytes)
+            for client, table in zip(clients, schema.routes, strict=True)
+        }
+
+    def _check_routes(self, schema: GroupSchema) -> None:
+        devices = {device for table in schema.routes for device in (table.lat_proxy, table.bw_proxy)}
+        if not schema.routes:
+            return
+        if len(schema.routes) != self._job.num_clients or max(devices) >= self._job.num_devices:
+            raise ValueError(
+                f"{schema.name}: {len(schema.routes)} workers have routes to memory devices up to md{max(devices)}; "
+                f"this node has {self._job.num_clients} and {self._job.num_devices}"
+            )
+        if self._memory_of(schema).is_mappable or schema.window_bytes or schema.is_open:
+            raise ValueError(
+                f"{schema.name}: slots lie where they are routed in the memory of GPUs, unless tensors take turns in "
+                "them or other workers see them"
+            )
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
         """Has all shards that can be under way between devices fit into the logs by which these tell each other."""
@@ -323,6 +363,10 @@ class Registrar:
             min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
         )
         num_clients = len(self._job.clients_in_memory)
+        if schema.routes:  # but for what is small
+            num_clients = sum(
+                self._job.memories[table.bw_proxy] == self._job.memory for table in schema.routes
+            )
         own = slot_bytes * num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
         common = schema.kept_bytes
         if (kept := self._kept.find(schema)) is not None:

@@ -9,8 +9,10 @@ from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.errors import ProtocolError, SchemaMismatchError
 from coarse.kernels import _native
 from coarse.profiler.partition import ALGORITHMS, PartitionPlan, plan_partition
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy.memory import Segment
 from coarse.proxy.protocol import Message, int_field
+from coarse.proxy.slot_pieces import SlotPiece
 
 DTYPE_NUMBERS = {name: number for number, name in enumerate(ITEM_BYTES)}
 OP_NUMBERS = {name: number for number, name in enumerate(OPS)}
@@ -66,6 +68,8 @@ class GroupSchema:
             the order of the update rule; None if the group has no optimizer.
         window_bytes: Tensors take turns in slots of so many bytes (plan_partition); 0 gives each one its own. Needs
             an optimizer: parameters do not share.
+        routes: The routing table of each worker, in whose memory devices its slots then lie; () where they lie in
+            its own one, whoever takes its shards.
     """
 
     name: str
@@ -79,6 +83,7 @@ class GroupSchema:
     state_names: tuple[str, ...] | None = None
     window_bytes: int = 0
     large_algorithm: str = "direct"
+    routes: tuple[RoutingTable, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -110,6 +115,7 @@ class GroupSchema:
             algorithm=self.algorithm,
             large_algorithm=self.large_algorithm,
             window_bytes=self.window_bytes,
+            small_first=bool(self.routes),
         )
 
     def native_plan(self, group: int, num_clients: int) -> _native.GroupPlan:
@@ -154,6 +160,7 @@ class GroupSchema:
             "on_host": self.on_host,
             "state_names": None if self.state_names is None else list(self.state_names),
             "window_bytes": self.window_bytes,
+            "routes": [[table.lat_proxy, table.bw_proxy, table.threshold_bytes] for table in self.routes],
         }
 
     @classmethod
@@ -190,6 +197,10 @@ class GroupSchema:
                 on_host=message.get("on_host") is True,
                 state_names=None if state_names is None else tuple(map(str, state_names)),
                 window_bytes=int_field(message, "window_bytes"),
+                routes=tuple(
+                    RoutingTable(lat_proxy=int(lat), bw_proxy=int(bw), threshold_bytes=int(threshold))
+                    for lat, bw, threshold in message["routes"]
+                ),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a registration cannot be read: {error}") from None
@@ -239,6 +250,7 @@ def _settings(schema: GroupSchema) -> str:
         f"{f' ({schema.large_algorithm} for large tensors)' if schema.large_algorithm != 'direct' else ''}"
         f"{', dual synchronisation' if schema.is_open else ''}"
         f"{f', slots of {schema.window_bytes} bytes' if schema.window_bytes else ''}{optimizer}"
+        f"{', routes ' + '; '.join(map(str, schema.routes)) if schema.routes else ''}"
     )
 
 
@@ -270,8 +282,12 @@ class Registration:
 
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
-    slots: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
-    rows: dict[int, Segment] = field(default_factory=dict)  # likewise; of groups with tables
+    pieces: dict[int, list[SlotPiece]] = field(default_factory=dict)  # of the slots of each client
+    slot_pieces: dict[tuple[int, int], Segment] = field(
+        default_factory=dict
+    )  # by client and place among these
+    slots: dict[int, Segment] = field(default_factory=dict)  # by client, once all pieces are there
+    rows: dict[int, Segment] = field(default_factory=dict)  # by client; the peers' by their descriptors
     settings: dict[int, Segment] = field(default_factory=dict)  # likewise, where there is an optimizer
     shared: dict[str, Segment] = field(default_factory=dict)  # made by the home device; CONTROL and others
     recovered: RecoveredUpdates | None = None  # what the home device has kept of it
@@ -287,9 +303,21 @@ class Registration:
         """What the first worker asked for, and all others when it is active."""
         return next(iter(self.schemas.values()))
 
+    @property
+    def has_all_slots(self) -> bool:
+        """Whether every device has allocated its pieces, as this one has."""
+        return self.is_allocated and len(self.slot_pieces) == sum(map(len, self.pieces.values()))
+
+    def join_slots(self) -> None:
+        """Puts pieces side by side, when all are there."""
+        for client, pieces in self.pieces.items():
+            segments = [self.slot_pieces.pop((client, place)) for place in range(len(pieces))]
+            self.slots[client] = Segment.joined(segments)
+
     def close(self) -> None:
         """Gives up this process's descriptors."""
         for segment in (
+            *self.slot_pieces.values(),
             *self.slots.values(),
             *self.settings.values(),
             *self.rows.values(),

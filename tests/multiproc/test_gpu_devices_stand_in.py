@@ -120,11 +120,57 @@ def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, hos
     )
     assert found[0] is not None, errors
     assert found == host_results
-    assert "links: not profiled: links to the memory of GPUs are not profiled" in errors
+    assert "links: not profiled: links to GPUs are measured when tensors are first registered" in errors
     choices = [line for line in errors.splitlines() if "large tensors between memory devices by" in line]
     assert len(choices) == 2  # of each worker
     assert choices[0] == choices[1]
     assert all(f"ms by {name}" in choices[0] for name in ("exchange", "direct", "ring", "nccl"))
+
+
+@pytest.fixture(scope="module")
+def local_results(stand_ins, tmp_path_factory):
+    """What workers on a third GPU reduce to whose tensors go to their own memory devices."""
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", "COARSE_ROUTING": "local"}
+    found, errors = run_workers(
+        tmp_path_factory.mktemp("local"), "cuda:0,cuda:1", "routes_script.py", "2", **gpus
+    )
+    assert found[0] is not None, errors
+    assert not any("along the routes" in line for line in found[0]["decisions"])
+    return [each["hash"] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("links", "settings", "route"),
+    [
+        ("2:0:20000:4", {}, "md1"),
+        (
+            "2:0:0:4,2:1:20000:0",
+            {"COARSE_SHARD_BYTES": "1MiB", "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB"},
+            "md0 below 524288 bytes, md1 from there on",
+        ),
+    ],
+    ids=["one link is better", "one link is wide, one is quick"],
+)
+def test_slots_lie_where_the_links_of_workers_are_best(
+    stand_ins, tmp_path, local_results, links, settings, route
+):
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_LINKS": links} | settings
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus)
+    assert found[0] is not None, errors
+    assert [each["hash"] for each in found] == local_results
+    for each in found:
+        told = "\n".join(each["decisions"])
+        assert re.search("large tensors between memory devices by (exchange|direct) along the routes:", told)
+        assert [f"w{worker} along the routes: {route};" in told for worker in range(2)] == [True, True], told
+
+
+def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(stand_ins, tmp_path, local_results):
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "2:1", "COARSE_ROUTING": "profile"}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus)
+    assert found[0] is not None, errors
+    assert [each["hash"] for each in found] == local_results
+    assert any(line.startswith("w1 along the routes: md0;") for line in found[0]["decisions"])
+    assert "cannot reach" not in errors
 
 
 def test_one_memory_device_reduces_by_itself_whatever_the_algorithm(stand_ins, tmp_path, host_results):

@@ -10,7 +10,8 @@ import pytest
 from harness import open_descriptors
 
 from coarse.client.schema import TensorSpec
-from coarse.errors import ForkedSessionError, SessionClosedError
+from coarse.errors import CoarseError, ForkedSessionError, SessionClosedError
+from coarse.profiler.routing import RoutingTable
 
 
 def floats(*lengths):
@@ -190,6 +191,28 @@ def test_registrations_of_many_frames(job):
 
 
 # ---- forks ----
+
+
+def test_slots_in_the_hosts_memory_have_no_routes(job):
+    def worker(me):
+        with me.join() as session:
+            client, (spec,) = session._linked(), floats(10)
+            for routes, reason in (
+                (
+                    (RoutingTable(lat_proxy=0, bw_proxy=7),) * 2,
+                    "routes to memory devices up to md7; this node has 2",
+                ),
+                ((RoutingTable(lat_proxy=0, bw_proxy=0),), "trial: 1 workers have routes"),
+                (
+                    (RoutingTable(lat_proxy=0, bw_proxy=1),) * 2,
+                    "where they are routed in the memory of GPUs",
+                ),
+            ):
+                with pytest.raises(CoarseError, match=reason):
+                    client.register_trial("trial", spec, "direct", "", routes)
+            session.barrier()
+
+    job.run(2, worker)
 
 
 def test_a_fork_may_not_use_the_session_and_does_not_disturb_it(job):

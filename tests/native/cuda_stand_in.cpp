@@ -4,6 +4,8 @@
 //   STAND_IN_GPUS=n         devices that there are (1)
 //   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it
 //   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
+//   STAND_IN_LINKS=a:b:us:ns,... a copy by device a from or to memory of b takes so many us more, and so many
+//                           ns for each byte
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
 //   STAND_IN_FAULTS_AT=d:n  the n-th launch of a process on device d fails in its turn, and with it what the
 //                           process asks of its GPUs from then on, as CUDA has it
@@ -251,10 +253,10 @@ struct Owned {
 std::mutex ownersMutex;
 std::map<DeviceAddress, Owned, std::greater<>> owned;  // mapped memory, and where on the machine it lies
 
-/// @param one, other by their numbers on the machine.
+/// @param one, other by their numbers on the machine; -1 is none.
 bool areApart(DeviceOrdinal one, DeviceOrdinal other) {
   const char* const text = std::getenv("STAND_IN_GPUS_ARE_APART");
-  if (text == nullptr || one == other) return false;
+  if (text == nullptr || one == other || other < 0) return false;
   const std::string pairs = "," + std::string(text) + ",";
   const auto names = [&](DeviceOrdinal first, DeviceOrdinal second) {
     return pairs.find("," + std::to_string(first) + ":" + std::to_string(second) + ",") != std::string::npos;
@@ -263,13 +265,32 @@ bool areApart(DeviceOrdinal one, DeviceOrdinal other) {
 }
 bool areSomeApart() { return std::getenv("STAND_IN_GPUS_ARE_APART") != nullptr; }
 
-/// Whether a device may use what lies at an address, of device memory or not.
-bool reaches(DeviceOrdinal device, DeviceAddress address) {
-  if (!areSomeApart()) return true;
+/// The device of the machine in whose memory an address is; -1 for others.
+DeviceOrdinal ownerAt(DeviceAddress address) {
   const std::lock_guard lock(ownersMutex);
   const auto range = owned.lower_bound(address);
-  return range == owned.end() || address >= range->first + range->second.numBytes ||
-         !areApart(onMachine(device), range->second.device);
+  const bool isWithin = range != owned.end() && address < range->first + range->second.numBytes;
+  return isWithin ? range->second.device : -1;
+}
+
+/// Whether a device may use what lies at an address, of device memory or not.
+bool reaches(DeviceOrdinal device, DeviceAddress address) {
+  return !areSomeApart() || !areApart(onMachine(device), ownerAt(address));
+}
+
+/// How much longer a device takes to copy from or to an address.
+std::chrono::nanoseconds delayOf(DeviceOrdinal device, DeviceAddress address, std::size_t numBytes) {
+  const char* const text = std::getenv("STAND_IN_LINKS");
+  if (text == nullptr) return std::chrono::nanoseconds(0);
+  const std::string ends = std::to_string(onMachine(device)) + ":" + std::to_string(ownerAt(address)) + ":";
+  std::istringstream links(text);
+  for (std::string link; std::getline(links, link, ',');) {
+    if (link.compare(0, ends.size(), ends) != 0) continue;
+    char* end = nullptr;
+    const unsigned long us = std::strtoul(link.c_str() + ends.size(), &end, 10);
+    return std::chrono::nanoseconds(us * 1000 + std::strtoul(end + 1, nullptr, 10) * numBytes);
+  }
+  return std::chrono::nanoseconds(0);
 }
 
 constexpr const char* kMemoryName = "device memory ";
@@ -397,6 +418,9 @@ Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std
                             StreamHandle stream) {
   REFUSABLE;
   if (!reaches(currentDevice(), destination) || !reaches(currentDevice(), source)) return kIllegalAddress;
+  const auto delay =
+      delayOf(currentDevice(), destination, numBytes) + delayOf(currentDevice(), source, numBytes);
+  if (delay.count() > 0) give(stream, [delay] { std::this_thread::sleep_for(delay); });
   return copy(placeOf(destination, numBytes), placeOf(source, numBytes), numBytes, stream);
 }
 Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddress source,

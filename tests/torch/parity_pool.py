@@ -26,6 +26,13 @@ _GPU_ENVIRONMENTS = {
         "STAND_IN_GPUS": "2",
         "STAND_IN_GPUS_ARE_APART": "all",
     },
+    "coarse, stand-in GPU along routes": {
+        "COARSE_MEMORY_DEVICES": "cuda:1,cuda:2",
+        "STAND_IN_GPUS": "3",
+        "STAND_IN_LINKS": "0:1:10000:0",
+        "COARSE_ROUTING": "profile",
+        "COARSE_ALGORITHM": "direct",
+    },
     "coarse, stand-in GPU each": {
         "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
         "STAND_IN_GPUS": "2",
@@ -52,12 +59,13 @@ class WorkerPool(ProcessPool):
 
     Strategies are "ddp", "coarse", "coarse, own path", where workers reduce everything themselves after the first
     steps, "coarse, stand-in GPU", where gradients take the way of a GPU's (gpu_stand_in.py), and "coarse, stand-in
-    GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links of
-    aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU apart
-    from slots" cannot reach. "coarse, stand-in GPU each" has each worker on a GPU with its memory device, the first
-    worker on that of the home device; ", spread" behind that has pages so small that models lie on both, and a worker
-    that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU too, which the first
-    cannot reach. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
+    GPU that has slots", where memory devices are on it too; ", emulated machine" behind that gives them the links
+    of aws-p3. "coarse, stand-in GPU beside slots" has memory devices on a second one, which "coarse, stand-in GPU
+    apart from slots" cannot reach; "coarse, stand-in GPU along routes" has them on a second and a third one, with
+    the slots of both workers on the latter. "coarse, stand-in GPU each" has each worker on a GPU with its memory
+    device, the first worker on that of the home device; ", spread" behind that has pages so small that models lie
+    on both, and a worker that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU
+    too, which the first cannot reach. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

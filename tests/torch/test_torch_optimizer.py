@@ -102,6 +102,13 @@ def test_equals_torch_where_updates_are_copied_from_another_gpu(
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_in_step"], PARITY))
+def test_equals_torch_where_slots_lie_along_routes(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_along_routes_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_along_routes_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(["adamw_in_step"], PARITY))
 def test_equals_torch_where_updates_go_through_the_host_to_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_apart_from_slots_pool: WorkerPool
 ) -> None:

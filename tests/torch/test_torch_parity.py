@@ -99,6 +99,13 @@ def test_equals_torch_where_memory_devices_are_on_another_gpu(
     assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, PARITY_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(["averages_gradients"], PARITY))
+def test_equals_torch_where_slots_lie_along_routes(
+    name: str, ddp_pool: WorkerPool, stand_in_gpu_along_routes_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, stand_in_gpu_along_routes_pool, PARITY_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARITY)
 def test_equals_torch_where_links_to_that_gpu_are_another_machines(

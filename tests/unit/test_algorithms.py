@@ -10,7 +10,8 @@ from coarse.env import Settings
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
-from coarse.profiler.algorithm_choice import AlgorithmChoice
+from coarse.profiler.algorithm_choice import AlgorithmChoice, Way
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy import algorithms
 
 
@@ -91,7 +92,46 @@ def test_nccl_takes_several_devices_on_one_gpu_where_it_can(nccl, monkeypatch):
     algorithms.check_nccl(memories)
 
 
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (Settings(), ("exchange", "direct")),
+        (Settings(routing="profile"), ("exchange", "direct")),
+        (Settings(algorithm="direct"), ("direct",)),
+        (Settings(routing="local"), ()),
+        (Settings(algorithm="ring"), ()),
+        (Settings(algorithm="nccl"), ()),
+        (Settings(keep_devices=60), ()),
+        (Settings(machine="aws-p3"), ()),
+    ],
+)
+def test_between_gpus_some_algorithms_follow_routes(nccl, settings, found):
+    assert algorithms.routable_algorithms(settings, table("cuda:0", "cuda:1")) == found
+
+
+@pytest.mark.parametrize("memories", [("host", "host"), ("numa:0", "numa:1"), ("cuda:0", "cuda:0")])
+def test_where_no_link_differs_none_does(memories):
+    assert algorithms.routable_algorithms(Settings(), table(*memories)) == ()
+
+
 def test_a_choice_names_all_times():
-    choice = AlgorithmChoice(seconds={"exchange": 0.002, "nccl": 0.0015})
-    assert choice.algorithm == "nccl"
-    assert str(choice).endswith("by nccl: 32 MiB took 2.00 ms by exchange, 1.50 ms by nccl")
+    choice = AlgorithmChoice(seconds={Way("exchange"): 0.002, Way("nccl"): 0.0015})
+    assert choice.fastest() == Way("nccl")
+    (line,) = choice.describe()
+    assert line.endswith("by nccl: 32 MiB took 2.00 ms by exchange, 1.50 ms by nccl")
+
+
+def test_a_choice_knows_where_slots_lie_by_each_way():
+    routes = (
+        RoutingTable(lat_proxy=1, bw_proxy=1),
+        RoutingTable(lat_proxy=1, bw_proxy=0, threshold_bytes=99),
+    )
+    seconds = {Way("direct"): 0.002, Way("direct", is_routed=True): 0.001, Way("nccl"): 0.0005}
+    choice = AlgorithmChoice(seconds=seconds, routes=routes)
+    assert choice.routes_of(choice.fastest()) == ()
+    assert choice.routes_of(choice.fastest("direct")) == routes
+    assert choice.fastest("gather") == Way("gather")
+    assert choice.describe()[1:] == [
+        "w0 along the routes: md1",
+        "w1 along the routes: md1 below 99 bytes, md0 from there on",
+    ]

@@ -58,6 +58,24 @@ def test_each_byte_is_in_exactly_one_shard(specs, partition):
         assert end == start + spec.nbytes
 
 
+@given(tensors, partitions, st.integers(0, 20_000 * 8))
+def test_small_tensors_can_come_first(specs, partition, threshold_bytes):
+    """Then wherever large ones begin, no small one lies behind."""
+    plan = plan_partition(specs, **partition, small_first=True)
+    usual = plan_partition(specs, **partition)
+    assert plan.slot_bytes == usual.slot_bytes
+    largest = [max(nbytes(shard, specs) for shard in own) for own in shards_by_tensor(plan, len(specs))]
+    small = [index for index, length in enumerate(largest) if length < threshold_bytes]
+    large = [index for index, length in enumerate(largest) if length >= threshold_bytes]
+    assert max((plan.tensor_offsets[i] for i in small), default=-1) < min(
+        (plan.tensor_offsets[i] for i in large), default=plan.slot_bytes
+    )
+    ends = {start + specs[i].nbytes for i, start in enumerate(plan.tensor_offsets)}
+    assert len(ends) == len(specs)
+    moved = [shard.offset - plan.tensor_offsets[shard.tensor] for shard in plan.shards]
+    assert moved == [shard.offset - usual.tensor_offsets[shard.tensor] for shard in usual.shards]
+
+
 @given(tensors, partitions)
 def test_tensors_lie_behind_each_other_in_whole_cache_lines(specs, partition):
     plan = plan_partition(specs, **partition)

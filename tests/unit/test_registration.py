@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import ProtocolError, SchemaMismatchError
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, check_agreement
 
 
@@ -31,6 +32,12 @@ lengths = st.integers(1, 1 << 40)
 specs = st.builds(
     spec, names, lengths, st.sampled_from(["float32", "bfloat16"]), st.sampled_from(OPS)
 ) | st.builds(spec, names, lengths, st.sampled_from(["int32", "int64", "uint8"]), st.just("sum"))
+routing_tables = st.builds(
+    RoutingTable,
+    lat_proxy=st.integers(0, 9),
+    bw_proxy=st.integers(0, 9),
+    threshold_bytes=st.integers(0, 1 << 40),
+)
 schemas = st.builds(
     GroupSchema,
     name=st.text(),
@@ -41,6 +48,7 @@ schemas = st.builds(
     large_algorithm=st.sampled_from(["direct", "nccl"]),
     is_staging=st.booleans(),
     state_names=st.none() | st.lists(st.text(), max_size=2).map(tuple),
+    routes=st.lists(routing_tables, max_size=3).map(tuple),
 )
 
 

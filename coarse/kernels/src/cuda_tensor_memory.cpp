@@ -411,7 +411,7 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
 TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   try {
     const int owner = cuda::deviceOf(region.gpu);
-    if (owner < 0 || owner == context_->device() || !region.rest.empty()) return nullptr;
+    if (owner < 0 || owner == context_->device()) return nullptr;
     auto there = std::make_shared<const cuda::Context>(owner);
     auto memory = cuda::DeviceMemory::import(there, region);
     auto* const address = static_cast<std::byte*>(pointerTo(memory.address()));

@@ -1,0 +1,45 @@
+"""On which memory devices the slots of a worker lie, where its gradients are routed (docs/design/gpu.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.profiler.partition import PartitionPlan
+from coarse.profiler.routing import RoutingTable
+
+PIECE_BYTES = 2 << 20
+"""Pieces that others follow are multiples of it: whole pages of every GPU."""
+
+
+class SlotPiece(NamedTuple):
+    """A run of a worker's slots, and the memory device that has it."""
+
+    device: int
+    num_bytes: int
+
+
+def slot_pieces(
+    table: RoutingTable, plan: PartitionPlan, specs: Sequence[TensorSpec], num_bytes: int
+) -> list[SlotPiece]:
+    """Cuts slots in which small tensors come first at the table's threshold, where a page ends.
+
+    So a shard lies with the memory device that it is routed to, but for those of one page at the most.
+
+    Args:
+        table: Of the worker.
+        plan: Where tensors lie, small ones first.
+        specs: The tensors.
+        num_bytes: Of all slots.
+    """
+    if table.lat_proxy == table.bw_proxy:
+        return [SlotPiece(table.bw_proxy, num_bytes)]
+    large = [
+        shard.offset
+        for shard in plan.shards
+        if shard.num_elements * ITEM_BYTES[specs[shard.tensor].dtype] >= table.threshold_bytes
+    ]
+    cut = min(round(min(large, default=num_bytes) / PIECE_BYTES) * PIECE_BYTES, num_bytes)
+    pieces = [SlotPiece(table.lat_proxy, cut), SlotPiece(table.bw_proxy, num_bytes - cut)]
+    return [piece for piece in pieces if piece.num_bytes > 0]

@@ -1,0 +1,66 @@
+"""What a worker runs whose tensors are on a GPU that has no memory device: reduces them by whatever way was measured.
+
+Arguments: a folder for the rendezvous; the number of the worker's GPU. Prints the hash of the results, and what was
+decided.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_bytes import gpu_context, gpu_uuid
+from coarse.client.tensor_group import GpuTensor
+from coarse.env import WorkerIdentity
+from coarse.kernels import _native
+from coarse.session import Session
+from coarse.store import DirectoryStore
+
+NUM_STEPS = 3
+LENGTHS = (1_100_003, 7, *[100_003] * 6, 2_000_000, 4097, *[100_000] * 6, 1_500_000)
+"""Of float32 tensors, large and small ones by turns: 5 MB of small ones, 18 MB of large ones."""
+
+
+def main() -> None:
+    folder, device = sys.argv[1], int(sys.argv[2])
+    identity = WorkerIdentity.from_environment()
+    gpu = gpu_uuid(device)
+    specs = [
+        TensorSpec(name=str(index), dtype="float32", num_elements=length, op="mean")
+        for index, length in enumerate(LENGTHS)
+    ]
+    hashed = hashlib.sha256()
+    with Session.join(identity=identity, store=DirectoryStore(folder)) as session:
+        group = session.register("tensors", specs, gpu=gpu)
+        context = gpu_context(gpu)
+        stream = _native.CudaStream(context)
+        group.open_gpu_transfers(context)
+        memories = [_native.CudaMemory.allocate(context, spec.nbytes) for spec in specs]
+        addresses = [memory.address for memory in memories]
+        if group.is_on_gpu:
+            addresses = [group.buffer(index).address for index in range(len(specs))]
+        for step in range(NUM_STEPS):
+            random = np.random.default_rng([identity.rank, step])
+            given = [random.normal(size=length).astype(np.float32) for length in LENGTHS]
+            tensors: list[GpuTensor] = []
+            for index, (address, values) in enumerate(zip(addresses, given, strict=True)):
+                stream.copy_to_device(address, values.ctypes.data, values.nbytes)
+                source = 0 if group.is_on_gpu else address
+                tensors.append((index, _native.PRESENT, source, source, 0))
+            group.push_from_gpu(tensors, stream.handle)
+            group.join_gpu(stream.handle)
+            for address, values in zip(addresses, given, strict=True):
+                stream.copy_to_host(values.ctypes.data, address, values.nbytes)
+            stream.synchronize()
+            for values in given:
+                hashed.update(values)
+        decisions = session.decisions()
+    print(json.dumps({"hash": hashed.hexdigest(), "decisions": decisions}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

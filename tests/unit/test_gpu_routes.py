@@ -1,0 +1,48 @@
+"""Routes of workers on GPUs follow what was measured between these and the memory devices'."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from coarse.profiler.gpu_routes import NOTHING_TO_COPY, SIZES, plan_routes
+
+INFINITE = [np.inf] * len(SIZES)
+NOTHING = [NOTHING_TO_COPY] * len(SIZES)
+
+
+def link(latency_us, gbytes_per_s):
+    """Times of a path, by size."""
+    return [latency_us + size / gbytes_per_s / 1e3 for size in SIZES]
+
+
+def planned(*workers, local_devices):
+    tables = plan_routes(np.array(workers), local_devices)
+    return [(table.lat_proxy, table.bw_proxy) for table in tables]
+
+
+def test_small_shards_go_where_they_arrive_first_and_large_ones_where_most_pass():
+    near, wide = link(10, 9), link(20, 16)
+    (table,) = plan_routes(np.array([[near, wide]]), [0])
+    assert (table.route(4096), table.route(16 << 20)) == (0, 1)
+    # Where both take equally long: 10 + n / 9 = 20 + n / 16, with n in thousands of bytes.
+    assert abs(table.threshold_bytes - 10 / (1 / 9 - 1 / 16) * 1e3) < 0.02 * table.threshold_bytes
+
+
+def test_alike_links_stay_local_and_wide_ones_are_shared_out():
+    assert planned([link(10, 9)] * 2, [link(10, 9)] * 2, local_devices=[0, 1]) == [(0, 0), (1, 1)]
+    narrow, wide = link(10, 9), link(10, 16)
+    workers = [[narrow, wide, wide], [narrow, wide, wide]]
+    assert planned(*workers, local_devices=[0, 0]) == [(1, 1), (2, 2)]
+
+
+def test_tensors_that_are_their_slots_stay_there():
+    assert planned([NOTHING, link(1, 100)], local_devices=[0]) == [(0, 0)]
+
+
+def test_a_memory_device_out_of_reach_takes_nothing():
+    assert planned([INFINITE, link(10, 9)], local_devices=[0]) == [(1, 1)]
+    assert planned([link(10, 9), INFINITE], local_devices=[0]) == [(0, 0)]
+
+
+def test_workers_without_a_gpu_stay_with_their_own():
+    assert planned([INFINITE, INFINITE], [link(1, 1), link(1, 9)], local_devices=[1, 0]) == [(1, 1), (1, 1)]
