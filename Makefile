@@ -16,7 +16,7 @@ FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments gpu test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -29,6 +29,9 @@ train-tf: $(INSTALLED)  ## Train the digits with Keras, on workers of COARSE and
 
 experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tables of results (minutes).
 	$(BIN)/python -m experiments
+
+gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (half an hour).
+	$(BIN)/python benchmarks/gpu_report.py
 
 test:  ## Run all linters and tests but the slow ones, the native ones under sanitizers.
 	@$(MAKE) --jobs=2 lint native-test-sanitized  # native tests build while Python's packages are installed

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.autograd import Variable
 
 import coarse.torch
 from coarse.bench.models import build_workload
+from coarse.bench.record import Provenance, append_records
 
 ROUNDS = 60
 WARM_UP = 10
@@ -140,9 +140,8 @@ def main() -> None:
         for figure, value in figures.items():
             print(f"  {figure:28} {value:12.2f}")
         if arguments.json:
-            line = {"bench": "client-overhead", "gpu": name, "kind": "measured", **figures}
-            with arguments.json.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+            record = {"bench": "client-overhead", "gpu": name, **figures}
+            append_records(arguments.json, [record], Provenance.here())
     dist.destroy_process_group()
 
 

@@ -9,7 +9,6 @@ are timed. Every figure is measured, and carries the GPU's name.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from coarse.bench.record import Provenance, append_records
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import GpuTensor, TensorGroup
 from coarse.kernels import _native
@@ -133,9 +133,8 @@ def main() -> None:
         for figure, value in figures.items():
             print(f"  {figure:40} {value:10.2f}")
         if arguments.json:
-            line = {"bench": "gpu-transfers", "gpu": name, "kind": "measured", **figures}
-            with arguments.json.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+            record = {"bench": "gpu-transfers", "gpu": name, **figures}
+            append_records(arguments.json, [record], Provenance.here())
 
 
 if __name__ == "__main__":

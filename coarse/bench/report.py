@@ -10,7 +10,7 @@ from coarse.bench.record import MEASURED, Machine, SyncRecord
 from coarse.bench.replay import SCHEMES, ReplayResult
 from coarse.bench.state_memory import REFERENCES, StateMemory
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
-from coarse.bench.train import Comparison, TrainPlan, TrainResult
+from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
 from coarse.bench.training import CPU
 
 _LATENCY_BYTES = 4096
@@ -158,16 +158,20 @@ def train_table(comparison: Comparison) -> TextTable:
         columns=(
             *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
             *("blocked ms", "of ddp's", "x ddp", "peak PSS MiB"),
-            *(("peak GPU MiB",) if on_gpu else ()),
+            *(("torch's peak GPU MiB", "whole GPU MiB") if on_gpu else ()),
         ),
         rows=tuple(
             (
                 *_train_row(comparison, result),
-                *((_mebibytes(result.first_step.peak_gpu_bytes),) if on_gpu else ()),
+                *(_gpu_memory(result.first_step) if on_gpu else ()),
             )
             for result in comparison.results
         ),
     )
+
+
+def _gpu_memory(first: FirstStep) -> tuple[str, str]:
+    return _mebibytes(first.peak_gpu_bytes), _mebibytes(first.used_gpu_bytes)
 
 
 def single_table(comparison: Comparison) -> TextTable:

@@ -83,6 +83,8 @@ class FirstStep:
     peak_pss_bytes: int
     peak_gpu_bytes: int = 0
     """Of torch in all workers; 0 without a GPU."""
+    used_gpu_bytes: int = 0
+    """Of all processes, after some steps, on the GPUs that workers are on; 0 without any."""
     gpu: str = ""
 
 
@@ -162,6 +164,7 @@ class Comparison:
             "device": plan.device,
             "gpu": first.gpu,
             "peak_gpu_bytes": first.peak_gpu_bytes,
+            "used_gpu_bytes": first.used_gpu_bytes,
             "parameter_hashes": list(first.parameter_hashes),
             "side_by_side": self.side_by_side,
         }
@@ -228,14 +231,15 @@ def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
         fleet.start()
         answers = fleet.ask("first_step")
         fleet.ask("run", steps=_MEMORY_STEPS)
-        gpu_bytes = fleet.ask("peak_gpu_bytes")
+        memories = fleet.ask("gpu_memory")
     return FirstStep(
         losses=tuple(answer["loss"] for answer in answers),
         parameter_hashes=tuple(answer["hash"] for answer in answers),
         parameter_sample=tuple(answers[0]["sample"]),
         parameter_bytes=answers[0]["parameter_bytes"],
         peak_pss_bytes=memory.peak_bytes,
-        peak_gpu_bytes=sum(gpu_bytes),
+        peak_gpu_bytes=sum(memory["peak_bytes"] for memory in memories),
+        used_gpu_bytes=sum({memory["device"]: memory["used_bytes"] for memory in memories}.values()),
         gpu=answers[0]["gpu"],
     )
 

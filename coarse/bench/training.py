@@ -33,7 +33,7 @@ class TrainAdapter:
         offload: Moves an optimizer of the wrapped module to where the system runs it.
     """
 
-    commands = frozenset({"first_step", "run", "peak_gpu_bytes"})
+    commands = frozenset({"first_step", "run", "gpu_memory"})
 
     def __init__(
         self,
@@ -104,9 +104,20 @@ class TrainAdapter:
             "step": [times[4] - times[0] for times in marks],
         }
 
-    def peak_gpu_bytes(self) -> int:
-        """Most memory of the GPU that torch had for this worker; what memory devices have there is not in it."""
-        return int(self._torch.cuda.max_memory_allocated()) if self._gpu_name() else 0
+    def gpu_memory(self) -> dict[str, int]:
+        """Of this worker's GPU: what torch had of it at most, and what all processes have of it now.
+
+        Memory devices have theirs in the latter alone, as have contexts and memory that torch keeps for later.
+        """
+        if not self._gpu_name():
+            return {"device": 0, "peak_bytes": 0, "used_bytes": 0}
+        cuda = self._torch.cuda
+        free_bytes, total_bytes = cuda.mem_get_info()
+        return {
+            "device": cuda.current_device(),
+            "peak_bytes": cuda.max_memory_allocated(),
+            "used_bytes": total_bytes - free_bytes,
+        }
 
     def close(self) -> None:
         # A wrapper may offer close(); a module does not.

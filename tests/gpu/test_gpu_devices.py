@@ -115,6 +115,18 @@ def test_parameters_on_several_gpus_have_the_bits_of_those_on_one(cuda, tmp_path
     assert reports(tmp_path, "cuda:0,cuda:1", *arguments) == expected
 
 
+def test_slots_along_routes_have_the_bits_of_those_with_the_own_memory_device(cuda, tmp_path):
+    if cuda.device_count() < 3:
+        pytest.skip("needs three GPUs")
+
+    def reduced(routing):
+        folder = new_folder(tmp_path, routing)
+        found = reports(tmp_path, "cuda:0,cuda:1", "routes_script.py", folder, "2", COARSE_ROUTING=routing)
+        return [each["hash"] for each in found]
+
+    assert reduced("profile") == reduced("local")
+
+
 def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):
     machine = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
     routes = {"COARSE_SHARD_BYTES": "4MiB", "COARSE_ROUTING": "local", "COARSE_DUAL_SYNC": "off"}

@@ -43,6 +43,7 @@ def comparison(*, gpu: str = "", **step_ms: float) -> Comparison:
         parameter_bytes=4,
         peak_pss_bytes=3 << 20,
         peak_gpu_bytes=(5 << 20) if gpu else 0,
+        used_gpu_bytes=(7 << 20) if gpu else 0,
         gpu=gpu,
     )
 
@@ -130,7 +131,8 @@ def test_without_peers_there_is_nothing_to_compare_with() -> None:
 def test_steps_on_a_gpu_name_it_and_have_its_memory() -> None:
     table = train_table(comparison(gpu="a GPU", coarse=110))
     assert table.title == "digits, batch 1, 2 workers of 1 thread on cuda:0, adamw fused"
-    assert (table.columns[-1], table.rows[0][-1]) == ("peak GPU MiB", "5")
+    assert table.columns[-2:] == ("torch's peak GPU MiB", "whole GPU MiB")
+    assert table.rows[0][-2:] == ("5", "7")
 
 
 def test_ddp_that_is_no_slower_than_bare_gives_no_share() -> None:
