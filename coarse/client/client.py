@@ -161,10 +161,8 @@ class Client:
         """Whether close() was called."""
         return self._is_closed
 
-    @property
-    def local_device(self) -> str:
-        """The memory device that takes this worker's contributions, in words."""
-        device = self._routing.bw_proxy
+    def describe_device(self, device: int) -> str:
+        """A memory device of this node, in words."""
         return f"md{device} (pid {self._connections[device].pid})"
 
     def device_pid(self, device: int) -> int:

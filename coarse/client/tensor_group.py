@@ -17,6 +17,7 @@ from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ class TensorGroup:
         self._kept = kept
         self._rows = rows
         self._reached = reached  # slots on another GPU, as this worker's reaches them
+
+    @property
+    def routing(self) -> RoutingTable:
+        """Which memory device takes which of this worker's shards."""
+        return self._schema.routes[self._client.number] if self._schema.routes else self._client.routing
 
     @property
     def is_on_gpu(self) -> bool:
@@ -520,7 +526,8 @@ class TensorGroup:
         ranks = self._client.ranks
         missing = [ranks[client] for client in self._native.missing_clients(self.id, index)]
         if self._client.rank in missing:
-            whom = f"pushed, but not taken by memory device {self._client.local_device}; is that process stopped?"
+            device = self._client.describe_device(self.routing.bw_proxy)
+            whom = f"pushed, but not taken by memory device {device}; is that process stopped?"
         elif missing:
             whom = f"not pushed by worker(s) {', '.join(map(str, missing))}"
         else:

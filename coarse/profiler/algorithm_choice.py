@@ -12,7 +12,13 @@ import numpy as np
 
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context
-from coarse.errors import CoarseError, MemoryDeviceLostError, SyncTimeoutError, WorkerLostError
+from coarse.errors import (
+    CoarseError,
+    MemoryDeviceLostError,
+    OutOfDeviceMemoryError,
+    SyncTimeoutError,
+    WorkerLostError,
+)
 from coarse.kernels import _native
 from coarse.profiler.gpu_routes import measure_routes, wait_for_all
 from coarse.profiler.routing import RoutingTable, with_threshold
@@ -48,7 +54,7 @@ class AlgorithmChoice:
     """The fastest of several ways.
 
     Args:
-        seconds: What a push and a pull of all workers took by each.
+        seconds: What a push and a pull of all workers took by each; of a single one nobody looks at it.
         routes: The routing table of each worker; () where none was measured.
     """
 
@@ -66,10 +72,11 @@ class AlgorithmChoice:
 
     def describe(self) -> list[str]:
         """What was measured, and what follows, in words."""
-        times = ", ".join(f"{seconds * 1e3:.2f} ms by {way}" for way, seconds in self.seconds.items())
         chosen = f"large tensors between memory devices by {self.fastest()}"
-        lines = [f"{chosen}: {_TRIAL.nbytes >> 20} MiB took {times}"]
-        return lines + [f"w{worker} along the routes: {table}" for worker, table in enumerate(self.routes)]
+        if len(self.seconds) > 1:
+            times = ", ".join(f"{seconds * 1e3:.2f} ms by {way}" for way, seconds in self.seconds.items())
+            chosen += f": {_TRIAL.nbytes >> 20} MiB took {times}"
+        return [chosen] + [f"w{worker} along the routes: {table}" for worker, table in enumerate(self.routes)]
 
 
 def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
@@ -84,16 +91,28 @@ def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settin
             take.
     """
     is_routed = any(way.is_routed for way in ways) and _is_any_on_gpu(client, gpu)
-    routes = measure_routes(client, gpu) if is_routed else ()
+    routes = _measured_routes(client, gpu) if is_routed else ()
     if settings.routing_threshold_bytes:
         routes = tuple(with_threshold(table, settings.routing_threshold_bytes) for table in routes)
     if not _leads_elsewhere(client, routes):
         ways = [way for way in ways if not way.is_routed]
     elif settings.routing == "profile":
         ways = [way for way in ways if way.is_routed]
+    if len(ways) == 1:
+        return AlgorithmChoice(seconds={ways[0]: 0.0}, routes=routes)
     seconds = np.array([_least_seconds(client, way, gpu, routes if way.is_routed else ()) for way in ways])
     client.all_reduce(seconds.ctypes.data, len(ways), "float64", "max")
     return AlgorithmChoice(seconds=dict(zip(ways, map(float, seconds), strict=True)), routes=routes)
+
+
+def _measured_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
+    try:
+        return measure_routes(client, gpu)
+    except OutOfDeviceMemoryError as error:  # of every worker
+        logger.warning(
+            "tensors stay with the workers' own memory devices, for links cannot be measured: %s", error
+        )
+        return ()
 
 
 def _is_any_on_gpu(client: Client, gpu: str) -> bool:

@@ -114,12 +114,16 @@ def _curves(times_us: Times) -> dict[int, Curve]:
 def _measure(group: TensorGroup, gpu: str, *, is_own: bool) -> Times:
     """Times by size; of this worker, to the memory device that has the group's slots."""
     slots = group.address_on_gpu
+    unreached = np.full(len(SIZES), np.inf)
     if slots == 0:
-        return np.full(len(SIZES), np.inf)
+        return unreached
     if is_own and group.is_on_gpu:
         return np.full(len(SIZES), NOTHING_TO_COPY)
     context = gpu_context(gpu)
-    tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
+    try:
+        tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
+    except _native.CudaOutOfMemoryError:
+        return unreached
     half = SIZES[-1]
     timer = CopyTimer(context)
 

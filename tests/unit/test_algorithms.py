@@ -121,6 +121,11 @@ def test_a_choice_names_all_times():
     assert line.endswith("by nccl: 32 MiB took 2.00 ms by exchange, 1.50 ms by nccl")
 
 
+def test_a_single_way_was_not_measured():
+    choice = AlgorithmChoice(seconds={Way("direct"): 0.0})
+    assert choice.describe() == ["large tensors between memory devices by direct"]
+
+
 def test_a_choice_knows_where_slots_lie_by_each_way():
     routes = (
         RoutingTable(lat_proxy=1, bw_proxy=1),

@@ -34,6 +34,17 @@ def segments():
         segment.close()
 
 
+def test_only_the_last_piece_may_end_within_a_page():
+    whole, part = on_gpu("GPU-a", PAGE), Segment(os.memfd_create("test"), 100, Extent(0, PAGE, "GPU-b"))
+    sealed = HostMemory().allocate("test", 100)
+    for pieces in ([part, whole], [sealed, whole]):
+        with pytest.raises(ValueError, match="a piece of 100 bytes is no whole number of pages"):
+            Segment.joined(pieces)
+    assert Segment.joined([whole, part]).num_bytes == PAGE + 100
+    for segment in (whole, part, sealed):
+        segment.close()
+
+
 @given(st.integers(1, 100 * PAGE), st.integers(1, 16))
 def test_pieces_end_with_pages_and_are_about_as_long(num_bytes, count):
     lengths = piece_lengths(num_bytes, count, PAGE)

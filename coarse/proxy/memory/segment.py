@@ -63,7 +63,17 @@ class Segment:
 
     @classmethod
     def joined(cls, pieces: Sequence[Segment]) -> Segment:
-        """Pieces that lie one behind the other; they belong to the segment from now on."""
+        """Pieces that lie one behind the other; they belong to the segment from now on.
+
+        Raises:
+            ValueError: If one that is not the last takes more memory than it has bytes: what follows would not lie
+                right behind it.
+        """
+        for piece in pieces[:-1]:
+            if piece.extent is None or piece.extent.num_bytes != piece.num_bytes:
+                raise ValueError(
+                    f"a piece of {piece.num_bytes} bytes is no whole number of pages, and not the last"
+                )
         first, *rest = pieces
         return cls(first.fd, sum(each.num_bytes for each in pieces), first.extent, rest)
 
