@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
@@ -15,20 +15,14 @@ from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.losses import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
+from coarse.client.own_groups import meeting_schema, staging_schema
 from coarse.client.own_path import Meeting
 from coarse.client.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.questions import Questions
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import TensorSpec
+from coarse.client.slot_opener import SlotOpener
 from coarse.client.stored_value import StoredValue
-from coarse.client.tensor_bytes import (
-    TensorBytes,
-    gpu_bytes,
-    host_view,
-    import_memory,
-    is_within_reach,
-    reach,
-)
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
@@ -51,11 +45,9 @@ from coarse.proxy.launch import Pace
 from coarse.proxy.memory import Segment, unpack
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import (
-    CONTROL,
     DTYPE_NUMBERS,
     OP_NUMBERS,
     ROWS,
-    SLOTS,
     GroupSchema,
     RecoveredUpdates,
     slots_of,
@@ -65,9 +57,6 @@ if TYPE_CHECKING:  # slow to import, and needed between GPUs only
     from coarse.profiler.algorithm_choice import AlgorithmChoice
 
 logger = logging.getLogger(__name__)
-
-_STAGING_BUFFERS = 2
-_STAGING_BYTES = 2 << 20
 
 
 class Client:
@@ -263,44 +252,32 @@ class Client:
         return self.algorithm_choice
 
     def register_trial(
-        self, name: str, spec: TensorSpec, algorithm: str, gpu: str, routes: tuple[RoutingTable, ...] = ()
+        self,
+        name: str,
+        spec: TensorSpec,
+        algorithm: str,
+        gpu: str,
+        routes: tuple[RoutingTable, ...] = (),
+        *,
+        is_for_gpu: bool = False,
     ) -> TensorGroup:
         """Registers a tensor to be reduced by one algorithm, whatever the settings say; otherwise as register().
 
         Args:
             name, spec, algorithm, gpu: What for, how, and where this worker has it.
             routes: As in GroupSchema.
+            is_for_gpu: The slots are for that GPU alone, and the tensor is never pushed. A worker whose GPU does not
+                reach them, or that has none, gets a group without slots.
         """
-        return self._register(
-            GroupSchema(
-                name=name,
-                specs=(spec,),
-                shard_bytes=self._shard_bytes,
-                gather_bytes=self._settings.gather_bytes,
-                algorithm=algorithm,
-                routes=routes,
-            ),
-            gpu,
-        )
-
-    def register_link(self, device: int, spec: TensorSpec, gpu: str) -> TensorGroup:
-        """Registers a tensor that all workers have in one memory device, for their GPUs to copy; it is never pushed.
-
-        Args:
-            device: The memory device.
-            spec, gpu: What for, and which GPU. A worker whose GPU does not reach the memory, or that has none, gets a
-                group without slots.
-        """
-        there = RoutingTable(lat_proxy=device, bw_proxy=device)
         schema = GroupSchema(
-            name=f"link to md{device}",
+            name=name,
             specs=(spec,),
             shard_bytes=self._shard_bytes,
             gather_bytes=self._settings.gather_bytes,
-            algorithm=DIRECT,
-            routes=(there,) * len(self.ranks),
+            algorithm=algorithm,
+            routes=routes,
         )
-        return self._register(schema, gpu, is_for_gpu=True)
+        return self._register(schema, gpu, is_for_gpu=is_for_gpu)
 
     def cannot_share_parameters(self, gpu: str) -> str:
         """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.
@@ -320,15 +297,7 @@ class Client:
             name: Of what they meet over.
             most_numbers: How many they can compare at once.
         """
-        numbers = TensorSpec(name="numbers", dtype="float64", num_elements=most_numbers, op="max")
-        schema = GroupSchema(
-            name=f"meeting over {name}",
-            specs=(TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max"), numbers),
-            shard_bytes=numbers.nbytes,
-            gather_bytes=numbers.nbytes,
-            algorithm="gather" if self.emulation is None else "exchange",
-            on_host=True,
-        )
+        schema = meeting_schema(name, most_numbers, is_emulated=self.emulation is not None)
         return Meeting(self._register(schema))
 
     def open_async_reducer(self) -> AsyncReducer:
@@ -503,7 +472,8 @@ class Client:
         table = schema.routes[self.number] if schema.routes else self._routing
         routes = route_shards(table, partition, schema.specs)
         try:
-            slots, reached = self._open_slots(plan, shared, routes, gpu, is_for_gpu=is_for_gpu)
+            opener = SlotOpener(self._native, plan, self.number, shared, routes)
+            slots, reached = opener.open(gpu, is_for_gpu=is_for_gpu)
             if schema.is_open:
                 peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
                 self._native.add_peers(group, peers)
@@ -517,36 +487,6 @@ class Client:
         )
         self._partitions[group] = partition
         return self._groups[group]
-
-    def _open_slots(
-        self,
-        plan: _native.GroupPlan,
-        shared: Mapping[str, Segment],
-        routes: Sequence[int],
-        gpu: str,
-        *,
-        is_for_gpu: bool,
-    ) -> tuple[TensorBytes, _native.CudaMemory | None]:
-        """This worker's slots where it sees them, of a group that the data path then knows.
-
-        And as its GPU reaches them, if they lie on another one. If they are for that alone and it does not, there are
-        none.
-        """
-        control_fd, segment = shared[CONTROL].fd, shared[SLOTS]
-        if not segment.gpus:
-            mapping = self._native.add_group(plan, self.number, control_fd, segment.region, routes)
-            return memoryview(mapping), None  # type: ignore[arg-type,unused-ignore]
-        if set(segment.gpus) == {gpu}:
-            self._native.add_group_elsewhere(plan, self.number, control_fd, None, None, routes)
-            return gpu_bytes(segment), None
-        if is_for_gpu and not (gpu and is_within_reach(segment, gpu)):
-            self._native.add_group_elsewhere(plan, self.number, control_fd, None, None, routes)
-            return memoryview(b""), None
-        reached = reach(segment, gpu) if gpu else None
-        view = host_view(plan.client_bytes)
-        copies = _native.CudaSlotCopies(reached or import_memory(segment), view)
-        self._native.add_group_elsewhere(plan, self.number, control_fd, view, copies, routes)
-        return memoryview(view), reached  # type: ignore[arg-type,unused-ignore]
 
     def _collect_memory(
         self, group: int, schema: GroupSchema
@@ -589,21 +529,7 @@ class Client:
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:
-            buffers = [
-                TensorSpec(name=f"buffer{i}", dtype="uint8", num_elements=_STAGING_BYTES, op="sum")
-                for i in range(_STAGING_BUFFERS)
-            ]
-            self._staging = self._register(
-                GroupSchema(
-                    name="staging buffers",
-                    specs=tuple(buffers),
-                    shard_bytes=_STAGING_BYTES,
-                    gather_bytes=0,
-                    algorithm="direct" if self.emulation is None else "exchange",
-                    is_staging=True,
-                    on_host=True,
-                )
-            )
+            self._staging = self._register(staging_schema(is_emulated=self.emulation is not None))
         return self._staging
 
     def _check_usable(self) -> None:

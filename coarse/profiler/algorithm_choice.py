@@ -167,8 +167,8 @@ def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
         return exchange
     context = gpu_context(gpu)
     try:
+        memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
         group.open_gpu_transfers(context)
     except _native.CudaError:  # whoever registers tensors then says so, and has the processor copy them
         return exchange
-    memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
     return exchange_from_gpu

@@ -18,6 +18,7 @@ from coarse.kernels import _native
 from coarse.profiler.curve import Curve
 from coarse.profiler.gpu_links import CopyTimer
 from coarse.profiler.routing import RoutingTable, plan_tables
+from coarse.proxy.algorithms import DIRECT
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
@@ -50,7 +51,8 @@ def measure_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
     num_workers, num_devices = client.table.num_workers, client.table.num_devices
     times_us = np.zeros((num_workers, num_devices, len(SIZES)))
     for device in range(num_devices):
-        group = client.register_link(device, _ENDS, gpu)
+        there = (RoutingTable(lat_proxy=device, bw_proxy=device),) * num_workers
+        group = client.register_trial(f"link to md{device}", _ENDS, DIRECT, gpu, there, is_for_gpu=True)
         for worker in range(num_workers):
             if worker == client.number:
                 is_own = device == client.table.local_device(worker)

@@ -43,7 +43,7 @@ from coarse.proxy.registration import (
     region_of,
     slots_of,
 )
-from coarse.proxy.slot_pieces import SlotPiece, slot_pieces
+from coarse.proxy.slot_pieces import check_routes, pieces_of_slots
 from coarse.proxy.snapshot_service import SnapshotService
 
 _MOST_GROUP_ID = (1 << 32) - 1
@@ -194,7 +194,7 @@ class Registrar:
 
     def _allocate(self, registration: Registration) -> None:
         schema = registration.schema
-        self._check_routes(schema)
+        check_routes(schema, self._job, is_on_gpu=not self._memory_of(schema).is_mappable)
         if self._job.is_home:
             # Before the plan is made: that of a tensor beyond all memory would not fit either.
             self._check_fits(schema)
@@ -239,7 +239,7 @@ class Registrar:
     def _allocate_slots(self, registration: Registration, num_bytes: int) -> dict[tuple[int, int], Segment]:
         """This device's pieces of the slots of all workers, by worker and place among its pieces."""
         schema = registration.schema
-        registration.pieces = self._pieces_of(schema, num_bytes)
+        registration.pieces = pieces_of_slots(schema, self._job, num_bytes)
         own = {}
         for client, pieces in registration.pieces.items():
             for place, piece in enumerate(pieces):
@@ -248,32 +248,6 @@ class Registrar:
                     segment = self._memory_of(schema).allocate(label, piece.num_bytes)
                     own[client, place] = registration.slot_pieces[client, place] = segment
         return own
-
-    def _pieces_of(self, schema: GroupSchema, num_bytes: int) -> dict[int, list[SlotPiece]]:
-        """Which devices have the slots of each worker, of so many bytes each."""
-        clients = range(self._job.num_clients)
-        if not schema.routes:
-            return {client: [SlotPiece(self._job.local_device(client), num_bytes)] for client in clients}
-        plan = schema.partition()
-        return {
-            client: slot_pieces(table, plan, schema.specs, num_bytes)
-            for client, table in zip(clients, schema.routes, strict=True)
-        }
-
-    def _check_routes(self, schema: GroupSchema) -> None:
-        devices = {device for table in schema.routes for device in (table.lat_proxy, table.bw_proxy)}
-        if not schema.routes:
-            return
-        if len(schema.routes) != self._job.num_clients or max(devices) >= self._job.num_devices:
-            raise ValueError(
-                f"{schema.name}: {len(schema.routes)} workers have routes to memory devices up to md{max(devices)}; "
-                f"this node has {self._job.num_clients} and {self._job.num_devices}"
-            )
-        if self._memory_of(schema).is_mappable or schema.window_bytes or schema.is_open:
-            raise ValueError(
-                f"{schema.name}: slots lie where they are routed in the memory of GPUs, unless tensors take turns in "
-                "them or other workers see them"
-            )
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
         """Has all shards that can be under way between devices fit into the logs by which these tell each other."""
