@@ -98,13 +98,7 @@ def plan_partition(
             num_shards = 1 if chosen == "gather" else count_shards(spec.nbytes, shard_bytes)
             cut = cuts[shape] = (_cut_table if spec.row_elements else _cut)(spec, num_shards, chosen)
         cut_of.append(cut)
-    lengths = [0 if spec.row_elements else cut.slot_bytes for spec, cut in zip(specs, cut_of, strict=True)]
-    order = sorted(range(len(specs)), key=lambda index: cut_of[index].shard_bytes) if small_first else None
-    offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths, order)
-    end = slot_bytes
-    for index, (spec, cut) in enumerate(zip(specs, cut_of, strict=True)):
-        if spec.row_elements:
-            offsets[index], end = end, end + cut.slot_bytes
+    offsets, slot_bytes = _lay_out(specs, cut_of, window_bytes=window_bytes, small_first=small_first)
     shards = [
         ShardRange(tensor=index, offset=start + offset, num_elements=num_elements, algorithm=cut.algorithm)
         for index, (start, cut) in enumerate(zip(offsets, cut_of, strict=True))
@@ -113,9 +107,24 @@ def plan_partition(
     return PartitionPlan(tensor_offsets=tuple(offsets), slot_bytes=slot_bytes, shards=tuple(shards))
 
 
-def _in_a_row(lengths: Sequence[int], order: Sequence[int] | None) -> tuple[list[int], int]:
-    """Offsets of slots of these lengths one after the other, in an order or as they come, and their end."""
-    order = order or range(len(lengths))
+def _lay_out(
+    specs: Sequence[TensorSpec], cuts: Sequence[_Cut], *, window_bytes: int, small_first: bool
+) -> tuple[list[int], int]:
+    """Where tensors begin, and where their slots end; tables, which have none, begin behind these."""
+    lengths = [0 if spec.row_elements else cut.slot_bytes for spec, cut in zip(specs, cuts, strict=True)]
+    order: Sequence[int] = range(len(specs))
+    if small_first:
+        order = sorted(order, key=lambda index: cuts[index].shard_bytes)
+    offsets, slot_bytes = _take_turns(lengths, window_bytes) if window_bytes else _in_a_row(lengths, order)
+    end = slot_bytes
+    for index, (spec, cut) in enumerate(zip(specs, cuts, strict=True)):
+        if spec.row_elements:
+            offsets[index], end = end, end + cut.slot_bytes
+    return offsets, slot_bytes
+
+
+def _in_a_row(lengths: Sequence[int], order: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets of slots of these lengths one after the other in an order, and their end."""
     offsets = [0] * len(lengths)
     for index, end in zip(order, accumulate(lengths[index] for index in order), strict=True):
         offsets[index] = end - lengths[index]
