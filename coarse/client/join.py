@@ -152,9 +152,7 @@ def _choose_table(settings: Settings, nodes: NodeMap, node: int) -> PartitionTab
         settings.partition_table, num_workers=len(nodes.ranks[node]), devices=settings.memory_devices
     )
     check_devices(settings, table, num_nodes=nodes.num_nodes)
-    if table.is_on_gpus and not settings.partition_table and not settings.machine:
-        return pair_with_nearest(table)
-    return table
+    return table if settings.partition_table or settings.machine else pair_with_nearest(table)
 
 
 def _start_missing(

@@ -1,12 +1,13 @@
-"""Workers and memory devices on GPUs that sit close to each other, where no partition table says who serves whom."""
+"""Workers on GPUs and memory devices that sit close to each other, where no partition table says who serves whom."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from coarse.errors import CoarseError
 from coarse.kernels import _native
-from coarse.machine.gpu_topology import read_gpu_topology, workers_of_gpus
+from coarse.machine.gpu_topology import read_gpu_topology, workers_of_gpus, workers_of_nodes
 from coarse.machine.partition_table import PartitionTable
 
 _logger = logging.getLogger(__name__)
@@ -15,26 +16,34 @@ _logger = logging.getLogger(__name__)
 def pair_with_nearest(table: PartitionTable) -> PartitionTable:
     """The same memory devices, each serving the workers that are nearest to it, as evenly as before.
 
-    Worker r is taken to be on GPU r. Nothing changes where there is no CUDA or one GPU only, or where NVML cannot say
-    how GPUs are connected; the latter is logged.
+    Worker r is taken to be on GPU r. Nothing changes unless all memory devices are on GPUs, or all on NUMA nodes of
+    which there are several; nor where there is no CUDA or one GPU only, or where NVML cannot say how GPUs are
+    connected, which is logged.
 
     Args:
-        table: Of memory devices on GPUs.
+        table: Workers dealt out in even blocks.
     """
-    if _native.cuda_unavailable_reason():
+    kinds = {device.memory.kind for device in table.devices}
+    is_on_nodes = kinds == {"numa"} and len(set(table.memories)) > 1
+    if not (kinds == {"cuda"} or is_on_nodes) or _native.cuda_unavailable_reason():
         return table
     uuids = [_native.cuda_device_uuid(gpu) for gpu in range(_native.cuda_num_devices())]
     if len(uuids) < 2:
         return table
-    memories = [device.memory for device in table.devices]
     try:
-        served = workers_of_gpus(
-            read_gpu_topology(),
-            uuids,
-            devices=[int(memory.place) for memory in memories],
-            num_workers=table.num_workers,
-        )
+        served = _served(table, uuids, is_on_nodes=is_on_nodes)
     except (CoarseError, ValueError) as error:
         _logger.warning("workers are paired with memory devices by number, not by distance: %s", error)
         return table
-    return PartitionTable.of_workers(served, memories)
+    return PartitionTable.of_workers(served, [device.memory for device in table.devices])
+
+
+def _served(table: PartitionTable, uuids: Sequence[str], *, is_on_nodes: bool) -> tuple[tuple[int, ...], ...]:
+    places = [int(device.memory.place) for device in table.devices]
+    topology = read_gpu_topology()
+    if is_on_nodes:
+        from coarse.machine.host import read_numa_nodes  # slow to import, and needed here only
+
+        nodes = read_numa_nodes()
+        return workers_of_nodes(topology, uuids, nodes, devices=places, num_workers=table.num_workers)
+    return workers_of_gpus(topology, uuids, devices=places, num_workers=table.num_workers)

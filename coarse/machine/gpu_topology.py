@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coarse.errors import CoarseError
+
+if TYPE_CHECKING:
+    from coarse.machine.host import NumaNode
 
 
 class Distance(IntEnum):
@@ -116,11 +119,9 @@ def normal_bus_id(bus_id: str) -> str:
 def pair_gpus(
     topology: GpuTopology, workers: Sequence[int], devices: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Which workers each memory device serves: the nearest ones, as evenly as can be.
+    """Which workers each memory device on a GPU serves: the nearest ones, as pair_nearest() has it.
 
-    Nearest pairs are joined first; on what is a tree of switches and bridges that leaves as few pairs as possible to
-    every further distance. A GPU may be worker and memory device, and stand in a list several times. Ties go to the
-    lower numbers.
+    A GPU may be worker and memory device, and stand in a list several times.
 
     Args:
         topology: Of all GPUs named.
@@ -133,20 +134,38 @@ def pair_gpus(
     Raises:
         ValueError: If there are no memory devices, or a GPU does not exist.
     """
-    if not devices:
-        raise ValueError("workers need a memory device at least")
     for gpu in (*workers, *devices):
         if not 0 <= gpu < len(topology.gpus):
             raise ValueError(f"GPU {gpu} is none of the {len(topology.gpus)} GPUs of this machine")
-    pairs = sorted(
-        (topology.distances[gpu][device_gpu], rank, device)
-        for rank, gpu in enumerate(workers)
-        for device, device_gpu in enumerate(devices)
+    return pair_nearest(
+        [[topology.distances[gpu][device] for device in devices] for gpu in workers], len(devices)
     )
-    served: list[list[int]] = [[] for _ in devices]
-    unserved = set(range(len(workers)))
-    most = len(workers) // len(devices)
-    num_longer = len(workers) % len(devices)
+
+
+def pair_nearest(distances: Sequence[Sequence[int]], num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Which workers each memory device serves: the nearest ones, as evenly as can be.
+
+    Nearest pairs are joined first; on what is a tree of switches and bridges that leaves as few pairs as possible to
+    every further distance. Ties go to the lower numbers.
+
+    Args:
+        distances: By worker and memory device.
+        num_devices: How many memory devices there are.
+
+    Returns:
+        Local ranks by memory device, ascending.
+
+    Raises:
+        ValueError: If there are no memory devices.
+    """
+    if num_devices < 1:
+        raise ValueError("workers need a memory device at least")
+    pairs = sorted(
+        (distance, rank, device) for rank, row in enumerate(distances) for device, distance in enumerate(row)
+    )
+    served: list[list[int]] = [[] for _ in range(num_devices)]
+    unserved = set(range(len(distances)))
+    most, num_longer = divmod(len(distances), num_devices)
     for _, rank, device in pairs:
         is_room = len(served[device]) < most or (len(served[device]) == most and num_longer > 0)
         if rank in unserved and is_room:
@@ -181,6 +200,39 @@ def workers_of_gpus(
         workers=[numbers[rank % len(numbers)] for rank in range(num_workers)],
         devices=[numbers[device] for device in devices],
     )
+
+
+def workers_of_nodes(
+    topology: GpuTopology,
+    uuids: Sequence[str],
+    nodes: Sequence[NumaNode],
+    *,
+    devices: Sequence[int],
+    num_workers: int,
+) -> tuple[tuple[int, ...], ...]:
+    """The same for memory devices on NUMA nodes, by the kernel's distances between these and the nodes of the GPUs.
+
+    Args:
+        topology, uuids, num_workers: As for workers_of_gpus().
+        nodes: Of this machine.
+        devices: The number of each memory device's node.
+
+    Raises:
+        ValueError: As GpuTopology.find(); if the system does not say of which node a GPU is, or how far nodes are.
+    """
+    online = [node.node for node in nodes]
+    distances = {node.node: dict(zip(online, node.distances, strict=False)) for node in nodes}
+
+    def distance(uuid: str, device: int) -> int:
+        place = topology.gpus[topology.find(uuid)]
+        if place.numa_node is None or device not in distances.get(place.numa_node, {}):
+            raise ValueError(
+                f"the system does not say how far {place.name} ({place.bus_id}) is from NUMA node {device}"
+            )
+        return distances[place.numa_node][device]
+
+    of_workers = [uuids[rank % len(uuids)] for rank in range(num_workers)]
+    return pair_nearest([[distance(uuid, device) for device in devices] for uuid in of_workers], len(devices))
 
 
 def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
