@@ -145,7 +145,11 @@ def local_results(stand_ins, tmp_path_factory):
         ("2:0:20000:4", {}, "md1"),
         (
             "2:0:0:4,2:1:20000:0",
-            {"COARSE_SHARD_BYTES": "1MiB", "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB"},
+            {
+                "COARSE_SHARD_BYTES": "1MiB",
+                "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB",
+                "COARSE_ROUTING": "profile",
+            },
             "md0 below 524288 bytes, md1 from there on",
         ),
     ],
