@@ -14,6 +14,10 @@ class SettingsError(CoarseError, ValueError):
     """A COARSE_* variable is not known, or has a value that cannot be."""
 
 
+class GpuUnavailableError(CoarseError):
+    """Memory lies on a GPU that this worker does not see, or cannot use."""
+
+
 class WorkerLostError(CoarseError):
     """A worker died or left while others still needed it."""
 
@@ -92,3 +96,9 @@ def told_error(name: object, text: object) -> CoarseError:
     """The error that another process tells of by the name of its type and its text."""
     kind = next((kind for kind in _TOLD if kind.__name__ == name), CoarseError)
     return kind(str(text))
+
+
+def is_refusal(error: CoarseError) -> bool:
+    """Whether a registration failed because memory devices refused it, which they tell every worker alike."""
+    own = (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError, GpuUnavailableError, SchemaMismatchError)
+    return not isinstance(error, own)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
@@ -32,6 +33,7 @@ from coarse.errors import (
     SessionClosedError,
     SyncTimeoutError,
     WorkerLostError,
+    is_refusal,
 )
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
@@ -113,7 +115,9 @@ class Client:
         self._routing = RoutingTable(
             lat_proxy=local_device, bw_proxy=local_device, threshold_bytes=settings.routing_threshold_bytes
         )
-        self._shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
+        self.shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
+        """Partition threshold of what is registered next."""
+        self._routable = routable_algorithms(settings, table)
         self._next_group = 0
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
@@ -173,7 +177,7 @@ class Client:
             shard_bytes: Partition threshold, the same on every worker.
         """
         self._routing = table
-        self._shard_bytes = shard_bytes
+        self.shard_bytes = shard_bytes
 
     def register(
         self,
@@ -204,26 +208,42 @@ class Client:
         """
         large_algorithm = DIRECT
         routes: tuple[RoutingTable, ...] = ()
-        if not on_host and (choice := self._choose_way(gpu)) is not None:
+        # Optimizers are served by one algorithm, and tensors that take turns in slots have no routes.
+        may_choose = state_names is None or (self._routable and not window_bytes)
+        if not on_host and may_choose and (choice := self._choose_way(gpu)) is not None:
             way = choice.fastest("" if state_names is None else DIRECT)
             large_algorithm = way.algorithm
-            routes = () if window_bytes else choice.routes_of(way)
-        return self._register(
-            GroupSchema(
-                name=name,
-                specs=tuple(specs),
-                shard_bytes=self._shard_bytes,
-                gather_bytes=self._settings.gather_bytes,
-                algorithm=self._algorithm_of(on_host=on_host),
-                large_algorithm=large_algorithm,
-                state_names=None if state_names is None else tuple(state_names),
-                is_open=is_open,
-                on_host=on_host,
-                window_bytes=window_bytes,
-                routes=routes,
-            ),
-            gpu,
+            routes = choice.routes_of(way)
+        schema = GroupSchema(
+            name=name,
+            specs=tuple(specs),
+            shard_bytes=self.shard_bytes,
+            gather_bytes=self._settings.gather_bytes,
+            algorithm=self._algorithm_of(on_host=on_host),
+            large_algorithm=large_algorithm,
+            state_names=None if state_names is None else tuple(state_names),
+            is_open=is_open,
+            on_host=on_host,
+            window_bytes=window_bytes,
+            routes=routes,
         )
+        return self._register_along_routes(schema, gpu)
+
+    def _register_along_routes(self, schema: GroupSchema, gpu: str) -> TensorGroup:
+        """Registers a group, with simpler routes or none where memory devices refuse those that it has.
+
+        Not all may reach all pieces of slots, or have room for more of them than the trial had.
+        """
+        of_one_proxy = tuple(table.to_one_proxy() for table in schema.routes)
+        for routes in dict.fromkeys((schema.routes, of_one_proxy)):
+            try:
+                return self._register(replace(schema, routes=routes), gpu)
+            except CoarseError as error:
+                if not routes or not is_refusal(error):
+                    raise
+                what = f"{schema.name}: memory devices refuse the routes of its tensors, which get simpler"
+                logger.warning("%s: %s", what, error)
+        return self._register(replace(schema, routes=()), gpu)
 
     def _algorithm_of(self, *, on_host: bool) -> str:
         """How a group is reduced."""
@@ -238,13 +258,12 @@ class Client:
         """
         if self.algorithm_choice is None:
             algorithms = algorithms_of(self._settings, self.table)
-            routable = routable_algorithms(self._settings, self.table)
-            if len(algorithms) == 1 and not routable:
+            if len(algorithms) == 1 and not self._routable:
                 return None
             from coarse.profiler.algorithm_choice import Way, measure_ways
 
             ways = [Way(algorithm) for algorithm in algorithms if algorithm != NCCL or self._has_nccl]
-            ways += [Way(algorithm, is_routed=True) for algorithm in routable]
+            ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]
             self.algorithm_choice = measure_ways(self, ways, gpu, self._settings)
             if self.rank == self.ranks[0]:
                 for line in self.algorithm_choice.describe():
@@ -272,7 +291,7 @@ class Client:
         schema = GroupSchema(
             name=name,
             specs=(spec,),
-            shard_bytes=self._shard_bytes,
+            shard_bytes=self.shard_bytes,
             gather_bytes=self._settings.gather_bytes,
             algorithm=algorithm,
             routes=routes,
@@ -381,6 +400,8 @@ class Client:
             raise ValueError(f"{table} names more than the {self.table.num_devices} memory devices there are")
         self._routing = table
         for group, tensors in self._groups.items():
+            if tensors.is_routed_by_itself:
+                continue  # its slots would stay where they are
             self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
 
     @property

@@ -190,8 +190,27 @@ def collect_replies(
         SyncTimeoutError: If one has not answered within `timeout_s`; the message names `what` and the devices.
         CoarseError: What a device says has gone wrong.
     """
-    deadline = time.monotonic() + timeout_s
     replies: dict[int, Received] = {}
+    try:
+        _collect(connections, replies, kind, group, timeout_s, what, on_silence)
+    except BaseException:
+        for reply in replies.values():
+            reply.close()
+        raise
+    return replies
+
+
+def _collect(
+    connections: Sequence[DeviceConnection],
+    replies: dict[int, Received],
+    kind: str,
+    group: int | None,
+    timeout_s: float,
+    what: str,
+    on_silence: Callable[[], None],
+) -> None:
+    """Does it, into `replies`."""
+    deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, connection)
@@ -219,4 +238,3 @@ def collect_replies(
                     received.close()
                     raise ProtocolError(f"md{answering.device} sent {received.kind!r} instead of {kind!r}")
                 replies[answering.device] = received
-    return replies

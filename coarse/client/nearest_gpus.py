@@ -27,12 +27,12 @@ def pair_with_nearest(table: PartitionTable) -> PartitionTable:
     is_on_nodes = kinds == {"numa"} and len(set(table.memories)) > 1
     if not (kinds == {"cuda"} or is_on_nodes) or _native.cuda_unavailable_reason():
         return table
-    uuids = [_native.cuda_device_uuid(gpu) for gpu in range(_native.cuda_num_devices())]
-    if len(uuids) < 2:
-        return table
     try:
+        uuids = [_native.cuda_device_uuid(gpu) for gpu in range(_native.cuda_num_devices())]
+        if len(uuids) < 2:
+            return table
         served = _served(table, uuids, is_on_nodes=is_on_nodes)
-    except (CoarseError, ValueError) as error:
+    except (CoarseError, ValueError, _native.CudaError) as error:
         _logger.warning("workers are paired with memory devices by number, not by distance: %s", error)
         return table
     return PartitionTable.of_workers(served, [device.memory for device in table.devices])

@@ -9,8 +9,8 @@ from coarse.client.tensor_bytes import (
     gpu_bytes,
     host_view,
     import_memory,
-    is_within_reach,
     reach,
+    try_to_reach,
 )
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
@@ -48,10 +48,10 @@ class SlotOpener:
 
         Args:
             gpu: Where this worker has its tensors, by UUID; "" for no GPU.
-            is_for_gpu: If that GPU does not reach them there are none.
+            is_for_gpu: They are for that GPU alone, if it reaches them.
 
         Raises:
-            CoarseError, _native.CudaError: As for import_memory().
+            GpuUnavailableError, _native.CudaError: As for import_memory().
         """
         if not self._slots.gpus:
             arguments = (self._plan, self._client, self._control_fd, self._slots.region, self._routes)
@@ -59,9 +59,9 @@ class SlotOpener:
         if set(self._slots.gpus) == {gpu}:
             self._add(None, None)
             return gpu_bytes(self._slots), None
-        if is_for_gpu and not (gpu and is_within_reach(self._slots, gpu)):
+        if is_for_gpu:
             self._add(None, None)
-            return memoryview(b""), None
+            return memoryview(b""), try_to_reach(self._slots, gpu) if gpu else None
         reached = reach(self._slots, gpu) if gpu else None
         view = host_view(self._plan.client_bytes)
         self._add(view, _native.CudaSlotCopies(reached or import_memory(self._slots), view))

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from typing import Any, TypeAlias
 
-from coarse.errors import CoarseError
+from coarse.errors import GpuUnavailableError
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 
@@ -69,7 +69,7 @@ def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
         The memory, where it lies; and whether that GPU works on it.
 
     Raises:
-        CoarseError: If that GPU cannot reach it, and this process does not see the one where it begins.
+        GpuUnavailableError: If that GPU cannot reach it, and this process does not see the one where it begins.
         _native.CudaError: If CUDA cannot map it.
     """
     if not segment.gpus:
@@ -84,7 +84,7 @@ def gpu_bytes(segment: Segment) -> GpuBytes:
     """A segment that is memory of GPUs, for the one where it begins to work on.
 
     Raises:
-        CoarseError, _native.CudaError: As import_memory().
+        GpuUnavailableError, _native.CudaError: As import_memory().
     """
     return GpuBytes(import_memory(segment), 0, segment.num_bytes)
 
@@ -106,7 +106,7 @@ def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
         gpu: Another GPU that is to work on it, by UUID; "" for the one where it begins.
 
     Raises:
-        CoarseError: If this process does not see the GPU that is to work on it.
+        GpuUnavailableError: If this process does not see the GPU that is to work on it.
         _native.CudaError: If CUDA cannot map it, or the GPU cannot reach it.
     """
     # Whoever drops the last tensor over it may have kernels under way that use it.
@@ -117,7 +117,7 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
     """Maps memory of GPUs for any one to work on; None if that cannot reach it, which is logged.
 
     Raises:
-        CoarseError: If it cannot, and this process does not see the GPU where it begins either.
+        GpuUnavailableError: If it cannot, and this process does not see the GPU where it begins either.
     """
     try:
         return import_memory(segment, gpu)
@@ -127,13 +127,12 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
         return None
 
 
-def is_within_reach(segment: Segment, gpu: str) -> bool:
-    """Whether a GPU can work on memory of GPUs; takes nothing."""
+def try_to_reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
+    """As reach(), of whom nobody needs to know it."""
     try:
-        import_memory(segment, gpu)
+        return import_memory(segment, gpu)
     except _native.CudaError:
-        return False
-    return True
+        return None
 
 
 def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
@@ -157,17 +156,17 @@ def gpu_context(gpu: str) -> _native.CudaContext:
     """That of a GPU, by UUID, which PyTorch and CuPy use too.
 
     Raises:
-        CoarseError: If this process does not see it.
+        GpuUnavailableError: If this process does not see it.
     """
     return _native.CudaContext(_ordinal(gpu))
 
 
 def _ordinal(gpu: str) -> int:
     if reason := _native.cuda_unavailable_reason():
-        raise CoarseError(f"memory devices have slots on a GPU that this worker cannot use: {reason}")
+        raise GpuUnavailableError(f"memory devices have slots on a GPU that this worker cannot use: {reason}")
     for device in range(_native.cuda_num_devices()):
         if _native.cuda_device_uuid(device) == gpu:
             return device
-    raise CoarseError(
+    raise GpuUnavailableError(
         f"memory devices have slots on {gpu}, which this worker does not see; let CUDA_VISIBLE_DEVICES have it"
     )

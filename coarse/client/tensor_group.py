@@ -112,6 +112,11 @@ class TensorGroup:
         self._reached = reached  # slots on another GPU, as this worker's reaches them
 
     @property
+    def is_routed_by_itself(self) -> bool:
+        """Whether slots lie where it has routes to, whatever the session's are."""
+        return bool(self._schema.routes)
+
+    @property
     def routing(self) -> RoutingTable:
         """Which memory device takes which of this worker's shards."""
         return self._schema.routes[self._client.number] if self._schema.routes else self._client.routing

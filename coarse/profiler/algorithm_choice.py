@@ -5,20 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context
-from coarse.errors import (
-    CoarseError,
-    MemoryDeviceLostError,
-    OutOfDeviceMemoryError,
-    SyncTimeoutError,
-    WorkerLostError,
-)
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, is_refusal
 from coarse.kernels import _native
 from coarse.profiler.gpu_routes import measure_routes, wait_for_all
 from coarse.profiler.routing import RoutingTable, with_threshold
@@ -94,6 +88,8 @@ def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settin
     routes = _measured_routes(client, gpu) if is_routed else ()
     if settings.routing_threshold_bytes:
         routes = tuple(with_threshold(table, settings.routing_threshold_bytes) for table in routes)
+    else:
+        routes = tuple(_for_whole_tensors(table, client.shard_bytes) for table in routes)
     if not _leads_elsewhere(client, routes):
         ways = [way for way in ways if not way.is_routed]
     elif settings.routing == "profile":
@@ -103,6 +99,11 @@ def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settin
     seconds = np.array([_least_seconds(client, way, gpu, routes if way.is_routed else ()) for way in ways])
     client.all_reduce(seconds.ctypes.data, len(ways), "float64", "max")
     return AlgorithmChoice(seconds=dict(zip(ways, map(float, seconds), strict=True)), routes=routes)
+
+
+def _for_whole_tensors(table: RoutingTable, shard_bytes: int) -> RoutingTable:
+    """The table where tensors of a shard and more are copied as a whole, however they are cut."""
+    return replace(table, threshold_bytes=min(table.threshold_bytes, shard_bytes))
 
 
 def _measured_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
@@ -133,10 +134,8 @@ def _leads_elsewhere(client: Client, routes: Sequence[RoutingTable]) -> bool:
 def _least_seconds(client: Client, way: Way, gpu: str, routes: tuple[RoutingTable, ...]) -> float:
     try:
         group = client.register_trial(f"trial of {way}", _TRIAL, way.algorithm, gpu, routes)
-    except (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError):
-        raise
     except CoarseError as error:
-        if not way.is_routed:
+        if not way.is_routed or not is_refusal(error):
             raise
         logger.warning("tensors stay with the workers' own memory devices: %s", error)
         return float("inf")

@@ -247,7 +247,6 @@ class CopyTimer:
     MOST_AT_ONCE = 2
 
     def __init__(self, context: _native.CudaContext) -> None:
-        self._context = context
         self._streams = [_native.CudaStream(context) for _ in range(self.MOST_AT_ONCE)]
         self._begin, self._joined, self._end = (_native.CudaEvent(context, is_timed=True) for _ in range(3))
 
@@ -258,7 +257,6 @@ class CopyTimer:
             copies: At most MOST_AT_ONCE; each gives a stream its work.
         """
         first, second = self._streams
-        self._context.make_current()
         self._begin.record(first.handle)
         second.wait(self._begin)
         for stream, copy in zip(self._streams, copies, strict=False):

@@ -5,6 +5,7 @@ How, and why so: docs/design/gpu.md, "Routes".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from coarse.proxy.algorithms import DIRECT
 if TYPE_CHECKING:
     from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
+
+logger = logging.getLogger(__name__)
 
 SIZES = tuple(4096 << 2 * power for power in range(7))
 """4 KiB to 16 MiB."""
@@ -121,11 +124,16 @@ def _measure(group: TensorGroup, gpu: str, *, is_own: bool) -> Times:
         return unreached
     if is_own and group.is_on_gpu:
         return np.full(len(SIZES), NOTHING_TO_COPY)
-    context = gpu_context(gpu)
     try:
-        tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
-    except _native.CudaOutOfMemoryError:
+        return _times_us(gpu_context(gpu), slots)
+    except _native.CudaError as error:  # others wait for this worker
+        logger.warning("links of %s cannot be measured: %s", gpu, error)
         return unreached
+
+
+def _times_us(context: _native.CudaContext, slots: int) -> Times:
+    """Of copies to and from slots at once, by size."""
+    tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
     half = SIZES[-1]
     timer = CopyTimer(context)
 

@@ -58,6 +58,10 @@ class RoutingTable:
         """The memory device that takes a shard of `nbytes` bytes."""
         return self.lat_proxy if nbytes < self.threshold_bytes else self.bw_proxy
 
+    def to_one_proxy(self) -> RoutingTable:
+        """The same with BwProxy for all shards."""
+        return replace(self, lat_proxy=self.bw_proxy, threshold_bytes=0)
+
     def __str__(self) -> str:
         where = f"md{self.bw_proxy}"
         if self.lat_proxy != self.bw_proxy:

@@ -84,6 +84,7 @@ class Registrar:
         self._kept = kept
         self._replicas = replicas
         self._registrations: dict[int, Registration] = {}
+        self._released: set[int] = set()  # numbers of groups that are gone; none comes again
 
     def register(self, client: int, message: Message) -> None:
         """A worker asks for a group."""
@@ -109,7 +110,12 @@ class Registrar:
 
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Another device has allocated its share of a group."""
-        registration = self._registration(int_field(message, "group"))
+        group = int_field(message, "group")
+        if group in self._released:  # it was refused, and all workers have given it up before this came
+            for segment in segments:
+                segment.close()
+            return
+        registration = self._registration(group)
         if isinstance(recovered := message.get("recovered"), dict):
             registration.recovered = RecoveredUpdates.from_message(recovered)
         received = iter(segments)
@@ -146,6 +152,7 @@ class Registrar:
         self._kept.forget(registration.group)
         self._replicas.forget(registration.group)
         del self._registrations[registration.group]
+        self._released.add(registration.group)
 
     def _advance(self, registration: Registration, proxy: _native.Proxy) -> None:
         if registration.refusal is not None or registration.is_active:
@@ -338,9 +345,8 @@ class Registrar:
         )
         num_clients = len(self._job.clients_in_memory)
         if schema.routes:  # but for what is small
-            num_clients = sum(
-                self._job.memories[table.bw_proxy] == self._job.memory for table in schema.routes
-            )
+            is_here = [self._job.memories[table.bw_proxy] == self._job.memory for table in schema.routes]
+            num_clients = max(1, sum(is_here))
         own = slot_bytes * num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
         common = schema.kept_bytes
         if (kept := self._kept.find(schema)) is not None:

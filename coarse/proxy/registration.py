@@ -199,7 +199,7 @@ class GroupSchema:
                 window_bytes=int_field(message, "window_bytes"),
                 routes=tuple(
                     RoutingTable(lat_proxy=int(lat), bw_proxy=int(bw), threshold_bytes=int(threshold))
-                    for lat, bw, threshold in message["routes"]
+                    for lat, bw, threshold in message.get("routes", [])
                 ),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -168,6 +168,20 @@ def test_slots_lie_where_the_links_of_workers_are_best(
         assert [f"w{worker} along the routes: {route};" in told for worker in range(2)] == [True, True], told
 
 
+def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp_path, local_results):
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "0:1"}
+    links = {"STAND_IN_LINKS": "2:0:0:4,2:1:20000:0", "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB"}
+    insists = {"COARSE_ROUTING": "profile", "COARSE_SHARD_BYTES": "1MiB"}
+    found, errors = run_workers(
+        tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus, **links, **insists
+    )
+    assert found[0] is not None, errors
+    assert [each["hash"] for each in found] == local_results
+    assert errors.count("tensors: memory devices refuse the routes of its tensors, which get simpler") == 2, (
+        errors
+    )
+
+
 def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(stand_ins, tmp_path, local_results):
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "2:1", "COARSE_ROUTING": "profile"}
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus)

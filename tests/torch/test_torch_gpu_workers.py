@@ -61,7 +61,7 @@ def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_i
 def test_a_memory_device_that_dies_in_an_update_is_told_by_its_type(cuda_stand_ins, moment):
     libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
     gpus = {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1", "STAND_IN_PAGE_BYTES": "4096"}
-    dies = {"COARSE_ALGORITHM": "direct", "STAND_IN_DIES_AT": moment}
+    dies = {"COARSE_ALGORITHM": "direct", "COARSE_ROUTING": "local", "STAND_IN_DIES_AT": moment}
     check_loss(run_script("stand-in", "offload", "alone", **dies, **gpus, **libraries))
 
 

@@ -58,6 +58,7 @@ def machine(monkeypatch):
         cuda_unavailable_reason=lambda: machine.reason,
         cuda_num_devices=lambda: machine.num_gpus,
         cuda_device_uuid=lambda gpu: f"GPU-{gpu}",
+        CudaError=RuntimeError,
     )
     monkeypatch.setattr(nearest_gpus, "_native", driver)
     monkeypatch.setattr(nearest_gpus, "read_gpu_topology", lambda: machine.read())

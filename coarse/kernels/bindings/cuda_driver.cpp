@@ -39,7 +39,11 @@ void registerStreams(py::module_& module) {
            }),
            py::arg("context"), py::kw_only(), py::arg("is_timed") = false)
       .def(
-          "record", [](cuda::Event& event, std::uintptr_t stream) { event.record(toStream(stream)); },
+          "record",
+          [](cuda::Event& event, std::uintptr_t stream) {
+            const cuda::ContextScope scope(*event.context());
+            event.record(toStream(stream));
+          },
           py::arg("stream"))
       .def("is_done", &cuda::Event::isDone)
       .def("synchronize", &cuda::Event::synchronize, ReleaseGil())
@@ -52,7 +56,13 @@ void registerStreams(py::module_& module) {
       .def_property_readonly(
           "handle",
           [](const cuda::Stream& stream) { return reinterpret_cast<std::uintptr_t>(stream.handle()); })
-      .def("wait", &cuda::Stream::wait, py::arg("event"))
+      .def(
+          "wait",
+          [](cuda::Stream& stream, const cuda::Event& event) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.wait(event);
+          },
+          py::arg("event"))
       .def("wait_value", &cuda::Stream::waitValue, py::arg("address"), py::arg("value"))
       .def("write_value", &cuda::Stream::writeValue, py::arg("address"), py::arg("value"))
       .def(

@@ -123,6 +123,7 @@ class Event {
   ~Event();
 
   EventHandle handle() const noexcept { return handle_; }
+  const SharedContext& context() const noexcept { return context_; }
   /// Marks the work that `stream` has so far. @pre the stream is of the same device, here and below.
   void record(StreamHandle stream);
   /// Whether what was marked last is done; true before anything was.
