@@ -59,9 +59,10 @@ class TensorSpec:
             self._check_rows()
 
     def _check_rows(self) -> None:
-        if self.row_elements < 0 or self.num_elements % self.row_elements:
+        if not 0 < self.row_elements < 1 << 32 or self.num_elements % self.row_elements:
             raise ValueError(
-                f"table {self.name!r}: {self.num_elements} elements are no rows of {self.row_elements} each"
+                f"table {self.name!r}: {self.num_elements} elements are no rows of {self.row_elements} each, or rows "
+                "have 4 G elements and more"
             )
         if self.op == "max":
             raise ValueError(f"table {self.name!r}: rows are added up or averaged; there is no max of them")

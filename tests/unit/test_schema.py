@@ -32,6 +32,9 @@ def test_integers_have_no_mean(dtype):
         ({"op": "product"}, "tensor 'w': op 'product' is none of sum, mean, max"),
         ({"num_elements": 0}, "tensor 'w': needs at least one element, has 0"),
         ({"num_elements": -1}, "has -1"),
+        ({"num_elements": 10, "row_elements": 3}, "table 'w': 10 elements are no rows of 3 each"),
+        ({"num_elements": 4, "row_elements": -2}, "no rows of -2 each"),
+        ({"num_elements": 1 << 32, "row_elements": 1 << 32}, "rows have 4 G elements and more"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wrong, match):
