@@ -100,5 +100,6 @@ def told_error(name: object, text: object) -> CoarseError:
 
 def is_refusal(error: CoarseError) -> bool:
     """Whether a registration failed because memory devices refused it, which they tell every worker alike."""
-    own = (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError, GpuUnavailableError, SchemaMismatchError)
-    return not isinstance(error, own)
+    of_session = (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError, SchemaMismatchError)
+    of_worker = (GpuUnavailableError, ProtocolError, SessionClosedError, ForkedSessionError)
+    return not isinstance(error, of_session + of_worker)

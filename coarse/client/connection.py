@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import selectors
 import socket
@@ -191,27 +192,8 @@ def collect_replies(
         CoarseError: What a device says has gone wrong.
     """
     replies: dict[int, Received] = {}
-    try:
-        _collect(connections, replies, kind, group, timeout_s, what, on_silence)
-    except BaseException:
-        for reply in replies.values():
-            reply.close()
-        raise
-    return replies
-
-
-def _collect(
-    connections: Sequence[DeviceConnection],
-    replies: dict[int, Received],
-    kind: str,
-    group: int | None,
-    timeout_s: float,
-    what: str,
-    on_silence: Callable[[], None],
-) -> None:
-    """Does it, into `replies`."""
     deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
+    with contextlib.ExitStack() as if_it_fails, selectors.DefaultSelector() as selector:
         for connection in connections:
             selector.register(connection, selectors.EVENT_READ, connection)
         while len(replies) < len(connections):
@@ -237,4 +219,7 @@ def _collect(
                 if received.kind != kind:
                     received.close()
                     raise ProtocolError(f"md{answering.device} sent {received.kind!r} instead of {kind!r}")
+                if_it_fails.callback(received.close)  # descriptors keep memory
                 replies[answering.device] = received
+        if_it_fails.pop_all()
+    return replies
