@@ -35,6 +35,7 @@ from coarse.session_checks import check_array, check_nodes, check_solo, check_sp
 from coarse.store import Store
 
 if TYPE_CHECKING:  # slow to import
+    from coarse.profiler.gpu_dual_sync import GpuDualSync
     from coarse.profiler.profile import Profile
     from coarse.profiler.replanner import Replanner
 
@@ -75,7 +76,7 @@ class Session:
         self._decisions: tuple[str, ...] = ()
         self._profile: Profile | None = None
         self._plan: LinkPlan | None = None
-        self._replanners: list[Replanner] = []
+        self._planners: list[Replanner | GpuDualSync] = []
         self._pid = os.getpid()
 
     @classmethod
@@ -160,8 +161,13 @@ class Session:
             self.emulation is None and self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
         )
         group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu)
-        self._watch_steps(group)
+        if not self._watch_gpu_steps(group, gpu, on_host=on_host):
+            self._watch_steps(group)
         return group
+
+    def register_trial(self, name: str, spec: TensorSpec, gpu: str) -> TensorGroup:
+        """As register(), for a tensor whose steps nobody plans by."""
+        return self._linked().register(name, [spec], gpu=gpu)
 
     def cannot_update(self, gpu: str = "") -> str:
         """Why the memory devices of this session cannot run an optimizer; "" if they can.
@@ -382,6 +388,12 @@ class Session:
         """
         return self._linked().links.served_transfers(since_us)
 
+    def check_others(self) -> None:
+        """Raises what is known of lost workers and memory devices, as while waiting for a tensor."""
+        client = self._open()
+        if isinstance(client, Client):
+            client.check_others()
+
     def release_buffers(self) -> None:
         """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
@@ -413,7 +425,7 @@ class Session:
         """What was decided of this node's links at the start and since, and why: a line each."""
         chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
         choices = () if chosen is None else chosen.describe()
-        return [*self._decisions, *choices, *(line for each in self._replanners for line in each.decisions)]
+        return [*self._decisions, *choices, *(line for each in self._planners for line in each.decisions)]
 
     @property
     def node_workers(self) -> tuple[int, ...]:
@@ -464,7 +476,7 @@ class Session:
         # Dual synchronisation weighs sync cores too, of which the firmware knows nothing.
         self._profile, self._plan, self._decisions = measured, plan, plan.decisions
         if self.settings.dual_sync != OFF and (reason := self._cannot_plan_dual_sync()):
-            if self.settings.dual_sync != "auto":
+            if self.settings.dual_sync != "auto" and not self._may_use_nccl:
                 raise RendezvousError(
                     f"COARSE_DUAL_SYNC={self.settings.dual_sync}: the workers cannot reduce tensors themselves: "
                     f"{reason}; set it to off or auto"
@@ -481,7 +493,7 @@ class Session:
         if len(self.node_workers) < self.identity.world_size:
             return "the workers of several nodes share no memory"
         if self._linked().table.is_on_gpus and self.emulation is None:
-            return "memory devices are on GPUs, whose workers see none of each other's tensors"
+            return "memory devices are on GPUs; workers whose models are on GPUs too can, by NCCL"
         if self.settings.sync_algorithm in ("ring", "nccl"):
             return f"{self.settings.sync_algorithm} has contributions of all workers in all memory devices"
         if self._profile is None and self.settings.dual_sync == "auto":
@@ -495,9 +507,32 @@ class Session:
         by_profile = self.settings.routing == ("profile" if self.emulation is None else "auto")
         return by_profile and self._profile is not None
 
+    @property
+    def _may_use_nccl(self) -> bool:
+        """Whether the workers of this session can reduce tensors themselves if these are on GPUs."""
+        return len(self.node_workers) == self.identity.world_size and self.emulation is None
+
+    def _watch_gpu_steps(self, group: TensorGroup, gpu: str, *, on_host: bool) -> bool:
+        """Plans dual synchronisation of `group`, if all workers have it on GPUs; returns whether they have."""
+        looks_at_links = self._follows_links and self.settings.replan_steps != 0
+        if self.settings.dual_sync == OFF or not self._may_use_nccl or on_host or looks_at_links:
+            return False
+        num_elsewhere = np.array([0 if gpu else 1], dtype=np.int32)
+        self.all_reduce(num_elsewhere)
+        if num_elsewhere[0]:
+            return False
+        from coarse.profiler.gpu_dual_sync import GpuDualSync
+
+        if any(isinstance(each, GpuDualSync) for each in self._planners):
+            reason = "NCCL reduces those of another one, and needs all of its work in one order"
+            self._decisions += (f"dual synchronisation: none in {group.name}: {reason}",)
+        else:
+            self._planners.append(GpuDualSync(self, group, gpu=gpu, mode=self.settings.dual_sync))
+        return True
+
     def _watch_steps(self, group: TensorGroup) -> None:
         """Plans anew while `group` is trained, where there is something to plan by."""
-        is_first = not self._replanners  # one group's steps tell when to look at the links
+        is_first = not self._planners  # one group's steps tell when to look at the links
         plans_dual_sync = self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
         looks_at_links = is_first and self._follows_links and self.settings.replan_steps != 0
         if self._plan is None or not (plans_dual_sync or looks_at_links):
@@ -513,7 +548,7 @@ class Session:
             own_path=self.settings.own_path,
             every_steps=self.settings.replan_steps if looks_at_links else 0,
         )
-        self._replanners.append(replanner)
+        self._planners.append(replanner)
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures together with all workers; the first one of the node keeps the result."""

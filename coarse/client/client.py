@@ -440,6 +440,11 @@ class Client:
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
         raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
 
+    def check_others(self) -> None:
+        """Raises what is known of lost workers and memory devices, as while waiting for a tensor."""
+        self._check_usable()
+        self.check(self._native.check_peers(), str)
+
     def close(self, *, is_finished: bool = True) -> None:
         """Says goodbye to the memory devices. Idempotent.
 

@@ -71,11 +71,6 @@ def _check_gpus(settings: Settings, num_nodes: int) -> None:
             f"COARSE_PROFILE={settings.profile} does not go with memory devices on GPUs, links to which are measured "
             "when tensors are first registered; set it to cached or off"
         )
-    if settings.dual_sync not in (OFF, AUTO):
-        raise ValueError(
-            f"COARSE_DUAL_SYNC={settings.dual_sync} does not go with memory devices on GPUs, whose workers see none "
-            "of each other's tensors; set it to off or auto"
-        )
 
 
 def _check_replicas(table: PartitionTable) -> None:

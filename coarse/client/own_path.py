@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from coarse.errors import CoarseError
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
@@ -45,6 +48,12 @@ class Meeting:
         self._group.push(1)
         self._group.pull(1)
         return list(self._numbers[: len(numbers)])
+
+    def take_leave(self, patience_s: float) -> None:
+        """As wait(), for a worker that leaves: returns after so long at most, or if the others are gone."""
+        with contextlib.suppress(CoarseError):
+            self._group.push(0)
+            self._group.await_pushed(patience_s)
 
     def close(self) -> None:
         """Gives its memory up. Idempotent."""

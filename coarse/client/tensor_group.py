@@ -15,7 +15,7 @@ from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
-from coarse.errors import SessionClosedError, SnapshotsBusyError
+from coarse.errors import CoarseError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates
@@ -30,6 +30,12 @@ _OWN_PATH_FLAGS = {
     "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
+
+_NCCL_FLAGS = _native.OWN_PATH | _native.BY_NCCL
+_NCCL_DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
+_NCCL_PATIENCE_S = (
+    3.0  # with workers that are still to be through with what all have given NCCL: microseconds
+)
 
 GpuTensor = tuple[int, int, int, int, int]
 """A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
@@ -101,9 +107,14 @@ class TensorGroup:
         self._own_path: HostOwnPath | None = None
         self._meeting: Meeting | None = None
         self._pulls_singly = False
-        self._on_push: Callable[[int], None] | None = None
+        self._on_push: Callable[[Sequence[int]], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
         self._gpu: _native.GpuTransfers | None = None
+        self._gpu_stream = 0
+        self.gpu_context: _native.CudaContext | None = None
+        """Of the GPU from which tensors are pushed; None where they are not."""
+        self._uses_nccl = False
+        self._cannot_use_nccl = ""
         self._is_joined = False  # since the last push_from_gpu()
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
@@ -120,6 +131,11 @@ class TensorGroup:
     def routing(self) -> RoutingTable:
         """Which memory device takes which of this worker's shards."""
         return self._schema.routes[self._client.number] if self._schema.routes else self._client.routing
+
+    @property
+    def gpu_stream(self) -> int:
+        """Handle of the stream that computes what is pushed from a GPU: that of the last push or join."""
+        return self._gpu_stream
 
     @property
     def is_on_gpu(self) -> bool:
@@ -250,7 +266,7 @@ class TensorGroup:
         if self._slots is None:
             raise self._closed_error()
         if self._on_push is not None:
-            self._on_push(index)
+            self._on_push((index,))
         flags = (
             (_native.PRESENT if present and not joined else 0) | (_native.JOINED if joined else 0) | update
         )
@@ -281,6 +297,7 @@ class TensorGroup:
             raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
         elif isinstance(self._slots, memoryview):
             slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False
+        self.gpu_context = context
         self._gpu = _native.GpuTransfers(
             self._native,
             self.id,
@@ -313,10 +330,11 @@ class TensorGroup:
         Raises:
             CudaError: If the stream is being captured into a CUDA graph.
             MemoryDeviceLostError, WorkerLostError, SyncTimeoutError: If that has happened since the last call.
+            NcclError: If NCCL has failed, by which workers reduce some tensors themselves.
         """
         if self._on_push is not None:
-            for tensor in tensors:
-                self._on_push(tensor[0])
+            self._gpu_stream = stream
+            self._on_push([tensor[0] for tensor in tensors])
         self._is_joined = False
         self._check_gpu(self._open_gpu().push(tensors, stream))
 
@@ -334,6 +352,7 @@ class TensorGroup:
 
     def join_gpu(self, stream: int) -> None:
         """Has what `stream` is given from now on wait for all results of what was pushed; raises as that does."""
+        self._gpu_stream = stream
         self._check_gpu(self._open_gpu().join(stream))
         self._is_joined = True
 
@@ -378,6 +397,10 @@ class TensorGroup:
             self._client.check(status, lambda: self._describe_wait(index))
         return self._native.contributors(self.id, index)
 
+    def await_pushed(self, timeout_s: float) -> None:
+        """Waits for every tensor that was pushed, so long at most, whether it is there then or not."""
+        self._native.pull_all(self.id, timeout_s)
+
     def pull_all(self) -> list[int]:
         """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each."""
         if self._slots is None:
@@ -393,9 +416,11 @@ class TensorGroup:
         return contributors
 
     def watch(
-        self, on_push: Callable[[int], None] | None, on_step: Callable[[Sequence[int]], None] | None
+        self,
+        on_push: Callable[[Sequence[int]], None] | None,
+        on_step: Callable[[Sequence[int]], None] | None,
     ) -> None:
-        """Has functions called with each tensor that is pushed, and when everything of a step has been pulled.
+        """Has functions called with the tensors of each push, and when everything of a step has been pulled.
 
         Args:
             on_push: Runs in the hot path; None for none.
@@ -439,6 +464,74 @@ class TensorGroup:
         self._own_shards = {shard: shards[shard].tensor for shard in ways}
         flags = [_OWN_PATH_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
         self._native.set_path_flags(self.id, flags)
+
+    def use_nccl(self, communicator: _native.NcclCommunicator, shards: Sequence[int]) -> None:
+        """Has the workers reduce these shards themselves from the next push on, between their GPUs.
+
+        As use_own_path(), but that numbers are added in the order of NCCL. While tensors go this way, every worker
+        pushes all of them in each step, and ends it by join_gpu(). For one group of a session, since NCCL needs all
+        of its work in one order on all workers.
+
+        Args:
+            communicator: Of the node's workers.
+            shards: In the order in which all workers give them to NCCL; none for nothing any more.
+
+        Raises:
+            ValueError: If cannot_use_nccl() has a reason.
+        """
+        if reason := self.cannot_use_nccl():
+            raise ValueError(f"{self.name}: workers cannot reduce by NCCL: {reason}")
+        own = set(shards)
+        flags = [_NCCL_FLAGS if shard in own else 0 for shard in range(len(self.shard_sizes()))]
+        self._native.set_path_flags(self.id, flags)
+        self._set_gpu_own_path(communicator if shards else None, shards)
+
+    def stop_nccl(self, why: str) -> None:
+        """Has memory devices reduce everything, now and later; every worker calls it alike, between two steps.
+
+        Args:
+            why: The reason that cannot_use_nccl() has from now on.
+        """
+        self._cannot_use_nccl = why
+        if self._uses_nccl:
+            self._native.set_path_flags(self.id, [0] * len(self.shard_sizes()))
+            self._set_gpu_own_path(None, ())
+
+    def cannot_use_nccl(self) -> str:
+        """Why the workers cannot reduce tensors of this group themselves between their GPUs; "" if they can."""
+        if self._cannot_use_nccl:
+            return self._cannot_use_nccl
+        if self._gpu is None:
+            return "its tensors are copied by the processor"
+        if self._client.emulation is not None:
+            return "its links are those of another machine"
+        if self._kept is not None:
+            return "memory devices update its parameters"
+        if self._rows is not None:
+            return "it has tables, of which only rows travel"
+        for spec in self.specs:
+            if spec.dtype not in _NCCL_DTYPES or spec.op == "max":
+                return f"NCCL would not have the accuracy of memory devices for the {spec.op} of {spec.dtype}"
+        return ""
+
+    def _set_gpu_own_path(self, communicator: _native.NcclCommunicator | None, shards: Sequence[int]) -> None:
+        """Between two steps, whose results are there."""
+        assert self._gpu is not None
+        assert self.gpu_context is not None
+        self._end_nccl()
+        slots = self.address_on_gpu if self._reached is None else 0
+        own_path = None
+        if communicator is not None:
+            own_path = _native.GpuOwnPath(communicator, self.gpu_context, self._native, self.id, shards)
+        self._gpu.use_own_path(own_path, slots)
+        self._uses_nccl = communicator is not None
+
+    def _end_nccl(self) -> None:
+        """Has what NCCL was given be done on all workers: others may read this one's memory until then."""
+        if self._uses_nccl and self._meeting is not None and self._gpu is not None:
+            self._check_gpu(self._gpu.wait_for_own_path())
+            self._meeting.take_leave(_NCCL_PATIENCE_S)
+        self._uses_nccl = False
 
     def open_meeting(self) -> None:
         """Makes `meeting`; every worker calls it alike, before it works on anything else."""
@@ -503,18 +596,28 @@ class TensorGroup:
             return
         if self._is_joined:
             # The GPU may be behind, and other workers need what it has still to bring.
-            status = self._gpu.status()
-            if status == _native.WaitStatus.DONE:
-                status = self._native.pull_all(self.id, self._client.timeout_s)
-            if status not in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED):
+            reason = self._end_last_step(self._gpu)
+            if reason:
                 logger.error(
                     "[w%d] %s: the last step did not come to its end (%s); what is on the GPU is that of no step",
                     self._client.rank,
                     self.name,
-                    status.name,
+                    reason,
                 )
         self._is_joined = False
         self._gpu.close()
+
+    def _end_last_step(self, gpu: _native.GpuTransfers) -> str:
+        """Waits until this worker is needed no more; returns what has gone wrong, "" if nothing has."""
+        try:
+            status = gpu.status()
+            if status == _native.WaitStatus.DONE:
+                status = self._native.pull_all(self.id, self._client.timeout_s)
+            if status == _native.WaitStatus.DONE:
+                self._end_nccl()
+        except (_native.NcclError, CoarseError) as error:
+            return str(error)
+        return "" if status in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED) else status.name
 
     def _memory_kept(self) -> OptimizerMemory:
         if self._slots is None:
@@ -525,6 +628,8 @@ class TensorGroup:
 
     def _describe_pending(self) -> str:
         waits = [self._describe_wait(i) for i in range(len(self.specs)) if self._native.is_late(self.id, i)]
+        if not waits:
+            return f"tensors of {self.name}, which the workers reduce themselves by NCCL"
         return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more tensors" if len(waits) > 3 else "")
 
     def _describe_wait(self, index: int) -> str:

@@ -12,11 +12,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from coarse.client.pacing import ServedTransfer
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
+from coarse.profiler.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
 from coarse.profiler.measure import gather_bytes, time_paths
 from coarse.profiler.own_path import ALL_TO_ALL, choose_collective
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from coarse.session import Session
 
 logger = logging.getLogger(__name__)
-
-TIMED_STEPS = 3
-"""Whole steps from which T_FP and T_BP are taken, after one that only starts the clock."""
 
 COST_FRACTION = 0.01
 """Part of the time of training that probes may take."""
@@ -94,6 +91,9 @@ class Replanner:
         self._num_steps = 0
         self._next_look = 0
         self._clock = StepClock()
+        self._first_steps = FirstSteps(
+            self._clock, group, is_first=self._is_first, time_dilation=session.time_dilation
+        )
         self.decisions: list[str] = []
         """What was decided since the start, a line each."""
         group.open_meeting()
@@ -126,14 +126,13 @@ class Replanner:
         if reason := self._group.cannot_use_own_path():
             self._decide(f"dual synchronisation: none in {self._group.name}: {reason}")
             return
-        dilation = self._session.time_dilation
-        forward_s, backward_s, _ = self._slowest([each / dilation for each in self._clock.medians_s()])
-        order = self._order_of_first_worker()
+        forward_s, backward_s, _ = self._first_steps.medians_s()
+        order = self._first_steps.order()
         shard_bytes = self._group.shard_sizes()
-        pushed_shards = _shards_in_order(order, self._group.tensors_of_shards())
-        is_emulated = self._session.is_emulated
-        ready_s = self._ready_s(order, backward_s)
         tensor_of = self._group.tensors_of_shards()
+        pushed_shards = shards_in_order(order, tensor_of)
+        is_emulated = self._session.is_emulated
+        ready_s = self._first_steps.ready_s(order, backward_s)
         plan = plan_dual_sync(
             DualSyncInputs(
                 tensor_bytes=tuple(shard_bytes[shard] for shard in pushed_shards),
@@ -178,26 +177,6 @@ class Replanner:
             return SyncCosts(proxy_s_per_byte=0.0, worker_s_per_byte=0.0)  # a size was asked for
         return SyncCosts.of_profile(self._profile, self._tables, shard_bytes=self._shard_bytes)
 
-    def _slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Of each time that of the worker for which it is longest."""
-        return self._group.meeting.largest(seconds)
-
-    def _order_of_first_worker(self) -> list[int]:
-        """Tensors in the order in which the first worker pushed them; others may have pushed them in another one."""
-        num_tensors = len(self._group.specs)
-        order = self._group.meeting.largest(self._clock.order if self._is_first else [0] * num_tensors)
-        return [int(tensor) for tensor in order]
-
-    def _ready_s(self, order: Sequence[int], backward_s: float) -> dict[int, float]:
-        """When each tensor is ready in the backward pass, on the slowest worker and none before those before it."""
-        dilation = self._session.time_dilation
-        by_tensor = [0.0] * len(order)
-        for tensor, ready_s in zip(self._clock.order, self._clock.ready_s(), strict=True):
-            by_tensor[tensor] = ready_s / dilation
-        slowest = self._slowest(by_tensor)
-        moments = accumulate((slowest[tensor] for tensor in order), max)
-        return {tensor: min(ready_s, backward_s) for tensor, ready_s in zip(order, moments, strict=True)}
-
     # ---- dynamic profiling ----
 
     def _look_at_links(self) -> None:
@@ -210,7 +189,7 @@ class Replanner:
         times = self._gauge.read(self._profile, traffic)
         self._probe_others(self._profile, times, sizes)
         self._gauge.look_done(traffic)
-        (cost_s,) = self._slowest([time.perf_counter() - began])
+        (cost_s,) = self._first_steps.slowest([time.perf_counter() - began])
         self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
         change = largest_change(self._profile, times)
         self._profile = refresh_profile(self._profile, times)
@@ -270,8 +249,7 @@ class Replanner:
     def _steps_until_next_look(self, cost_s: float) -> int:
         if self._every_steps > 0:
             return self._every_steps
-        step_s = self._clock.medians_s()[2]
-        (slowest_step_s,) = self._slowest([step_s])
+        (slowest_step_s,) = self._first_steps.slowest([self._clock.medians_s()[2]])
         wanted = math.ceil(cost_s / (COST_FRACTION * max(slowest_step_s, 1e-9)))
         return min(max(wanted, _FEWEST_STEPS_APART), MOST_STEPS_APART)
 
@@ -282,12 +260,6 @@ class Replanner:
         self.decisions.append(text)
         if self._is_first:
             logger.info("[w0] %s", text)
-
-
-def _shards_in_order(tensors: Sequence[int], tensors_of_shards: Sequence[int]) -> list[int]:
-    """Shards in the order in which they are pushed with their tensors."""
-    position = {tensor: position for position, tensor in enumerate(tensors)}
-    return sorted(range(len(tensors_of_shards)), key=lambda shard: position[tensors_of_shards[shard]])
 
 
 def _route(table: RoutingTable) -> str:

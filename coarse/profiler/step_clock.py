@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 
@@ -34,14 +34,15 @@ class StepClock:
         """Whole steps that were timed."""
         return len(self._step_s)
 
-    def pushed(self, tensor: int) -> None:
-        """A tensor was pushed."""
+    def pushed(self, tensors: Sequence[int]) -> None:
+        """Tensors were pushed, in this order."""
         self._last_push = self._clock()
         if self._first_push < 0:
             self._first_push = self._last_push
             self.order = []
-        self.order.append(tensor)
-        self._ready_s.setdefault(tensor, []).append(self._last_push - self._first_push)
+        self.order.extend(tensors)
+        for tensor in tensors:
+            self._ready_s.setdefault(tensor, []).append(self._last_push - self._first_push)
 
     def pulled_all(self) -> None:
         """Everything has been pulled: a step is over."""

@@ -408,6 +408,8 @@ class DistributedDataParallel(Offloading):
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
         check_joinable(is_offloaded=self._offloaded is not None, has_tables=bool(self.tables))
         self.ensure_registered()
+        if self._gradients is not None:
+            self._gradients.expect_uneven_inputs()
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
 

@@ -311,6 +311,12 @@ class GradientSynchroniser:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._untraced_on_output)
 
+    def expect_uneven_inputs(self) -> None:
+        """From now on workers may run out of inputs: shadow(). Collective."""
+        if isinstance(self.group, TensorGroup):
+            self._path.settle()
+            self.group.stop_nccl("after join() a worker without inputs would not take part")
+
     def shadow(self, *, divide_by_initial_world_size: bool) -> None:
         """Takes part in one averaging without gradients, for a worker whose inputs are exhausted.
 

@@ -32,7 +32,7 @@ static_assert(kSuccess == ncclSuccess && kUnhandledCudaError == ncclUnhandledCud
 static_assert(kTypeUInt8 == ncclUint8 && kTypeInt32 == ncclInt32 && kTypeInt64 == ncclInt64 &&
               kTypeFloat16 == ncclFloat16 && kTypeFloat32 == ncclFloat32 && kTypeFloat64 == ncclFloat64 &&
               kTypeBFloat16 == ncclBfloat16);
-static_assert(kOpSum == ncclSum && kOpMax == ncclMax);
+static_assert(kOpSum == ncclSum && kOpMax == ncclMax && kOpAvg == ncclAvg);
 static_assert(std::is_same_v<decltype(UniqueIdBytes::bytes), decltype(ncclUniqueId::internal)> &&
               sizeof(UniqueIdBytes) == sizeof(ncclUniqueId) &&
               alignof(UniqueIdBytes) == alignof(ncclUniqueId));

@@ -2,7 +2,7 @@
 // meet in a file that they share. As with NCCL, an operation is a part of its stream, which waits there for
 // the other ranks until they come or the communicator is aborted; whatever the streams, a communicator's
 // operations run in the order in which they were given. Sums are added in the order of the ranks, 16-bit
-// types in float32.
+// types in float32; as with NCCL, numbers of a mean are divided before they are added.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -115,14 +115,16 @@ struct Max {
   }
 };
 
-template <typename Element, typename Op>
+template <typename Element, typename Op, bool isMean = false>
 void reduceChunks(const Meeting& meeting, int numRanks, std::size_t count, void* result) {
   using Stored = typename Element::Stored;
+  using Computed = decltype(Element::load(Stored{}));
   for (std::size_t i = 0; i < count; ++i) {
-    const auto at = [&](int rank) {
-      return Element::load(reinterpret_cast<const Stored*>(meeting.ranks[rank].chunk)[i]);
+    const auto at = [&](int rank) -> Computed {
+      const Computed value = Element::load(reinterpret_cast<const Stored*>(meeting.ranks[rank].chunk)[i]);
+      return isMean ? value * (Computed(1) / numRanks) : value;
     };
-    auto sum = at(0);
+    Computed sum = at(0);
     for (int rank = 1; rank < numRanks; ++rank) sum = Op::apply(sum, at(rank));
     static_cast<Stored*>(result)[i] = Element::store(sum);
   }
@@ -132,12 +134,15 @@ struct Kind {
   std::size_t itemBytes = 0;  // 0 if there is no such type
   void (*sum)(const Meeting&, int, std::size_t, void*) = nullptr;
   void (*max)(const Meeting&, int, std::size_t, void*) = nullptr;
+  void (*mean)(const Meeting&, int, std::size_t, void*) = nullptr;
+
+  auto of(int op) const { return op == kOpSum ? sum : op == kOpMax ? max : op == kOpAvg ? mean : nullptr; }
 };
 
 template <typename Element>
 Kind kindOf() {
   return {sizeof(typename Element::Stored), reduceChunks<Element, coarse::cuda::Sum>,
-          reduceChunks<Element, Max>};
+          reduceChunks<Element, Max>, reduceChunks<Element, coarse::cuda::Sum, true>};
 }
 
 Kind kindOf(int type) {
@@ -194,7 +199,7 @@ class Rank {
     }
     if (!meet() || failure_ != kSuccess) return;
     const Kind kind = kindOf(operation.description.type);
-    const auto reduceChunk = operation.description.op == kOpSum ? kind.sum : kind.max;
+    const auto reduceChunk = kind.of(operation.description.op);
     const std::size_t mostElements = kChunkBytes / kind.itemBytes;
     for (std::size_t begin = 0; begin < operation.description.count; begin += mostElements) {
       const std::size_t count = std::min<std::size_t>(mostElements, operation.description.count - begin);
@@ -362,7 +367,7 @@ Result ncclCommGetAsyncError(CommHandle comm, Result* failure) {
 
 Result ncclAllReduce(const void* send, void* receive, std::size_t count, int type, int op, CommHandle comm,
                      StreamHandle stream) {
-  if (kindOf(type).itemBytes == 0 || (op != kOpSum && op != kOpMax))
+  if (kindOf(type).itemBytes == 0 || kindOf(type).of(op) == nullptr)
     return failed(kInvalidArgument, "type %d, operation %d", type, op);
   const std::size_t numBytes = count * kindOf(type).itemBytes;
   const void* const from = placeOf(send, numBytes);

@@ -308,12 +308,23 @@ TEST_F(Nccl, RanksOnOneGpuAreTakenWhereNcclIsTold) {
   });
 }
 
-TEST_F(Nccl, AMeanIsTheCallers) {
+TEST_F(Nccl, MeansAreOfFractions) {
+  forRanks(2, [](Rank& rank) {
+    std::vector<double> numbers{3.0 * rank.communicator.rank(), 5.0};
+    rank.allReduce(numbers, numbers, DType::kFloat64, ReduceOp::kMean);
+    rank.stream.synchronize();
+    EXPECT_EQ(numbers, (std::vector<double>{1.5, 5.0}));
+  });
+}
+
+TEST_F(Nccl, MeansOfTypesThatNcclTruncatesOrRoundsTwiceAreTheCallers) {
   forRanks(1, [](Rank& rank) {
-    std::vector<float> numbers(1);
-    expectSays(messageOf<std::invalid_argument>(
-                   [&] { rank.allReduce(numbers, numbers, DType::kFloat32, ReduceOp::kMean); }),
-               {"sum", "divide"});
+    std::vector<std::int32_t> numbers(1);
+    for (const DType dtype : {DType::kInt32, DType::kBFloat16, DType::kFloat16}) {
+      expectSays(
+          messageOf<std::invalid_argument>([&] { rank.allReduce(numbers, numbers, dtype, ReduceOp::kMean); }),
+          {"float32 or float64", "divide"});
+    }
   });
 }
 

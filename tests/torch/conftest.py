@@ -72,6 +72,16 @@ def stand_in_gpu_along_routes_pool(make_pool: MakePool, cuda_stand_ins: Path) ->
 
 
 @pytest.fixture(scope="session")
+def nccl_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU each, by NCCL", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
+def nccl_in_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU each, slots by NCCL", stand_ins=cuda_stand_ins)
+
+
+@pytest.fixture(scope="session")
 def stand_in_gpu_each_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU each", stand_ins=cuda_stand_ins)
 

@@ -44,6 +44,12 @@ _GPU_ENVIRONMENTS = {
         "STAND_IN_PAGE_BYTES": "4096",
         "COARSE_ALGORITHM": "direct",
     },
+    "coarse, stand-in GPU each, by NCCL": {"STAND_IN_GPUS": "2", "COARSE_DUAL_SYNC": "0"},
+    "coarse, stand-in GPU each, slots by NCCL": {
+        "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1",
+        "STAND_IN_GPUS": "2",
+        "COARSE_DUAL_SYNC": "0",
+    },
     "coarse, stand-in GPU each, partly apart": {
         "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1,cuda:2",
         "STAND_IN_GPUS": "3",
@@ -65,7 +71,9 @@ class WorkerPool(ProcessPool):
     the slots of both workers on the latter. "coarse, stand-in GPU each" has each worker on a GPU with its memory
     device, the first worker on that of the home device; ", spread" behind that has pages so small that models lie
     on both, and a worker that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU
-    too, which the first cannot reach. "ddp, cuda" and "coarse, cuda" have both models on the first GPU.
+    too, which the first cannot reach; ", by NCCL" has the workers reduce everything themselves after the first steps,
+    with memory devices on the host, ", slots by NCCL" with these on the GPUs. "ddp, cuda" and "coarse, cuda" have
+    both models on the first GPU.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

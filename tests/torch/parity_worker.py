@@ -15,9 +15,13 @@ import fast_torch  # noqa: F401, before the next one
 import torch
 import torch.distributed as dist
 
-from coarse.profiler import replanner
+from coarse.profiler import gpu_dual_sync, replanner
 
-OWN_PATH = "coarse, own path"
+OWN_PATHS = (
+    "coarse, own path",
+    "coarse, stand-in GPU each, by NCCL",
+    "coarse, stand-in GPU each, slots by NCCL",
+)
 STAND_IN_GPU = "coarse, stand-in GPU"
 A_GPU_EACH = "coarse, stand-in GPU each"
 ON_CUDA = ", cuda"
@@ -44,8 +48,8 @@ def main() -> None:
     strategy, rendezvous, pipe = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    if strategy == OWN_PATH:  # before scenarios end, which have few steps
-        replanner.TIMED_STEPS = 1
+    if strategy in OWN_PATHS:  # before scenarios end, which have few steps
+        replanner.TIMED_STEPS = gpu_dual_sync.TIMED_STEPS = 1
     if strategy.startswith(STAND_IN_GPU):
         import gpu_stand_in
 

@@ -99,6 +99,20 @@ def test_equals_torch_where_memory_devices_are_on_another_gpu(
     assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, PARITY_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_workers_reduce_by_nccl(
+    name: str, ddp_pool: WorkerPool, nccl_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, nccl_pool, PARITY_SCENARIOS[name].tolerance)
+
+
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, PARITY))
+def test_equals_torch_where_workers_reduce_slots_by_nccl(
+    name: str, ddp_pool: WorkerPool, nccl_in_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, nccl_in_slots_pool, PARITY_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", slow_but_for(["averages_gradients"], PARITY))
 def test_equals_torch_where_slots_lie_along_routes(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_along_routes_pool: WorkerPool

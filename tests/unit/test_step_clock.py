@@ -19,7 +19,7 @@ def _step(hand: Hand, clock: StepClock, forward_s: float, gaps_s: list[float], w
     hand.now += forward_s
     for tensor, gap_s in enumerate([0.0, *gaps_s]):
         hand.now += gap_s
-        clock.pushed(len(gaps_s) - tensor)
+        clock.pushed([len(gaps_s) - tensor])
     hand.now += wait_s
     clock.pulled_all()
 

@@ -53,6 +53,7 @@ void registerClient(py::module_& module) {
   module.attr("OWN_PATH") = static_cast<int>(kOwnPath);
   module.attr("ALL_GATHER") = static_cast<int>(kAllGather);
   module.attr("ALL_TO_ALL") = static_cast<int>(kAllToAll);
+  module.attr("BY_NCCL") = static_cast<int>(kByNccl);
   module.attr("UPDATE") = static_cast<int>(kUpdate);
   module.attr("REDUCED") = static_cast<int>(kReduced);
   module.attr("MEASURE") = static_cast<int>(kMeasure);
@@ -139,6 +140,7 @@ void registerClient(py::module_& module) {
             return std::pair(status, std::move(seconds));
           },
           py::arg("group"), py::arg("probes"), py::arg("timeout_s"))
+      .def("check_peers", &Client::checkPeers)
       .def_property_readonly("lost_device", &Client::lostDevice);
 }
 

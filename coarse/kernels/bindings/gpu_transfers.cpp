@@ -23,6 +23,9 @@ MappedMemory toMemory(const MemoryTuple& tuple) {
   return {reinterpret_cast<std::byte*>(address), numBytes, isOnGpu};
 }
 
+/// As much as is copied to slots at once, so that both ways are busy from early on.
+constexpr std::size_t kOwnBucketBytes = GpuTransfersConfig{}.mostBatchBytes;
+
 /// A method that takes tensors as `stream` computes them.
 template <WaitStatus (GpuTransfers::*method)(const std::vector<GpuTensor>&, cuda::StreamHandle)>
 WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples, std::uintptr_t stream) {
@@ -37,6 +40,15 @@ WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples,
 
 void registerGpuTransfers(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<GpuOwnPath, std::shared_ptr<GpuOwnPath>>(module, "GpuOwnPath")
+      .def(py::init([](std::shared_ptr<nccl::Communicator> communicator,
+                       std::shared_ptr<cuda::Context> context, const Client& client, std::uint32_t group,
+                       const std::vector<std::uint32_t>& shards) {
+             return std::make_shared<GpuOwnPath>(std::move(communicator), std::move(context),
+                                                 client.plan(group), shards, kOwnBucketBytes);
+           }),
+           py::arg("communicator"), py::arg("context"), py::arg("client"), py::arg("group"),
+           py::arg("shards"), py::keep_alive<1, 4>());
   py::class_<GpuTransfers>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
                        const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds) {
@@ -56,6 +68,8 @@ void registerGpuTransfers(py::module_& module) {
             return transfers.join(reinterpret_cast<cuda::StreamHandle>(stream));
           },
           py::arg("stream"), ReleaseGil())
+      .def("use_own_path", &GpuTransfers::useOwnPath, py::arg("own_path").none(true), py::arg("slots"))
+      .def("wait_for_own_path", &GpuTransfers::waitForOwnPath, ReleaseGil())
       .def("status", &GpuTransfers::status)
       .def_property_readonly("batch_bytes", &GpuTransfers::batchBytes)
       .def_property_readonly("num_pushed", &GpuTransfers::numPushed)

@@ -70,11 +70,13 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
   return {};
 }
 
-/// Whether the workers can reduce such a shard themselves: over emulated links, or in memory that they share.
-bool hasOwnPath(const TensorGroup& group, const Shard& shard) noexcept {
+/// Whether the workers can reduce such a shard themselves: over emulated links, in memory that they share, or
+/// by NCCL, however memory devices would do it.
+bool hasOwnPath(const TensorGroup& group, const Shard& shard, std::uint8_t flags) noexcept {
   if (shard.algorithm == Algorithm::kExchange) return true;
   const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
-  return isCoherent && !shard.isDynamic && !group.plan().hasOptimizer && !group.plan().isTable(shard);
+  return (isCoherent || (flags & kByNccl) == kByNccl) && !shard.isDynamic && !group.plan().hasOptimizer &&
+         !group.plan().isTable(shard);
 }
 
 }  // namespace
@@ -153,7 +155,7 @@ std::string rejection(const TensorGroup* group, std::size_t client, const Descri
            " although step " + std::to_string(std::max(done, pushed)) + " was its last";
   }
   const Shard& shard = group->plan().shards[descriptor.shard];
-  if ((descriptor.flags & kOwnPath) != 0 && !hasOwnPath(*group, shard))
+  if ((descriptor.flags & kOwnPath) != 0 && !hasOwnPath(*group, shard, descriptor.flags))
     return "shard " + std::to_string(descriptor.shard) + " has no path among the workers";
   if ((descriptor.flags & (kUpdate | kMeasure)) != 0 && !group->plan().hasOptimizer)
     return "an update, or a mean to be measured, in a group without an optimizer";

@@ -49,6 +49,10 @@ cuda::DeviceAddress GpuTransfers::PinnedWords::returned() const noexcept {
   return registration_.deviceAddress() + offsetof(Words, returned);
 }
 
+cuda::DeviceAddress GpuTransfers::PinnedWords::summed() const noexcept {
+  return registration_.deviceAddress() + offsetof(Words, summed);
+}
+
 GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::SharedContext context,
                            MappedMemory slots, MappedMemory results)
     : client_(client),
@@ -66,8 +70,7 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
   pin(slots_);
   pin(results_);
   tryWords();
-  for (const Shard& shard : plan_.shards) stepBytes_ += bytesOf(shard);
-  leftBytes_ = stepBytes_;
+  countStepBytes();
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
@@ -87,10 +90,12 @@ void GpuTransfers::close() noexcept {
   hasWork_.notify_all();
   thread_->join();
   thread_.reset();
+  if (ownPath_ != nullptr) ownPath_->abort();
   try {
     const cuda::ContextScope scope(*context_);
     pushStream_.synchronize();
     pullStream_.synchronize();
+    if (ownPath_ != nullptr) ownPath_->synchronize();
   } catch (const cuda::Error&) {
     // A device that has failed copies nothing any more.
   }
@@ -137,6 +142,7 @@ WaitStatus GpuTransfers::bring(const std::vector<GpuTensor>& tensors, cuda::Stre
 WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::StreamHandle stream) {
   const cuda::ContextScope scope(*context_);
   if (const WaitStatus failure = follow(stream); failure != WaitStatus::kDone) return failure;
+  if (const WaitStatus failure = takeOwn(tensors); failure != WaitStatus::kDone) return failure;
   for (Batch& each : cut(tensors)) {
     for (const Piece& piece : each.pieces) bring(piece);
     pushStream_.writeValue(words_.brought(), each.number);
@@ -156,6 +162,7 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
 
 WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
   const cuda::ContextScope scope(*context_);
+  joinOwn(stream);  // in front of the wait for memory devices, which may hold what comes behind it
   for (const SharedBatch& batch : unfetched_) {
     pullStream_.waitValue(words_.returned(), batch->number);
     fetch(*batch);
@@ -172,9 +179,31 @@ std::size_t GpuTransfers::batchBytes() const noexcept {
   return std::clamp(leftBytes_ / 2, config_.leastBatchBytes, config_.mostBatchBytes);
 }
 
+void GpuTransfers::useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceAddress slots) {
+  {
+    const std::lock_guard lock(mutex_);
+    ownPath_.swap(ownPath);
+  }
+  ownSlots_ = slots;
+  countStepBytes();
+}
+
+WaitStatus GpuTransfers::waitForOwnPath() {
+  while (true) {
+    const WaitStatus failure = status();
+    if (failure != WaitStatus::kDone) return failure;
+    {
+      const std::lock_guard lock(mutex_);
+      if (ownSteps_.empty()) return WaitStatus::kDone;
+    }
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
 WaitStatus GpuTransfers::status() const {
   if (!context_->isUsable()) return WaitStatus::kForked;
   const std::lock_guard lock(mutex_);
+  if (!ownFailure_.empty()) throw nccl::Error(ownFailure_);
   return failure_;
 }
 
@@ -188,13 +217,55 @@ bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
          hasReached(words_->brought.load(std::memory_order_acquire), count);
 }
 
+/// Bytes of a shard that are copied to its slot.
+std::size_t GpuTransfers::copiedBytes(std::uint32_t shard) const noexcept {
+  return isOwn(shard) ? 0 : bytesOf(plan_.shards[shard]);
+}
+
+void GpuTransfers::countStepBytes() {
+  stepBytes_ = 0;
+  for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) stepBytes_ += copiedBytes(shard);
+  leftBytes_ = stepBytes_;
+}
+
+/// Gives the workers' own path its part of these tensors.
+WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
+  if (ownPath_ == nullptr) return WaitStatus::kDone;
+  try {
+    for (const GpuTensor& tensor : tensors) {
+      const ShardRange shards = client_.shardsOf(config_.group, tensor.tensor);
+      cuda::DeviceAddress address = tensor.destination;
+      if (address == 0 && ownSlots_ != 0) address = ownSlots_ + plan_.shards[shards.first].offset;
+      ownPath_->take(shards, address, (tensor.flags & kPresent) != 0);
+    }
+    ownPath_->advance(computed_);
+  } catch (const nccl::Error& error) {
+    fail(WaitStatus::kAborted, error.what());
+  }
+  return status();
+}
+
+void GpuTransfers::joinOwn(cuda::StreamHandle stream) {
+  std::uint32_t lastBatch = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (ownPath_ == nullptr || failure_ != WaitStatus::kDone) return;
+    lastBatch = lastNumber_;
+  }
+  ownPath_->join(stream, words_.summed(), ++numOwnSteps_);
+  {
+    const std::lock_guard lock(mutex_);
+    ownSteps_.push_back({numOwnSteps_, lastBatch});
+  }
+  hasWork_.notify_one();
+}
+
 std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>& tensors) {
   std::vector<ShardRange> shards;
   std::size_t restBytes = 0;
   for (const GpuTensor& tensor : tensors) {
     const ShardRange all = shards.emplace_back(client_.beginPush(config_.group, tensor.tensor));
-    for (std::uint32_t shard = all.first; shard < all.last; ++shard)
-      restBytes += bytesOf(plan_.shards[shard]);
+    for (std::uint32_t shard = all.first; shard < all.last; ++shard) restBytes += copiedBytes(shard);
   }
   std::vector<Batch> batches(1);
   std::size_t numBytes = 0;
@@ -202,12 +273,12 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
     const ShardRange& all = shards[i];
     ShardRange piece{all.first, all.first, all.step};
     while (piece.last < all.last) {
-      const std::size_t shardBytes = bytesOf(plan_.shards[piece.last++]);
-      numBytes += shardBytes;
-      restBytes -= shardBytes;
+      const std::uint32_t shard = piece.last++;
+      numBytes += copiedBytes(shard);
+      restBytes -= copiedBytes(shard);
       // Little that is left goes with it.
       const bool isFull = numBytes >= batchBytes() && restBytes >= batchBytes() / 2;
-      if (!isFull && piece.last < all.last) continue;
+      if (!isFull && piece.last < all.last && isOwn(piece.last) == isOwn(shard)) continue;
       batches.back().pieces.push_back(pieceOf(tensors[i], all.first, piece));
       piece.first = piece.last;
       if (!isFull) continue;
@@ -233,6 +304,7 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   piece.shards = shards;
   piece.flags = tensor.flags;
   piece.numBytes = last.offset + bytesOf(last) - first.offset;
+  if (isOwn(shards.first)) return piece;
   if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
   piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
   piece.isResultOnGpu = tensor.result == nullptr ? slots_.isOnGpu : results_.isOnGpu;
@@ -267,7 +339,7 @@ void GpuTransfers::run() {
   makeSleepsExact();
   std::unique_lock lock(mutex_);
   while (true) {
-    hasWork_.wait(lock, [this] { return isStopping_ || !pushed_.empty(); });
+    hasWork_.wait(lock, [this] { return isStopping_ || !pushed_.empty() || !ownSteps_.empty(); });
     if (isStopping_) return;
     lock.unlock();
     work();
@@ -281,22 +353,27 @@ void GpuTransfers::work() {
   YieldingSpin spin(kSpin);
   while (true) {
     const bool hasAnnounced = announceBrought();
-    if (releaseReturned() || hasAnnounced) {
+    const bool hasReleased = releaseReturned();
+    if (releaseSummed() || hasReleased || hasAnnounced) {
       progressedAt_ = Clock::now();
       spin.reset();
       continue;
     }
     {
       const std::lock_guard lock(mutex_);
-      if (isStopping_ || failure_ != WaitStatus::kDone) return;
-      if (pushed_.empty() && announced_.empty()) return;
+      if (isStopping_ || failure_ != WaitStatus::kDone) return announced_.clear();
+      if (pushed_.empty() && announced_.empty() && ownSteps_.empty()) return;
     }
     if (spin.yield()) continue;
     std::this_thread::sleep_for(kNap);
     const Clock::time_point now = Clock::now();
     if (now - checkedAt < kHealthInterval) continue;
     checkedAt = now;
-    if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
+    try {
+      if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
+    } catch (const nccl::Error& error) {
+      fail(WaitStatus::kAborted, error.what());
+    }
   }
 }
 
@@ -328,6 +405,8 @@ bool GpuTransfers::releaseReturned() {
       return client_.areDone(config_.group, piece.shards);
     });
     if (!isDone) break;
+    const std::lock_guard lock(mutex_);
+    if (isStopping_ || failure_ != WaitStatus::kDone) break;  // streams were let go, by a greater number
     // Release: who reads the count reads the results.
     words_->returned.store(batch.number, std::memory_order_release);
     announced_.pop_front();
@@ -336,20 +415,47 @@ bool GpuTransfers::releaseReturned() {
   return hasReleased;
 }
 
-WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
-  if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
-  const std::chrono::duration<double> waited = now - progressedAt_;
-  // What the GPU computes takes as long as it takes.
-  if (announced_.empty() || waited.count() < config_.timeoutSeconds) return WaitStatus::kDone;
-  return WaitStatus::kTimedOut;
+/// Forgets the steps that NCCL has done.
+bool GpuTransfers::releaseSummed() {
+  const std::lock_guard lock(mutex_);
+  const std::uint32_t summed = words_->summed.load(std::memory_order_acquire);
+  bool hasReleased = false;
+  for (; !ownSteps_.empty() && hasReached(summed, ownSteps_.front().number); ownSteps_.pop_front())
+    hasReleased = true;
+  return hasReleased;
 }
 
-void GpuTransfers::fail(WaitStatus status) {
+WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
+  if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
+  if (const auto ownPath = this->ownPath(); ownPath != nullptr) ownPath->check();
+  const std::chrono::duration<double> waited = now - progressedAt_;
+  if (waited.count() < config_.timeoutSeconds) return WaitStatus::kDone;
   const std::lock_guard lock(mutex_);
-  failure_ = status;
-  pushed_.clear();
-  announced_.clear();
-  words_->returned.store(lastNumber_, std::memory_order_release);
+  // What the GPU computes takes as long as it takes.
+  const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);
+  const bool waitsForNccl = !ownSteps_.empty() && hasReached(brought, ownSteps_.front().lastBatch);
+  return announced_.empty() && !waitsForNccl ? WaitStatus::kDone : WaitStatus::kTimedOut;
+}
+
+std::shared_ptr<GpuOwnPath> GpuTransfers::ownPath() const {
+  const std::lock_guard lock(mutex_);
+  return ownPath_;
+}
+
+/// Lets all streams go, unless that is done.
+void GpuTransfers::fail(WaitStatus status, std::string ownFailure) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_ != WaitStatus::kDone) return;
+    failure_ = status;
+    ownFailure_ = std::move(ownFailure);
+    pushed_.clear();
+    ownSteps_.clear();
+    words_->returned.store(lastNumber_, std::memory_order_release);
+  }
+  // Of CUDA's calls this is the one that the thread makes: NCCL waits for ranks that may never come, and
+  // nothing else does any more.
+  if (const auto ownPath = this->ownPath(); ownPath != nullptr) ownPath->abort();
 }
 
 }  // namespace coarse

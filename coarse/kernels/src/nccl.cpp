@@ -56,17 +56,17 @@ int typeOf(DType dtype) {
   throw std::invalid_argument("an all-reduce by NCCL: not a DType");
 }
 
-int opOf(ReduceOp op) {
+int opOf(ReduceOp op, DType dtype) {
   switch (op) {
     case ReduceOp::kSum:
       return kOpSum;
     case ReduceOp::kMax:
       return kOpMax;
     case ReduceOp::kMean:
-      break;
+      if (dtype == DType::kFloat32 || dtype == DType::kFloat64) return kOpAvg;
   }
   throw std::invalid_argument(
-      "an all-reduce by NCCL is a sum or a maximum: add up, and divide where the sum is used");
+      "a mean by NCCL is one of float32 or float64: add up others, and divide where the sum is used");
 }
 
 }  // namespace
@@ -131,7 +131,7 @@ Communicator::~Communicator() {
 
 void Communicator::allReduce(const void* send, void* receive, std::size_t count, DType dtype, ReduceOp op,
                              cuda::StreamHandle stream) {
-  const int type = typeOf(dtype), operation = opOf(op);
+  const int type = typeOf(dtype), operation = opOf(op, dtype);
   CommHandle handle = nullptr;
   {
     const std::lock_guard lock(mutex_);

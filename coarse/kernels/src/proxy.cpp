@@ -393,9 +393,9 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   const bool isOnOwnPath = group.isOnOwnPath(entry.shard) && nodeExchange_ == nullptr;
   if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
     ownPath_->start(group, entry);
-  } else if (isOnOwnPath && numPresent == config_.numClients) {
-    // The workers take it from here (Client::reducePieces); what one of them has nothing for is reduced
-    // below.
+  } else if (isOnOwnPath && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
+    // The workers take it from here (Client::reducePieces, GpuOwnPath); in the host's memory, what one of
+    // them has nothing for is reduced below.
     for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);

@@ -200,6 +200,10 @@ bool TensorGroup::isOnOwnPath(std::uint32_t shard) const noexcept {
   return (pathFlags(shard) & kOwnPath) != 0;
 }
 
+bool TensorGroup::isByNccl(std::uint32_t shard) const noexcept {
+  return (pathFlags(shard) & kByNccl) == kByNccl;
+}
+
 std::uint8_t TensorGroup::pathFlags(std::uint32_t shard) const noexcept {
   return control_.contribution(shard, 0).flags & kPathFlags;
 }

@@ -7,11 +7,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "coarse/client.hpp"
 #include "coarse/cuda_driver.hpp"
+#include "coarse/gpu_own_path.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/waiting.hpp"
@@ -59,6 +61,9 @@ struct GpuTensor {
 /// If memory devices are lost or take too long, all streams are let go, results are what lies in the slots,
 /// and every later call says so.
 ///
+/// Shards of the workers' own path (useOwnPath) stay where they are: NCCL works there, and memory devices are
+/// told of the contribution alone, so that who contributed, and who is late, is known of all shards alike.
+///
 /// Thread safety: one caller at a time, which is the client's.
 class GpuTransfers {
  public:
@@ -94,7 +99,14 @@ class GpuTransfers {
   std::size_t batchBytes() const noexcept;
   /// Has what `stream` is given from now on wait for all results of what was pushed, which ends a step.
   WaitStatus join(cuda::StreamHandle stream);
-  /// What has failed so far; kDone if nothing has.
+  /// Has the workers reduce some shards by NCCL from the next push on; nullptr for none. All workers call it
+  /// alike, and have set the path flags of the shards in the client. @pre all results of what was pushed are
+  /// there.
+  /// @param slots where the GPU of the worker sees them, for tensors that lie there; else 0.
+  void useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceAddress slots);
+  /// Waits until NCCL has done what it was given in the steps that were joined, or something has failed.
+  WaitStatus waitForOwnPath();
+  /// What has failed so far; kDone if nothing has. @throws nccl::Error if that is NCCL.
   WaitStatus status() const;
   /// Counts what was pushed, for hasBrought(); wraps around.
   std::uint32_t numPushed() const;
@@ -110,6 +122,7 @@ class GpuTransfers {
     std::byte* slot = nullptr;
     const std::byte* result = nullptr;
     bool isResultOnGpu = false;
+    bool isOwn = false;  // the workers' own path has it
     cuda::DeviceAddress source = 0;
     cuda::DeviceAddress destination = 0;
   };
@@ -119,10 +132,16 @@ class GpuTransfers {
     std::vector<Piece> pieces;
   };
   using SharedBatch = std::shared_ptr<const Batch>;
+  /// What NCCL is to do in a step.
+  struct OwnStep {
+    std::uint32_t number = 0;     // from 1, wraps around
+    std::uint32_t lastBatch = 0;  // of the step: when it has been brought, NCCL alone is waited for
+  };
   /// How far GPU and thread are; each counts batches for the other.
   struct Words {
     alignas(kCacheLineBytes) std::atomic<std::uint32_t> brought;   // to the slots; written by the GPU
     alignas(kCacheLineBytes) std::atomic<std::uint32_t> returned;  // results; written by the thread
+    alignas(kCacheLineBytes) std::atomic<std::uint32_t> summed;    // steps of NCCL's; written by the GPU
   };
   /// Pinned memory for Words, which a fork does not copy.
   class PinnedWords {
@@ -132,6 +151,7 @@ class GpuTransfers {
     Words* operator->() const noexcept { return &**this; }
     cuda::DeviceAddress brought() const noexcept;
     cuda::DeviceAddress returned() const noexcept;
+    cuda::DeviceAddress summed() const noexcept;
 
    private:
     Mapping mapping_;
@@ -143,6 +163,11 @@ class GpuTransfers {
   void tryWords();
   WaitStatus follow(cuda::StreamHandle stream);
   std::vector<Batch> cut(const std::vector<GpuTensor>& tensors);
+  bool isOwn(std::uint32_t shard) const noexcept { return ownPath_ != nullptr && ownPath_->has(shard); }
+  std::size_t copiedBytes(std::uint32_t shard) const noexcept;
+  void countStepBytes();
+  WaitStatus takeOwn(const std::vector<GpuTensor>& tensors);
+  void joinOwn(cuda::StreamHandle stream);
   Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
   void bring(const Piece& piece);
   void fetch(const Batch& batch);
@@ -152,8 +177,10 @@ class GpuTransfers {
   void work();
   bool announceBrought();
   bool releaseReturned();
+  bool releaseSummed();
+  std::shared_ptr<GpuOwnPath> ownPath() const;
   WaitStatus checkProgress(Clock::time_point now);
-  void fail(WaitStatus status);
+  void fail(WaitStatus status, std::string ownFailure = {});
 
   Client& client_;
   const GpuTransfersConfig config_;
@@ -165,14 +192,19 @@ class GpuTransfers {
   cuda::Stream pushStream_, pullStream_;
   cuda::Event computed_, fetched_;
   std::deque<SharedBatch> unfetched_;  // whose results no stream has been told to copy
-  std::size_t stepBytes_ = 0;          // of all tensors
+  std::size_t stepBytes_ = 0;          // of all tensors that go to slots
   std::size_t leftBytes_ = 0;          // of those that were not pushed in this step
+  cuda::DeviceAddress ownSlots_ = 0;   // where this GPU sees its slots
+  std::uint32_t numOwnSteps_ = 0;
 
   mutable std::mutex mutex_;  // guards what follows, up to the next comment
   std::condition_variable hasWork_;
   std::deque<SharedBatch> pushed_;  // and not announced
   std::uint32_t lastNumber_ = 0;
   WaitStatus failure_ = WaitStatus::kDone;
+  std::string ownFailure_;               // NCCL's, if it was first
+  std::shared_ptr<GpuOwnPath> ownPath_;  // written by the caller, who reads it without the lock
+  std::deque<OwnStep> ownSteps_;         // that were joined, and which NCCL has not done
   bool isStopping_ = false;
 
   // Of the thread alone.

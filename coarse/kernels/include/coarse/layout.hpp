@@ -70,7 +70,8 @@ enum : std::uint8_t {
   kJoined = 2,     // the client has run out of inputs and doesn't count in a mean
   kOwnPath = 4,    // the workers reduce this shard themselves: the contribution stays with its worker
   kAllGather = 8,  // on their own path they do it by all-gather,
-  kAllToAll = 16,  // or by all-to-all; without either in a ring
+  kAllToAll = 16,  // or by all-to-all; without either in a ring,
+  kByNccl = 24,    // with both by NCCL, which takes zeros of a client that contributes nothing
   kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay as they are
   kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step, and the first stands for all
   kMeasure = 128,  // the mean is measured (GradientMeasure); of a group that has an optimizer

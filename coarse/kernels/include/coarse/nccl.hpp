@@ -94,14 +94,15 @@ class Communicator {
   int rank() const noexcept { return rank_; }
   int numRanks() const noexcept { return numRanks_; }
 
-  /// Gives `stream` a sum or maximum of the ranks' arrays, the same bits for all ranks. It is not reduce():
-  /// NCCL adds in an order of its own, which depends on version, machine and `count`, rounds 16-bit types at
-  /// each addition, and its maximum is a number where an input is NaN and another is not. Returns when the
-  /// stream has it; a first call may wait for the other ranks' first, to connect.
+  /// Gives `stream` a sum, maximum or mean of the ranks' arrays, the same bits for all ranks. It is not
+  /// reduce(): NCCL divides what a mean is of before it adds, and adds in an order of its own, which depends
+  /// on version, machine and `count`, rounds 16-bit types at each addition, and its maximum is a number where
+  /// an input is NaN and another is not. Returns when the stream has it; a first call may wait for the other
+  /// ranks' first, to connect.
   /// @param send, receive in the GPU's memory, of `count` elements; may be the same, and must not otherwise
   /// overlap.
-  /// @throws std::invalid_argument for a mean, which is the caller's: a sum, divided where it is used; Error
-  /// if NCCL fails, or after abort().
+  /// @throws std::invalid_argument for a mean of other types than float32 and float64, which NCCL truncates
+  /// or rounds twice; Error if NCCL fails, or after abort().
   void allReduce(const void* send, void* receive, std::size_t count, DType dtype, ReduceOp op,
                  cuda::StreamHandle stream);
   /// @throws Error if something has failed since, or this was aborted. Operations can hang instead, without

@@ -38,6 +38,7 @@ enum : int {
 enum : int {
   kOpSum = 0,
   kOpMax = 2,
+  kOpAvg = 4,
 };
 
 /// What names a communicator before it is there; NCCL passes it by value.

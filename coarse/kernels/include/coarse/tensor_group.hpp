@@ -155,6 +155,8 @@ class TensorGroup {
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
   /// Whether the workers reduce the shard themselves. @pre all contributions have arrived and agree.
   bool isOnOwnPath(std::uint32_t shard) const noexcept;
+  /// On their own path, whether they do it by NCCL between their GPUs.
+  bool isByNccl(std::uint32_t shard) const noexcept;
   /// Those of kPathFlags. @pre all contributions have arrived and agree.
   std::uint8_t pathFlags(std::uint32_t shard) const noexcept;
   /// The memory device that took the client's contribution.

@@ -1,0 +1,223 @@
+"""Dual synchronisation of workers on GPUs: the memory devices reduce some shards of a step, NCCL between the workers'
+GPUs all others (COARSE paper, section III-F; docs/design/planning.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_bytes import gpu_context
+from coarse.client.workers_nccl import join_workers
+from coarse.errors import CoarseError, is_refusal
+from coarse.kernels import _native
+from coarse.profiler.dual_sync import DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
+from coarse.profiler.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
+from coarse.profiler.gpu_step_clock import GpuStepClock
+from coarse.profiler.measure import gather_bytes
+from coarse.profiler.step_clock import StepClock
+
+if TYPE_CHECKING:
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.session import Session
+
+logger = logging.getLogger(__name__)
+
+_TRIAL = TensorSpec(name="trial", dtype="float32", num_elements=(32 << 20) // 4, op="mean")
+_NUM_TRIALS = 5  # of which the first is not counted
+_IN_TURN = 2  # every second shard goes the other way, where both are timed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTimes:
+    """Seconds of a push and a pull of `num_bytes` by all workers.
+
+    Args:
+        num_bytes: Of each worker.
+        by_devices: Everything through the memory devices.
+        by_workers: Everything by NCCL.
+        by_both: One half each, at once.
+    """
+
+    num_bytes: int
+    by_devices: float
+    by_workers: float
+    by_both: float
+
+    def costs(self) -> SyncCosts:
+        """Of a byte on either way; and of links that both use, where both together take longer than the slower half.
+
+        With a and g seconds a byte, halves that use nothing in common take max(a, g) n / 2, halves that use the same
+        (a + g) n / 2. In between lies a link that is at both for the same share of their times.
+        """
+        devices, workers = self.by_devices / self.num_bytes, self.by_workers / self.num_bytes
+        share = min(1.0, 2 * self.by_both / (self.by_devices + self.by_workers))
+        return SyncCosts(
+            proxy_s_per_byte=devices, worker_s_per_byte=workers, shared=((share * devices, share * workers),)
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        return (
+            f"{self.num_bytes >> 20} MiB took {self.by_devices * 1e3:.2f} ms through the memory devices, "
+            f"{self.by_workers * 1e3:.2f} ms by NCCL between the workers, {self.by_both * 1e3:.2f} ms half and half"
+        )
+
+
+class GpuDualSync:
+    """Watches the first steps of one tensor group, then splits its shards between memory devices and NCCL.
+
+    Like Replanner it works between two steps, after the same one on every worker. A split does change results: NCCL
+    adds in an order of its own.
+
+    Args:
+        session: Of the group.
+        group: Whose tensors are on a GPU, on every worker.
+        gpu: That of this worker, by UUID.
+        mode: "auto", or bytes that go to the memory devices.
+    """
+
+    def __init__(self, session: Session, group: TensorGroup, *, gpu: str, mode: str) -> None:
+        self._session = session
+        self._group = group
+        self._gpu = gpu
+        self._mode = parse_mode(mode)
+        self._clock: StepClock | None = None
+        self.decisions: list[str] = []
+        """What was decided, a line each."""
+        group.open_meeting()
+        group.watch(self._pushed, self._step_done)
+
+    def _pushed(self, tensors: Sequence[int]) -> None:
+        if self._clock is None:
+            context = self._group.gpu_context
+            self._clock = (
+                StepClock() if context is None else GpuStepClock(context, lambda: self._group.gpu_stream)
+            )
+        self._clock.pushed(tensors)
+
+    def _step_done(self, contributors: Sequence[int]) -> None:
+        """Everything of a step has been pulled, by every worker alike."""
+        assert self._clock is not None
+        self._clock.pulled_all()
+        if max(contributors) < self._group.num_workers or self._clock.num_steps < TIMED_STEPS:
+            return  # a worker that has run out of inputs comes later than the others
+        self._group.watch(None, None)
+        try:
+            self._plan(FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0))
+        except (_native.NcclError, _RefusedError) as error:  # of every worker
+            self._decide(f"dual synchronisation: none in {self._group.name}: {error}")
+
+    def _plan(self, steps: FirstSteps) -> None:
+        self._check_all(self._group.cannot_use_nccl())
+        communicator = self._join()
+        times = measure_both_ways(self._session, communicator, self._gpu)
+        forward_s, backward_s, _ = steps.medians_s()
+        order = steps.order()
+        ready_s = steps.ready_s(order, backward_s)
+        tensor_of, sizes = self._group.tensors_of_shards(), self._group.shard_sizes()
+        pushed = shards_in_order(order, tensor_of)
+        plan = plan_dual_sync(
+            DualSyncInputs(
+                tensor_bytes=tuple(sizes[shard] for shard in pushed),
+                forward_s=forward_s,
+                backward_s=backward_s,
+                costs=times.costs(),
+                ready_s=tuple(ready_s[tensor_of[shard]] for shard in pushed),
+            ),
+            mode=self._mode,
+        )
+        own = [shard for position, shard in enumerate(pushed) if position not in plan.offloaded]
+        self._group.use_nccl(communicator, own)
+        if not own:
+            communicator.abort()
+        self._decide(times.describe())
+        self._decide(
+            f"dual synchronisation: {plan.num_offloaded} of {len(pushed)} shards, {plan.m_bytes} of {sum(sizes)} "
+            f"bytes, go to the memory devices, the others by NCCL between the workers "
+            f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
+        )
+
+    def _join(self) -> _native.NcclCommunicator:
+        session = self._session
+        return join_workers(
+            lambda own: gather_bytes(session, own),
+            number=session.node_workers.index(session.identity.rank),
+            gpu=self._gpu,
+            timeout_s=session.settings.timeout_s,
+            check_others=session.check_others,
+        )
+
+    def _check_all(self, reason: str) -> None:
+        """Raises _RefusedError on every worker if one has a reason."""
+        for rank, each in enumerate(gather_bytes(self._session, reason.encode())):
+            if each:
+                raise _RefusedError(f"worker {rank}: {each.decode()}")
+
+    def _decide(self, text: str) -> None:
+        self.decisions.append(text)
+        if self._session.identity.rank == 0:
+            logger.info("[w0] %s", text)
+
+
+class _RefusedError(Exception):
+    """Why nothing is split, on every worker."""
+
+
+def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
+    """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
+
+    Raises:
+        _RefusedError: If the memory devices have no room for it.
+    """
+    try:
+        group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
+    except CoarseError as error:
+        if not is_refusal(error):
+            raise
+        raise _RefusedError(str(error)) from error
+    context = gpu_context(gpu)
+    stream = _native.CudaStream(context)
+    memory = None if group.is_on_gpu else _native.CudaMemory.allocate(context, _TRIAL.nbytes)
+    address = 0 if memory is None else memory.address  # 0 for the slot
+    group.open_gpu_transfers(context)
+    group.open_meeting()
+
+    def exchange() -> None:
+        group.push_from_gpu([(0, _native.PRESENT, address, address, 0)], stream.handle)
+        group.join_gpu(stream.handle)
+        stream.synchronize()
+
+    shards = range(len(group.shard_sizes()))
+    seconds = []
+    for own in ((), shards, shards[::_IN_TURN]):
+        group.use_nccl(communicator, own)
+        seconds.append(_least_seconds(session, exchange, group))
+    group.use_nccl(communicator, ())
+    group.close()
+    by_devices, by_workers, by_both = _largest(session, seconds)
+    return TrialTimes(num_bytes=_TRIAL.nbytes, by_devices=by_devices, by_workers=by_workers, by_both=by_both)
+
+
+def _least_seconds(session: Session, exchange: Callable[[], None], group: TensorGroup) -> float:
+    times = []
+    for _ in range(_NUM_TRIALS):
+        session.barrier()
+        begin = time.perf_counter()
+        exchange()
+        times.append(time.perf_counter() - begin)
+        group.pull_all()
+    return min(times[1:])
+
+
+def _largest(session: Session, seconds: Sequence[float]) -> list[float]:
+    """Of each time that of the worker for which it is longest."""
+    numbers = np.array(seconds)
+    session.all_reduce(numbers, op="max")
+    return [float(number) for number in numbers]
