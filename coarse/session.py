@@ -481,7 +481,10 @@ class Session:
                     f"COARSE_DUAL_SYNC={self.settings.dual_sync}: the workers cannot reduce tensors themselves: "
                     f"{reason}; set it to off or auto"
                 )
-            self._decisions += (f"dual synchronisation: none: {reason}",)
+            if not (
+                client.table.is_on_gpus and self._may_use_nccl
+            ):  # else that of each model is still to be decided
+                self._decisions += (f"dual synchronisation: none: {reason}",)
         if self.settings.replan_steps > 0 and not self._follows_links:
             self._decisions += ("replanning: none: routes follow no links that could change",)
         if self.identity.rank == node.ranks[0]:
@@ -493,7 +496,7 @@ class Session:
         if len(self.node_workers) < self.identity.world_size:
             return "the workers of several nodes share no memory"
         if self._linked().table.is_on_gpus and self.emulation is None:
-            return "memory devices are on GPUs; workers whose models are on GPUs too can, by NCCL"
+            return "memory devices are on GPUs, whose workers see none of each other's tensors"
         if self.settings.sync_algorithm in ("ring", "nccl"):
             return f"{self.settings.sync_algorithm} has contributions of all workers in all memory devices"
         if self._profile is None and self.settings.dual_sync == "auto":

@@ -140,7 +140,7 @@ class TensorGroup:
     @property
     def is_on_gpu(self) -> bool:
         """Whether this worker sees its slots on a GPU: buffer() gives GpuBytes, and push() copies nothing."""
-        return isinstance(self._slots, GpuBytes)
+        return isinstance(self._slots, GpuBytes) and self._reached is None
 
     @property
     def address_on_gpu(self) -> int:
@@ -519,7 +519,7 @@ class TensorGroup:
         assert self._gpu is not None
         assert self.gpu_context is not None
         self._end_nccl()
-        slots = self.address_on_gpu if self._reached is None else 0
+        slots = self.address_on_gpu if self.is_on_gpu else 0
         own_path = None
         if communicator is not None:
             own_path = _native.GpuOwnPath(communicator, self.gpu_context, self._native, self.id, shards)

@@ -61,7 +61,7 @@ def join_workers(
         raise _native.NcclError(reason)
     assert library is not None
     joining = _Joining(library, bytes.fromhex(offers[0].unique_id), number, len(offers), gpu)
-    reason = joining.wait(timeout_s, check_others)
+    reason = joining.wait(timeout_s / 2, check_others)  # whoever fails at once waits for the others below
     reasons = [each.decode() for each in gather(reason.encode())]
     failed = [f"worker {each}: {why}" for each, why in enumerate(reasons) if why]
     if failed or joining.communicator is None:

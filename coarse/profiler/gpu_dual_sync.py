@@ -140,7 +140,7 @@ class GpuDualSync:
         self._decide(times.describe())
         self._decide(
             f"dual synchronisation: {plan.num_offloaded} of {len(pushed)} shards, {plan.m_bytes} of {sum(sizes)} "
-            f"bytes, go to the memory devices, the others by NCCL between the workers "
+            f"bytes, go to the memory devices{', the others by NCCL between the workers' if own else ''} "
             f"(T_FP {forward_s * 1e3:.3g} ms, T_BP {backward_s * 1e3:.3g} ms): {plan.reason}"
         )
 

@@ -121,7 +121,9 @@ def test_slots_along_routes_have_the_bits_of_those_with_the_own_memory_device(cu
 
     def reduced(routing):
         folder = new_folder(tmp_path, routing)
-        found = reports(tmp_path, "cuda:0,cuda:1", "routes_script.py", folder, "2", COARSE_ROUTING=routing)
+        found = reports(
+            tmp_path, "cuda:0,cuda:1", "tensors_script.py", folder, "2", "3", COARSE_ROUTING=routing
+        )
         return [each["hash"] for each in found]
 
     assert reduced("profile") == reduced("local")

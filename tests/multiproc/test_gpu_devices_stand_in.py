@@ -132,7 +132,7 @@ def local_results(stand_ins, tmp_path_factory):
     """What workers on a third GPU reduce to whose tensors go to their own memory devices."""
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "COARSE_ROUTING": "local"}
     found, errors = run_workers(
-        tmp_path_factory.mktemp("local"), "cuda:0,cuda:1", "routes_script.py", "2", **gpus
+        tmp_path_factory.mktemp("local"), "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus
     )
     assert found[0] is not None, errors
     assert not any("along the routes" in line for line in found[0]["decisions"])
@@ -159,7 +159,7 @@ def test_slots_lie_where_the_links_of_workers_are_best(
     stand_ins, tmp_path, local_results, links, settings, route
 ):
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_LINKS": links} | settings
-    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus)
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus)
     assert found[0] is not None, errors
     assert [each["hash"] for each in found] == local_results
     for each in found:
@@ -173,7 +173,7 @@ def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp
     links = {"STAND_IN_LINKS": "2:0:0:4,2:1:20000:0", "COARSE_ROUTING_THRESHOLD_BYTES": "512KiB"}
     insists = {"COARSE_ROUTING": "profile", "COARSE_SHARD_BYTES": "1MiB"}
     found, errors = run_workers(
-        tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus, **links, **insists
+        tmp_path, "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus, **links, **insists
     )
     assert found[0] is not None, errors
     assert [each["hash"] for each in found] == local_results
@@ -184,7 +184,7 @@ def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp
 
 def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(stand_ins, tmp_path, local_results):
     gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "2:1", "COARSE_ROUTING": "profile"}
-    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "routes_script.py", "2", **gpus)
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus)
     assert found[0] is not None, errors
     assert [each["hash"] for each in found] == local_results
     assert any(line.startswith("w1 along the routes: md0;") for line in found[0]["decisions"])

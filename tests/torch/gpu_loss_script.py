@@ -2,7 +2,8 @@
 
 Run by `coarse run`. Its arguments are the device of the model, where "stand-in" is the processor behind the driver of
 gpu_stand_in.py, which must be on LD_LIBRARY_PATH; "offload" to run the optimizer in the memory devices, and "overlap"
-for that to be during backward; "alone" for a memory device that dies by itself.
+for that to be during backward; "alone" for a memory device that dies by itself; "each" for a GPU of its own for each
+worker; "worker" for worker 1 to be killed, and no memory device.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ import coarse.torch
 from coarse.errors import CoarseError
 from coarse.torch.session import session_of_group
 
-KILLED_AT_STEP = 3
+KILLED_AT_STEP = 6  # when it is planned who reduces what
 LIMIT_S = 20.0
 
 
 def main() -> None:
     device, *options = sys.argv[1:]
+    rank = int(os.environ["RANK"])
     synchronize = torch.cuda.synchronize
     if device == "stand-in":
         import gpu_stand_in
 
-        synchronize = gpu_stand_in.install().stream.synchronize
+        synchronize = gpu_stand_in.install(rank if "each" in options else 0).stream.synchronize
         device = "cpu"
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     torch.manual_seed(0)
     module = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))).to(device)
     model = coarse.torch.DistributedDataParallel(module)
@@ -41,12 +42,18 @@ def main() -> None:
     if "offload" in options:
         optimizer = coarse.torch.DistributedOptimizer(optimizer, model, overlap="overlap" in options)
         assert optimizer.runs_in_memory_devices
-    devices = session_of_group(model.process_group).session.device_pids
+    session = session_of_group(model.process_group).session
+    devices = session.device_pids
     began_s = time.monotonic()
     for step in range(1_000_000):
-        if step == KILLED_AT_STEP and rank == 0 and "alone" not in options:
+        if step == KILLED_AT_STEP and "alone" not in options:
             began_s = time.monotonic()
-            os.kill(devices[-1], signal.SIGKILL)
+            print(*session.decisions(), sep="\n", flush=True)
+            if "worker" in options:
+                if rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif rank == 0:
+                os.kill(devices[-1], signal.SIGKILL)
         try:
             optimizer.zero_grad()
             model(torch.randn(4, 256, device=device)).square().mean().backward()
@@ -54,7 +61,7 @@ def main() -> None:
         except CoarseError as error:
             print(f"raised {type(error).__name__} after {step} steps: {error}", flush=True)
             break
-        assert time.monotonic() < began_s + LIMIT_S, "nobody misses the memory device"
+        assert time.monotonic() < began_s + LIMIT_S, "nobody misses who was killed"
     synchronize()  # what the GPU was given must come to its end, too
     print("all streams have ended", flush=True)
 

@@ -89,3 +89,16 @@ def test_where_a_gpu_does_not_reach_another_one_a_warning_says_so(cuda_stand_ins
 
 def test_parameters_on_the_processor_take_no_way_of_a_gpu():
     assert find_gpu([torch.nn.Parameter(torch.zeros(1))]) is None
+
+
+@pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:1"])
+@pytest.mark.parametrize("who", ["device", "worker"])
+def test_who_is_killed_while_workers_reduce_by_nccl_is_told_by_type(cuda_stand_ins, who, memory_devices):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    gpus = {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": memory_devices, "COARSE_DUAL_SYNC": "1MiB"}
+    printed = run_script("stand-in", "each", who, **gpus, **libraries)
+    assert "by NCCL between the workers" in printed
+    if who == "device":
+        return check_loss(printed)
+    assert "raised WorkerLostError after " in printed
+    assert "all streams have ended" in printed

@@ -1,7 +1,7 @@
-"""What a worker runs whose tensors are on a GPU that has no memory device: reduces them by whatever way was measured.
+"""What a worker runs whose tensors are on a GPU, wherever memory devices are: reduces them as measured.
 
-Arguments: a folder for the rendezvous; the number of the worker's GPU. Prints the hash of the results, and what was
-decided.
+Arguments: a folder for the rendezvous; the number of the worker's GPU, or "own" for that of its rank; how many steps.
+Prints the hash of the results, and what was decided.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from coarse.kernels import _native
 from coarse.session import Session
 from coarse.store import DirectoryStore
 
-NUM_STEPS = 3
 LENGTHS = (1_100_003, 7, *[100_003] * 6, 2_000_000, 4097, *[100_000] * 6, 1_500_000)
 """Of float32 tensors, large and small ones by turns: 5 MB of small ones, 18 MB of large ones."""
 
 
 def main() -> None:
-    folder, device = sys.argv[1], int(sys.argv[2])
+    folder, place, num_steps = sys.argv[1:]
     identity = WorkerIdentity.from_environment()
-    gpu = gpu_uuid(device)
+    gpu = gpu_uuid(identity.rank if place == "own" else int(place))
     specs = [
         TensorSpec(name=str(index), dtype="float32", num_elements=length, op="mean")
         for index, length in enumerate(LENGTHS)
@@ -43,7 +42,7 @@ def main() -> None:
         addresses = [memory.address for memory in memories]
         if group.is_on_gpu:
             addresses = [group.buffer(index).address for index in range(len(specs))]
-        for step in range(NUM_STEPS):
+        for step in range(int(num_steps)):
             random = np.random.default_rng([identity.rank, step])
             given = [random.normal(size=length).astype(np.float32) for length in LENGTHS]
             tensors: list[GpuTensor] = []
@@ -53,6 +52,8 @@ def main() -> None:
                 tensors.append((index, _native.PRESENT, source, source, 0))
             group.push_from_gpu(tensors, stream.handle)
             group.join_gpu(stream.handle)
+            if group.is_watched:
+                group.pull_all()
             for address, values in zip(addresses, given, strict=True):
                 stream.copy_to_host(values.ctypes.data, address, values.nbytes)
             stream.synchronize()

@@ -1,0 +1,70 @@
+"""Dual synchronisation of workers on GPUs, without GPUs: some shards go to the memory devices, others by NCCL.
+
+By the stand-ins for CUDA's driver and NCCL (tests/native). What they cannot show is in docs/design/gpu.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_gpu_devices_stand_in import run_workers, stand_ins  # noqa: F401, a fixture
+
+STEPS = "7"  # four until it is planned who reduces what, and some by that plan
+MIB = 1 << 20
+
+
+def run_steps(tmp_path, memory_devices, environment, *, place="own"):
+    """What two workers found and decided, and the errors of both."""
+    found, errors = run_workers(tmp_path, memory_devices, "tensors_script.py", place, STEPS, **environment)
+    assert None not in found, errors
+    assert found[0]["decisions"] == found[1]["decisions"]
+    return found, errors
+
+
+@pytest.fixture(scope="module")
+def expected_hash(stand_ins, tmp_path_factory):  # noqa: F811
+    """Of the results by memory devices alone."""
+    found, _ = run_steps(tmp_path_factory.mktemp("off"), "2", {**stand_ins, "COARSE_DUAL_SYNC": "off"})
+    assert not any("dual synchronisation" in line for line in found[0]["decisions"])
+    return found[0]["hash"]
+
+
+@pytest.mark.parametrize(("dual_sync", "offloaded_bytes"), [("0", 0), ("8MiB", 8 * MIB), ("1GiB", 22 * MIB)])
+@pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:1", "cuda:1,cuda:1"])
+def test_a_size_is_what_goes_to_the_memory_devices(
+    stand_ins,  # noqa: F811
+    tmp_path,
+    expected_hash,
+    memory_devices,
+    dual_sync,
+    offloaded_bytes,
+):
+    found, _ = run_steps(tmp_path, memory_devices, {**stand_ins, "COARSE_DUAL_SYNC": dual_sync})
+    assert {each["hash"] for each in found} == {expected_hash}, "two numbers have one sum"
+    (split,) = [line for line in found[0]["decisions"] if line.startswith("dual synchronisation")]
+    num_bytes = int(split.split(" bytes, ")[0].split(", ")[1].split(" of ")[0])
+    assert abs(num_bytes - offloaded_bytes) <= 2 * MIB, split
+
+
+def test_what_takes_long_through_memory_devices_goes_by_nccl(stand_ins, tmp_path, expected_hash):  # noqa: F811
+    links = {"STAND_IN_LINKS": "0:1:20000:0"}
+    found, _ = run_steps(tmp_path, "cuda:1,cuda:1", {**stand_ins, **links})
+    assert {each["hash"] for each in found} == {expected_hash}
+    timed, split = found[0]["decisions"][-2:]
+    assert "32 MiB took" in timed
+    assert "offloading does not pay" in split, (timed, split)
+
+
+def test_workers_on_one_gpu_leave_it_all_to_memory_devices(stand_ins, tmp_path, expected_hash):  # noqa: F811
+    found, _ = run_steps(tmp_path, "2", stand_ins, place="0")
+    assert {each["hash"] for each in found} == {expected_hash}
+    assert "none in tensors: workers 0 and 1 are on one GPU" in found[0]["decisions"][-1]
+
+
+@pytest.mark.parametrize("who", ["id", "rank1"])
+def test_where_nccl_fails_memory_devices_go_on(stand_ins, tmp_path, expected_hash, who):  # noqa: F811
+    fails = {"STAND_IN_NCCL_FAILS": who, "COARSE_TIMEOUT_S": "10"}
+    found, _ = run_steps(tmp_path, "2", {**stand_ins, **fails})
+    assert {each["hash"] for each in found} == {expected_hash}
+    reason = found[0]["decisions"][-1]
+    assert "dual synchronisation: none in tensors: worker" in reason
+    assert ("no socket interface" if who == "id" else "worker 1: ncclCommInitRank") in reason
