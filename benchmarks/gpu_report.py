@@ -215,6 +215,12 @@ PARTS = (
     ),
     Part(name="training", command=_train_step(), judge=judge_training),
     Part(name="training-on-gpu", command=_train_step(), judge=judge_training, environment=ON_THE_GPU),
+    Part(
+        name="training-by-nccl",
+        command=_train_step(),
+        judge=judge_training,
+        environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    ),
     Part(name="links", command=_coarse("profile", "--gpus"), judge=judge_nothing),
     *(
         Part(

@@ -170,9 +170,10 @@ class Settings:
         machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
         time_dilation: Emulated links take so many times longer than the machine's.
         transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().
-        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers reduce the tensors that
-            are ready last themselves, where a profile of the links says that this is faster; a size is what goes to
-            the memory devices. Workers of one node can, unless the algorithm is "ring".
+        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers reduce some tensors
+            themselves, where a profile of the links says that this is faster, or a trial where models are on GPUs: by
+            NCCL then, which adds in an order of its own. A size is what goes to the memory devices. Workers of one
+            node can, unless the algorithm is "ring".
         own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
             fastest for each size. In the host's memory "all-to-all" is the only one.
         gpu_transfers: "auto" has gradients on a GPU travel on streams of their own while it computes, and stay there

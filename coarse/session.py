@@ -22,22 +22,21 @@ from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Attempt, Settings, WorkerIdentity
-from coarse.errors import CoarseError, RendezvousError, SessionClosedError
+from coarse.errors import CoarseError, SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
-from coarse.profiler.link_plan import LinkPlan, plan_links
+from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
+from coarse.profiler.step_planning import StepPlanning
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.store import Store
 
 if TYPE_CHECKING:  # slow to import
-    from coarse.profiler.gpu_dual_sync import GpuDualSync
     from coarse.profiler.profile import Profile
-    from coarse.profiler.replanner import Replanner
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +73,7 @@ class Session:
         self._client: Client | SoloClient | None = client
         self._node = node
         self._decisions: tuple[str, ...] = ()
-        self._profile: Profile | None = None
-        self._plan: LinkPlan | None = None
-        self._planners: list[Replanner | GpuDualSync] = []
+        self._planning: StepPlanning | None = None
         self._pid = os.getpid()
 
     @classmethod
@@ -157,12 +154,11 @@ class Session:
         client = self._open()
         if not isinstance(client, Client):
             return client.register(name, specs)
-        is_open = (
-            self.emulation is None and self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
-        )
+        planning = self._planning
+        is_open = planning is not None and planning.may_reduce_on_host
         group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu)
-        if not self._watch_gpu_steps(group, gpu, on_host=on_host):
-            self._watch_steps(group)
+        if planning is not None and not on_host:
+            planning.watch(self, group, gpu)
         return group
 
     def register_trial(self, name: str, spec: TensorSpec, gpu: str) -> TensorGroup:
@@ -425,7 +421,8 @@ class Session:
         """What was decided of this node's links at the start and since, and why: a line each."""
         chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
         choices = () if chosen is None else chosen.describe()
-        return [*self._decisions, *choices, *(line for each in self._planners for line in each.decisions)]
+        planned = [] if self._planning is None else self._planning.decisions()
+        return [*self._decisions, *choices, *planned]
 
     @property
     def node_workers(self) -> tuple[int, ...]:
@@ -474,84 +471,11 @@ class Session:
         )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
         # Dual synchronisation weighs sync cores too, of which the firmware knows nothing.
-        self._profile, self._plan, self._decisions = measured, plan, plan.decisions
-        if self.settings.dual_sync != OFF and (reason := self._cannot_plan_dual_sync()):
-            if self.settings.dual_sync != "auto" and not self._may_use_nccl:
-                raise RendezvousError(
-                    f"COARSE_DUAL_SYNC={self.settings.dual_sync}: the workers cannot reduce tensors themselves: "
-                    f"{reason}; set it to off or auto"
-                )
-            if not (
-                client.table.is_on_gpus and self._may_use_nccl
-            ):  # else that of each model is still to be decided
-                self._decisions += (f"dual synchronisation: none: {reason}",)
-        if self.settings.replan_steps > 0 and not self._follows_links:
-            self._decisions += ("replanning: none: routes follow no links that could change",)
+        self._planning = StepPlanning(self, client.table, profile=measured, plan=plan)
+        self._decisions = (*plan.decisions, *self._planning.check())
         if self.identity.rank == node.ranks[0]:
             for decision in self._decisions:
                 logger.info("[w%d] %s", self.identity.rank, decision)
-
-    def _cannot_plan_dual_sync(self) -> str:
-        """Why the workers of this session cannot reduce tensors themselves; "" if they can."""
-        if len(self.node_workers) < self.identity.world_size:
-            return "the workers of several nodes share no memory"
-        if self._linked().table.is_on_gpus and self.emulation is None:
-            return "memory devices are on GPUs, whose workers see none of each other's tensors"
-        if self.settings.sync_algorithm in ("ring", "nccl"):
-            return f"{self.settings.sync_algorithm} has contributions of all workers in all memory devices"
-        if self._profile is None and self.settings.dual_sync == "auto":
-            return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
-        return ""
-
-    @property
-    def _follows_links(self) -> bool:
-        """Whether routes are those of a profile, which links that change make out of date."""
-        # On a host's own memory they are not, unless that is asked for (coarse.profiler.link_plan).
-        by_profile = self.settings.routing == ("profile" if self.emulation is None else "auto")
-        return by_profile and self._profile is not None
-
-    @property
-    def _may_use_nccl(self) -> bool:
-        """Whether the workers of this session can reduce tensors themselves if these are on GPUs."""
-        return len(self.node_workers) == self.identity.world_size and self.emulation is None
-
-    def _watch_gpu_steps(self, group: TensorGroup, gpu: str, *, on_host: bool) -> bool:
-        """Plans dual synchronisation of `group`, if all workers have it on GPUs; returns whether they have."""
-        looks_at_links = self._follows_links and self.settings.replan_steps != 0
-        if self.settings.dual_sync == OFF or not self._may_use_nccl or on_host or looks_at_links:
-            return False
-        num_elsewhere = np.array([0 if gpu else 1], dtype=np.int32)
-        self.all_reduce(num_elsewhere)
-        if num_elsewhere[0]:
-            return False
-        from coarse.profiler.gpu_dual_sync import GpuDualSync
-
-        if any(isinstance(each, GpuDualSync) for each in self._planners):
-            reason = "NCCL reduces those of another one, and needs all of its work in one order"
-            self._decisions += (f"dual synchronisation: none in {group.name}: {reason}",)
-        else:
-            self._planners.append(GpuDualSync(self, group, gpu=gpu, mode=self.settings.dual_sync))
-        return True
-
-    def _watch_steps(self, group: TensorGroup) -> None:
-        """Plans anew while `group` is trained, where there is something to plan by."""
-        is_first = not self._planners  # one group's steps tell when to look at the links
-        plans_dual_sync = self.settings.dual_sync != OFF and not self._cannot_plan_dual_sync()
-        looks_at_links = is_first and self._follows_links and self.settings.replan_steps != 0
-        if self._plan is None or not (plans_dual_sync or looks_at_links):
-            return
-        from coarse.profiler.replanner import Replanner
-
-        replanner = Replanner(
-            self,
-            group,
-            profile=self._profile,
-            plan=self._plan,
-            dual_sync=self.settings.dual_sync if plans_dual_sync else OFF,
-            own_path=self.settings.own_path,
-            every_steps=self.settings.replan_steps if looks_at_links else 0,
-        )
-        self._planners.append(replanner)
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures together with all workers; the first one of the node keeps the result."""

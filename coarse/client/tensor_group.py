@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.own_path import HostOwnPath, Meeting
+from coarse.client.own_path import HostOwnPath, Meeting, NcclOwnPath, less_accurate_by_nccl
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
@@ -30,12 +30,6 @@ _OWN_PATH_FLAGS = {
     "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
-
-_NCCL_FLAGS = _native.OWN_PATH | _native.BY_NCCL
-_NCCL_DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
-_NCCL_PATIENCE_S = (
-    3.0  # with workers that are still to be through with what all have given NCCL: microseconds
-)
 
 GpuTensor = tuple[int, int, int, int, int]
 """A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
@@ -113,8 +107,8 @@ class TensorGroup:
         self._gpu_stream = 0
         self.gpu_context: _native.CudaContext | None = None
         """Of the GPU from which tensors are pushed; None where they are not."""
-        self._uses_nccl = False
-        self._cannot_use_nccl = ""
+        self._nccl: NcclOwnPath | None = None
+        self._why_no_nccl = ""
         self._is_joined = False  # since the last push_from_gpu()
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
@@ -477,14 +471,15 @@ class TensorGroup:
             shards: In the order in which all workers give them to NCCL; none for nothing any more.
 
         Raises:
-            ValueError: If cannot_use_nccl() has a reason.
+            ValueError: If cannot_use_nccl() has a reason, or there was no open_meeting().
         """
         if reason := self.cannot_use_nccl():
             raise ValueError(f"{self.name}: workers cannot reduce by NCCL: {reason}")
-        own = set(shards)
-        flags = [_NCCL_FLAGS if shard in own else 0 for shard in range(len(self.shard_sizes()))]
-        self._native.set_path_flags(self.id, flags)
-        self._set_gpu_own_path(communicator if shards else None, shards)
+        if self._nccl is None:
+            assert self._gpu is not None
+            slots = self.address_on_gpu if self.is_on_gpu else 0
+            self._nccl = NcclOwnPath(self._native, self.id, self._gpu, slots, self.meeting, self._check_gpu)
+        self._nccl.use(communicator, shards, num_shards=len(self.shard_sizes()))
 
     def stop_nccl(self, why: str) -> None:
         """Has memory devices reduce everything, now and later; every worker calls it alike, between two steps.
@@ -492,15 +487,14 @@ class TensorGroup:
         Args:
             why: The reason that cannot_use_nccl() has from now on.
         """
-        self._cannot_use_nccl = why
-        if self._uses_nccl:
-            self._native.set_path_flags(self.id, [0] * len(self.shard_sizes()))
-            self._set_gpu_own_path(None, ())
+        self._why_no_nccl = why
+        if self._nccl is not None:
+            self._nccl.stop(num_shards=len(self.shard_sizes()))
 
     def cannot_use_nccl(self) -> str:
         """Why the workers cannot reduce tensors of this group themselves between their GPUs; "" if they can."""
-        if self._cannot_use_nccl:
-            return self._cannot_use_nccl
+        if self._why_no_nccl:
+            return self._why_no_nccl
         if self._gpu is None:
             return "its tensors are copied by the processor"
         if self._client.emulation is not None:
@@ -509,29 +503,7 @@ class TensorGroup:
             return "memory devices update its parameters"
         if self._rows is not None:
             return "it has tables, of which only rows travel"
-        for spec in self.specs:
-            if spec.dtype not in _NCCL_DTYPES or spec.op == "max":
-                return f"NCCL would not have the accuracy of memory devices for the {spec.op} of {spec.dtype}"
-        return ""
-
-    def _set_gpu_own_path(self, communicator: _native.NcclCommunicator | None, shards: Sequence[int]) -> None:
-        """Between two steps, whose results are there."""
-        assert self._gpu is not None
-        assert self.gpu_context is not None
-        self._end_nccl()
-        slots = self.address_on_gpu if self.is_on_gpu else 0
-        own_path = None
-        if communicator is not None:
-            own_path = _native.GpuOwnPath(communicator, self.gpu_context, self._native, self.id, shards)
-        self._gpu.use_own_path(own_path, slots)
-        self._uses_nccl = communicator is not None
-
-    def _end_nccl(self) -> None:
-        """Has what NCCL was given be done on all workers: others may read this one's memory until then."""
-        if self._uses_nccl and self._meeting is not None and self._gpu is not None:
-            self._check_gpu(self._gpu.wait_for_own_path())
-            self._meeting.take_leave(_NCCL_PATIENCE_S)
-        self._uses_nccl = False
+        return less_accurate_by_nccl(self.specs)
 
     def open_meeting(self) -> None:
         """Makes `meeting`; every worker calls it alike, before it works on anything else."""
@@ -613,8 +585,8 @@ class TensorGroup:
             status = gpu.status()
             if status == _native.WaitStatus.DONE:
                 status = self._native.pull_all(self.id, self._client.timeout_s)
-            if status == _native.WaitStatus.DONE:
-                self._end_nccl()
+            if status == _native.WaitStatus.DONE and self._nccl is not None:
+                self._nccl.settle()
         except (_native.NcclError, CoarseError) as error:
             return str(error)
         return "" if status in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED) else status.name

@@ -428,7 +428,6 @@ class GpuOwnPath:
     def __init__(
         self,
         communicator: NcclCommunicator,
-        context: CudaContext,
         client: Client,
         group: int,
         shards: Sequence[int],

@@ -53,6 +53,10 @@ class RegisteredGradients:
         self._shares_slots = shares_slots
         self.group = self._register(session, name, state_names, tables)
         """The slots."""
+        if isinstance(self.group, TensorGroup) and torch.are_deterministic_algorithms_enabled():
+            self.group.stop_nccl(
+                "torch.use_deterministic_algorithms() is on, and NCCL adds in an order of its own"
+            )
         self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         """Those whose gradients are sparse."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)

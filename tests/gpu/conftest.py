@@ -18,3 +18,15 @@ def kernels(cuda):
 
     cuda.init()
     return CudaKernels(0)
+
+
+@pytest.fixture(scope="session")
+def nccl(cuda):
+    """The library that COARSE takes."""
+    from coarse.kernels import _native
+    from coarse.kernels.nccl import find_nccl
+
+    try:
+        return find_nccl()
+    except _native.NcclError as error:
+        pytest.skip(str(error))

@@ -17,6 +17,7 @@ from coarse.proxy.algorithms import check_nccl
 
 HERE = Path(__file__).parent
 LIMIT_S = 300
+SHARES_GPUS = (2, 30, 0)
 
 
 def run_job(tmp_path, memory_devices, script, *arguments, **environment):
@@ -127,6 +128,25 @@ def test_slots_along_routes_have_the_bits_of_those_with_the_own_memory_device(cu
         return [each["hash"] for each in found]
 
     assert reduced("profile") == reduced("local")
+
+
+@pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:0"])
+@pytest.mark.parametrize("dual_sync", ["0", "8MiB"])
+def test_what_workers_reduce_by_nccl_has_the_bits_of_memory_devices(
+    cuda, nccl, tmp_path, memory_devices, dual_sync
+):
+    place = "own" if cuda.device_count() > 1 else "0"
+    if place == "0" and nccl.version < SHARES_GPUS:
+        pytest.skip("NCCL before 2.30 takes one rank on each GPU, and there is one")
+
+    def reduced(split):
+        folder = new_folder(tmp_path, split)
+        settings = {"COARSE_DUAL_SYNC": split, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+        return reports(tmp_path, memory_devices, "tensors_script.py", folder, place, "7", **settings)
+
+    expected, found = reduced("off"), reduced(dual_sync)
+    assert [each["hash"] for each in found] == [each["hash"] for each in expected]
+    assert "the others by NCCL between the workers" in found[0]["decisions"][-1]
 
 
 def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):

@@ -53,8 +53,8 @@ class GpuOwnPathJob : public testing::Test {
     cluster_.client(rank).setPathFlags(kGroup, flags);
     std::shared_ptr<GpuOwnPath> ownPath;
     if (communicator != nullptr) {
-      ownPath = std::make_shared<GpuOwnPath>(communicator, worker.context(),
-                                             cluster_.client(rank).plan(kGroup), shards, kBucketBytes);
+      ownPath = std::make_shared<GpuOwnPath>(communicator, cluster_.client(rank).plan(kGroup), shards,
+                                             kBucketBytes);
     }
     worker.transfers().useOwnPath(ownPath, 0);
   }
@@ -220,8 +220,9 @@ TEST_F(GpuOwnPathJob, RefusesToEndAStepForWhichOthersWouldWait) {
 
 TEST_F(GpuOwnPathJob, RefusesWhatNcclWouldRoundOrTakeTwice) {
   const auto context = std::make_shared<cuda::Context>(0);
+  const auto alone = std::make_shared<nccl::Communicator>(library_, library_->makeUniqueId(), 0, 1, context);
   const auto refuses = [&](const std::vector<std::uint32_t>& shards) {
-    EXPECT_THROW(GpuOwnPath(nullptr, context, plan_, shards, kBucketBytes), std::invalid_argument);
+    EXPECT_THROW(GpuOwnPath(alone, plan_, shards, kBucketBytes), std::invalid_argument);
   };
   refuses({static_cast<std::uint32_t>(plan_.shards.size())});
   refuses({1, 2, 1});

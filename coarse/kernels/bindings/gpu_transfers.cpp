@@ -41,14 +41,13 @@ WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples,
 void registerGpuTransfers(py::module_& module) {
   using ReleaseGil = py::call_guard<py::gil_scoped_release>;
   py::class_<GpuOwnPath, std::shared_ptr<GpuOwnPath>>(module, "GpuOwnPath")
-      .def(py::init([](std::shared_ptr<nccl::Communicator> communicator,
-                       std::shared_ptr<cuda::Context> context, const Client& client, std::uint32_t group,
-                       const std::vector<std::uint32_t>& shards) {
-             return std::make_shared<GpuOwnPath>(std::move(communicator), std::move(context),
-                                                 client.plan(group), shards, kOwnBucketBytes);
+      .def(py::init([](std::shared_ptr<nccl::Communicator> communicator, const Client& client,
+                       std::uint32_t group, const std::vector<std::uint32_t>& shards) {
+             return std::make_shared<GpuOwnPath>(std::move(communicator), client.plan(group), shards,
+                                                 kOwnBucketBytes);
            }),
-           py::arg("communicator"), py::arg("context"), py::arg("client"), py::arg("group"),
-           py::arg("shards"), py::keep_alive<1, 4>());
+           py::arg("communicator"), py::arg("client"), py::arg("group"), py::arg("shards"),
+           py::keep_alive<1, 3>());
   py::class_<GpuTransfers>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
                        const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds) {

@@ -14,14 +14,13 @@ std::size_t bytesOf(const Shard& shard) noexcept { return shard.numElements * it
 
 }  // namespace
 
-GpuOwnPath::GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, cuda::SharedContext context,
-                       const GroupPlan& plan, const std::vector<std::uint32_t>& shards,
-                       std::size_t bucketBytes)
+GpuOwnPath::GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
+                       const std::vector<std::uint32_t>& shards, std::size_t bucketBytes)
     : communicator_(std::move(communicator)),
       plan_(plan),
       // Of a priority of its own, so that it shares no hardware queue with what computes.
-      stream_(context, context->priorities().second),
-      summed_(context),
+      stream_(communicator_->context(), communicator_->context()->priorities().second),
+      summed_(communicator_->context()),
       isOwn_(plan.shards.size()),
       taken_(plan.shards.size()) {
   std::size_t numBytes = bucketBytes;

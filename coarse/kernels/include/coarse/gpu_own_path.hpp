@@ -27,8 +27,8 @@ class GpuOwnPath {
   /// @param shards that are summed up here, in the order of all workers: sums or means of float32 or float64.
   /// @param bucketBytes that NCCL gets at once, at least.
   /// @throws std::invalid_argument for a shard that does not exist, comes twice or is something else.
-  GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, cuda::SharedContext context,
-             const GroupPlan& plan, const std::vector<std::uint32_t>& shards, std::size_t bucketBytes);
+  GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const GroupPlan& plan,
+             const std::vector<std::uint32_t>& shards, std::size_t bucketBytes);
 
   bool has(std::uint32_t shard) const noexcept { return isOwn_[shard]; }
   /// Takes the next step's contribution to those of these shards that it has, the first of which lies at

@@ -93,6 +93,7 @@ class Communicator {
   const SharedLibrary& library() const noexcept { return library_; }
   int rank() const noexcept { return rank_; }
   int numRanks() const noexcept { return numRanks_; }
+  const cuda::SharedContext& context() const noexcept { return context_; }
 
   /// Gives `stream` a sum, maximum or mean of the ranks' arrays, the same bits for all ranks. It is not
   /// reduce(): NCCL divides what a mean is of before it adds, and adds in an order of its own, which depends

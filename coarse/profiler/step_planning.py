@@ -1,0 +1,158 @@
+"""Who plans the synchronisation of a session's tensors again while it trains (COARSE paper, III-E and III-F)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coarse.errors import RendezvousError
+from coarse.profiler.dual_sync import AUTO, OFF
+
+if TYPE_CHECKING:  # slow to import, or who imports this
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.machine.partition_table import PartitionTable
+    from coarse.profiler.gpu_dual_sync import GpuDualSync
+    from coarse.profiler.link_plan import LinkPlan
+    from coarse.profiler.profile import Profile
+    from coarse.profiler.replanner import Replanner
+    from coarse.session import Session
+
+
+class StepPlanning:
+    """Watches the steps of groups by whose times there is something to plan.
+
+    Args:
+        session: Of several workers; asked now for what stays as it is.
+        table: Whom each memory device of this node serves.
+        profile: The links as they were measured, or simulated from a link table; None if neither.
+        plan: What was made of it.
+    """
+
+    def __init__(
+        self, session: Session, table: PartitionTable, *, profile: Profile | None, plan: LinkPlan
+    ) -> None:
+        self._settings = session.settings
+        self._is_emulated = session.is_emulated
+        self._are_devices_on_gpus = table.is_on_gpus
+        self._is_one_node = len(session.node_workers) == session.identity.world_size
+        self._profile = profile
+        self._plan = plan
+        self._replanners: list[Replanner] = []
+        self._gpu_planner: GpuDualSync | None = None
+        self._refusals: list[str] = []
+
+    def check(self) -> list[str]:
+        """What is known from the start not to be planned, and why: a line each.
+
+        Raises:
+            RendezvousError: If the settings ask for it nevertheless.
+        """
+        decisions = []
+        wanted = self._settings.dual_sync
+        reason = self._cannot_reduce_on_host()
+        if wanted != OFF and reason and not (self._are_devices_on_gpus and self._may_use_nccl):
+            if wanted != AUTO:
+                raise RendezvousError(
+                    f"COARSE_DUAL_SYNC={wanted}: the workers cannot reduce tensors themselves: {reason}; set it to "
+                    "off or auto"
+                )
+            decisions.append(f"dual synchronisation: none: {reason}")
+        if self._settings.replan_steps > 0 and not self._follows_links:
+            decisions.append("replanning: none: routes follow no links that could change")
+        return decisions
+
+    def decisions(self) -> list[str]:
+        """What was decided since, a line each."""
+        on_gpu = [] if self._gpu_planner is None else self._gpu_planner.decisions
+        return [*self._refusals, *on_gpu, *(line for each in self._replanners for line in each.decisions)]
+
+    @property
+    def may_reduce_on_host(self) -> bool:
+        """Whether workers that see each other's slots may reduce tensors themselves."""
+        return not self._is_emulated and self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
+
+    def watch(self, session: Session, group: TensorGroup, gpu: str) -> None:
+        """Plans by the steps of `group`, if that can be; every worker calls it alike.
+
+        Args:
+            session: That of this planning.
+            group: Was registered just now.
+            gpu: Where this worker has its tensors, by UUID; "" for the host.
+        """
+        if self._may_plan_by_nccl and _are_all_on_gpus(session, gpu):
+            self._watch_gpu(session, group, gpu)
+        else:
+            self._watch_links(session, group)
+
+    def _cannot_reduce_on_host(self) -> str:
+        """Why the workers cannot reduce tensors themselves in the host's memory, or over emulated links; "" if they
+        can."""
+        if not self._is_one_node:
+            return "the workers of several nodes share no memory"
+        if self._are_devices_on_gpus and not self._is_emulated:
+            return "memory devices are on GPUs, whose workers see none of each other's tensors"
+        if self._settings.sync_algorithm in ("ring", "nccl"):
+            return f"{self._settings.sync_algorithm} has contributions of all workers in all memory devices"
+        if self._profile is None and self._settings.dual_sync == AUTO:
+            return "there is no profile to estimate it by; `coarse profile` or COARSE_PROFILE=auto makes one"
+        return ""
+
+    @property
+    def _follows_links(self) -> bool:
+        """Whether routes are those of a profile, which links that change make out of date."""
+        # On a host's own memory they are not, unless that is asked for (coarse.profiler.link_plan).
+        by_profile = self._settings.routing == ("auto" if self._is_emulated else "profile")
+        return by_profile and self._profile is not None
+
+    def _watch_links(self, session: Session, group: TensorGroup) -> None:
+        plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
+        is_first = not self._replanners  # one group's steps tell when to look at the links
+        looks_at_links = is_first and self._follows_links and self._settings.replan_steps != 0
+        if not (plans_dual_sync or looks_at_links):
+            return
+        from coarse.profiler.replanner import Replanner
+
+        replanner = Replanner(
+            session,
+            group,
+            profile=self._profile,
+            plan=self._plan,
+            dual_sync=self._settings.dual_sync if plans_dual_sync else OFF,
+            own_path=self._settings.own_path,
+            every_steps=self._settings.replan_steps if looks_at_links else 0,
+        )
+        self._replanners.append(replanner)
+
+    # ---- tensors on GPUs ----
+
+    @property
+    def _may_use_nccl(self) -> bool:
+        """Whether the workers can reduce tensors themselves if these are on GPUs."""
+        return self._is_one_node and not self._is_emulated
+
+    @property
+    def _may_plan_by_nccl(self) -> bool:
+        looks_at_links = self._follows_links and self._settings.replan_steps != 0
+        return self._may_use_nccl and self._settings.dual_sync != OFF and not looks_at_links
+
+    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str) -> None:
+        wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm
+        reason = ""
+        if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
+            reason = f"{algorithm} was asked for, which adds in the order of the workers"
+        elif self._gpu_planner is not None:
+            reason = "NCCL is for another one, and needs all of its work in one order"
+        if reason:
+            self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
+            return
+        from coarse.profiler.gpu_dual_sync import GpuDualSync
+
+        self._gpu_planner = GpuDualSync(session, group, gpu=gpu, mode=wanted)
+
+
+def _are_all_on_gpus(session: Session, gpu: str) -> bool:
+    """Whether each worker has its tensors on a GPU; every worker calls it alike."""
+    num_elsewhere = np.array([0 if gpu else 1], dtype=np.int32)
+    session.all_reduce(num_elsewhere)
+    return int(num_elsewhere[0]) == 0
