@@ -521,6 +521,11 @@ class TensorGroup:
         return self._meeting
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this worker has given it up."""
+        return self._slots is None
+
+    @property
     def is_watched(self) -> bool:
         """Whether somebody is told of each step, for which every worker has to pull_all()."""
         return self._on_step is not None

@@ -94,6 +94,11 @@ class GpuDualSync:
         group.open_meeting()
         group.watch(self._pushed, self._step_done)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the group was given up, and NCCL can be for another one."""
+        return self._group.is_closed
+
     def _pushed(self, tensors: Sequence[int]) -> None:
         if self._clock is None:
             context = self._group.gpu_context
@@ -104,20 +109,23 @@ class GpuDualSync:
 
     def _step_done(self, contributors: Sequence[int]) -> None:
         """Everything of a step has been pulled, by every worker alike."""
-        assert self._clock is not None
+        if self._clock is None:
+            return  # nothing was pushed
         self._clock.pulled_all()
         if max(contributors) < self._group.num_workers or self._clock.num_steps < TIMED_STEPS:
             return  # a worker that has run out of inputs comes later than the others
         self._group.watch(None, None)
         try:
-            self._plan(FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0))
-        except (_native.NcclError, _RefusedError) as error:  # of every worker
+            check_all(self._session, self._group.cannot_use_nccl())
+            communicator = self._join()
+            times = measure_both_ways(self._session, communicator, self._gpu)
+        except RefusedError as error:
             self._decide(f"dual synchronisation: none in {self._group.name}: {error}")
+        else:
+            steps = FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0)
+            self._split(steps, communicator, times)
 
-    def _plan(self, steps: FirstSteps) -> None:
-        self._check_all(self._group.cannot_use_nccl())
-        communicator = self._join()
-        times = measure_both_ways(self._session, communicator, self._gpu)
+    def _split(self, steps: FirstSteps, communicator: _native.NcclCommunicator, times: TrialTimes) -> None:
         forward_s, backward_s, _ = steps.medians_s()
         order = steps.order()
         ready_s = steps.ready_s(order, backward_s)
@@ -146,19 +154,16 @@ class GpuDualSync:
 
     def _join(self) -> _native.NcclCommunicator:
         session = self._session
-        return join_workers(
-            lambda own: gather_bytes(session, own),
-            number=session.node_workers.index(session.identity.rank),
-            gpu=self._gpu,
-            timeout_s=session.settings.timeout_s,
-            check_others=session.check_others,
-        )
-
-    def _check_all(self, reason: str) -> None:
-        """Raises _RefusedError on every worker if one has a reason."""
-        for rank, each in enumerate(gather_bytes(self._session, reason.encode())):
-            if each:
-                raise _RefusedError(f"worker {rank}: {each.decode()}")
+        try:
+            return join_workers(
+                lambda own: gather_bytes(session, own),
+                number=session.node_workers.index(session.identity.rank),
+                gpu=self._gpu,
+                timeout_s=session.settings.timeout_s,
+                check_others=session.check_others,
+            )
+        except _native.NcclError as error:  # of every worker
+            raise RefusedError(str(error)) from error
 
     def _decide(self, text: str) -> None:
         self.decisions.append(text)
@@ -166,27 +171,44 @@ class GpuDualSync:
             logger.info("[w0] %s", text)
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """Why nothing is split, on every worker."""
+
+
+def check_all(session: Session, reason: str) -> None:
+    """Raises RefusedError on every worker if one has a reason."""
+    for rank, each in enumerate(gather_bytes(session, reason.encode())):
+        if each:
+            raise RefusedError(f"worker {rank}: {each.decode()}")
 
 
 def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
     """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
 
     Raises:
-        _RefusedError: If the memory devices have no room for it.
+        RefusedError: If memory devices or GPUs have no room for it.
     """
     try:
         group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
     except CoarseError as error:
         if not is_refusal(error):
             raise
-        raise _RefusedError(str(error)) from error
-    context = gpu_context(gpu)
+        raise RefusedError(str(error)) from error
+    context, reason = gpu_context(gpu), ""
     stream = _native.CudaStream(context)
-    memory = None if group.is_on_gpu else _native.CudaMemory.allocate(context, _TRIAL.nbytes)
-    address = 0 if memory is None else memory.address  # 0 for the slot
-    group.open_gpu_transfers(context)
+    address = 0  # for the slot
+    try:
+        if not group.is_on_gpu:
+            memory = _native.CudaMemory.allocate(context, _TRIAL.nbytes)
+            address = memory.address
+        group.open_gpu_transfers(context)
+    except _native.CudaError as error:
+        reason = str(error)
+    try:
+        check_all(session, reason)
+    except RefusedError:
+        group.close()
+        raise
     group.open_meeting()
 
     def exchange() -> None:

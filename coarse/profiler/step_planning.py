@@ -141,7 +141,7 @@ class StepPlanning:
         reason = ""
         if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
             reason = f"{algorithm} was asked for, which adds in the order of the workers"
-        elif self._gpu_planner is not None:
+        elif self._gpu_planner is not None and not self._gpu_planner.is_over:
             reason = "NCCL is for another one, and needs all of its work in one order"
         if reason:
             self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")

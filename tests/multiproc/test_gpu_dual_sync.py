@@ -60,6 +60,13 @@ def test_workers_on_one_gpu_leave_it_all_to_memory_devices(stand_ins, tmp_path, 
     assert "none in tensors: workers 0 and 1 are on one GPU" in found[0]["decisions"][-1]
 
 
+def test_workers_on_one_gpu_reduce_by_nccl_where_it_is_told(stand_ins, tmp_path, expected_hash):  # noqa: F811
+    told = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "COARSE_DUAL_SYNC": "0"}
+    found, _ = run_steps(tmp_path, "2", {**stand_ins, **told}, place="0")
+    assert {each["hash"] for each in found} == {expected_hash}
+    assert "0 of 82 shards" in found[0]["decisions"][-1]
+
+
 @pytest.mark.parametrize("who", ["id", "rank1"])
 def test_where_nccl_fails_memory_devices_go_on(stand_ins, tmp_path, expected_hash, who):  # noqa: F811
     fails = {"STAND_IN_NCCL_FAILS": who, "COARSE_TIMEOUT_S": "10"}

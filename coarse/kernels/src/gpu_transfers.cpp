@@ -17,6 +17,8 @@ constexpr std::chrono::microseconds kSpin{20};
 constexpr std::chrono::microseconds kNap{20};
 constexpr std::chrono::milliseconds kHealthInterval{100};
 
+constexpr const char* kWithoutNccl = "; COARSE_DUAL_SYNC=off has the memory devices reduce everything";
+
 /// Whether a count that wraps around has come to `number`.
 bool hasReached(std::uint32_t count, std::uint32_t number) noexcept {
   return static_cast<std::int32_t>(count - number) >= 0;
@@ -240,7 +242,7 @@ WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
     }
     ownPath_->advance(computed_);
   } catch (const nccl::Error& error) {
-    fail(WaitStatus::kAborted, error.what());
+    fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
   }
   return status();
 }
@@ -369,11 +371,8 @@ void GpuTransfers::work() {
     const Clock::time_point now = Clock::now();
     if (now - checkedAt < kHealthInterval) continue;
     checkedAt = now;
-    try {
-      if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
-    } catch (const nccl::Error& error) {
-      fail(WaitStatus::kAborted, error.what());
-    }
+    if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
+    checkOwnPath();
   }
 }
 
@@ -415,19 +414,33 @@ bool GpuTransfers::releaseReturned() {
   return hasReleased;
 }
 
-/// Forgets the steps that NCCL has done.
+/// Forgets the steps that NCCL has done, and done well.
 bool GpuTransfers::releaseSummed() {
-  const std::lock_guard lock(mutex_);
   const std::uint32_t summed = words_->summed.load(std::memory_order_acquire);
-  bool hasReleased = false;
-  for (; !ownSteps_.empty() && hasReached(summed, ownSteps_.front().number); ownSteps_.pop_front())
-    hasReleased = true;
-  return hasReleased;
+  {
+    const std::lock_guard lock(mutex_);
+    if (ownSteps_.empty() || !hasReached(summed, ownSteps_.front().number)) return false;
+  }
+  checkOwnPath();
+  const std::lock_guard lock(mutex_);
+  while (!ownSteps_.empty() && hasReached(summed, ownSteps_.front().number)) ownSteps_.pop_front();
+  return true;
+}
+
+void GpuTransfers::checkOwnPath() {
+  const auto ownPath = this->ownPath();
+  if (ownPath == nullptr) return;
+  try {
+    ownPath->check();
+  } catch (const nccl::Error& error) {
+    // Whoever is lost is the reason, where NCCL was the first to see it.
+    if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) fail(status);
+    fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
+  }
 }
 
 WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
   if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
-  if (const auto ownPath = this->ownPath(); ownPath != nullptr) ownPath->check();
   const std::chrono::duration<double> waited = now - progressedAt_;
   if (waited.count() < config_.timeoutSeconds) return WaitStatus::kDone;
   const std::lock_guard lock(mutex_);

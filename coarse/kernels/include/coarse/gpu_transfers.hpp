@@ -178,6 +178,7 @@ class GpuTransfers {
   bool announceBrought();
   bool releaseReturned();
   bool releaseSummed();
+  void checkOwnPath();
   std::shared_ptr<GpuOwnPath> ownPath() const;
   WaitStatus checkProgress(Clock::time_point now);
   void fail(WaitStatus status, std::string ownFailure = {});
