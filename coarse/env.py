@@ -173,7 +173,7 @@ class Settings:
         dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers reduce some tensors
             themselves, where a profile of the links says that this is faster, or a trial where models are on GPUs: by
             NCCL then, which adds in an order of its own. A size is what goes to the memory devices. Workers of one
-            node can, unless the algorithm is "ring".
+            node can; in the host's memory, unless the algorithm is "ring".
         own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
             fastest for each size. In the host's memory "all-to-all" is the only one.
         gpu_transfers: "auto" has gradients on a GPU travel on streams of their own while it computes, and stay there

@@ -98,8 +98,18 @@ def told_error(name: object, text: object) -> CoarseError:
     return kind(str(text))
 
 
+class NcclFailedError(CoarseError):
+    """NCCL has failed, by which workers reduce some tensors between their GPUs; it says what NCCL says."""
+
+
 def is_refusal(error: CoarseError) -> bool:
     """Whether a registration failed because memory devices refused it, which they tell every worker alike."""
     of_session = (WorkerLostError, MemoryDeviceLostError, SyncTimeoutError, SchemaMismatchError)
-    of_worker = (GpuUnavailableError, ProtocolError, SessionClosedError, ForkedSessionError)
+    of_worker = (
+        GpuUnavailableError,
+        NcclFailedError,
+        ProtocolError,
+        SessionClosedError,
+        ForkedSessionError,
+    )
     return not isinstance(error, of_session + of_worker)

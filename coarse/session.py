@@ -161,9 +161,9 @@ class Session:
             planning.watch(self, group, gpu)
         return group
 
-    def register_trial(self, name: str, spec: TensorSpec, gpu: str) -> TensorGroup:
-        """As register(), for a tensor whose steps nobody plans by."""
-        return self._linked().register(name, [spec], gpu=gpu)
+    def register_trial(self, name: str, specs: Sequence[TensorSpec], gpu: str) -> TensorGroup:
+        """As register(), for tensors by whose steps nobody plans."""
+        return self._linked().register(name, specs, gpu=gpu)
 
     def cannot_update(self, gpu: str = "") -> str:
         """Why the memory devices of this session cannot run an optimizer; "" if they can.

@@ -4,12 +4,11 @@ docs/design/planning.md).
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.client.schema import TensorSpec
-from coarse.errors import CoarseError
 from coarse.kernels import _native
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 _NCCL_FLAGS = _native.OWN_PATH | _native.BY_NCCL
 _NCCL_DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
-_PATIENCE_S = 3.0  # with workers that are microseconds behind, or gone
+_ABORTED_AFTER_S = 5.0  # workers that are microseconds behind may still read this one's memory
 
 
 class Meeting:
@@ -55,12 +54,6 @@ class Meeting:
         self._group.push(1)
         self._group.pull(1)
         return list(self._numbers[: len(numbers)])
-
-    def take_leave(self, patience_s: float) -> None:
-        """As wait(), for a worker that leaves: returns after so long at most, or if the others are gone."""
-        with contextlib.suppress(CoarseError):
-            self._group.push(0)
-            self._group.await_pushed(patience_s)
 
     def close(self) -> None:
         """Gives its memory up. Idempotent."""
@@ -115,7 +108,7 @@ class NcclOwnPath:
         transfers: By which its tensors are pushed from the GPU.
         slots: Where the GPU sees the slots, if tensors lie there; else 0.
         meeting: Of the group.
-        check: Turns the end of a native call into an error, unless it was a good one.
+        check: Makes a native call, and an error of its end unless it was a good one.
     """
 
     def __init__(
@@ -125,7 +118,7 @@ class NcclOwnPath:
         transfers: _native.GpuTransfers,
         slots: int,
         meeting: Meeting,
-        check: Callable[[_native.WaitStatus], None],
+        check: Callable[[Callable[[], _native.WaitStatus]], None],
     ) -> None:
         self._native = native
         self._group = group
@@ -133,7 +126,7 @@ class NcclOwnPath:
         self._slots = slots
         self._meeting = meeting
         self._check = check
-        self._is_in_use = False
+        self._communicator: _native.NcclCommunicator | None = None  # while shards go this way
 
     def use(self, communicator: _native.NcclCommunicator, shards: Sequence[int], *, num_shards: int) -> None:
         """Has NCCL reduce these from the next push on, in this order; every worker calls it alike, between two steps.
@@ -153,26 +146,33 @@ class NcclOwnPath:
         self._transfers.use_own_path(
             _native.GpuOwnPath(communicator, self._native, self._group, shards), self._slots
         )
-        self._is_in_use = True
+        self._communicator = communicator
 
     def stop(self, *, num_shards: int) -> None:
         """Has memory devices reduce everything; as use() without shards."""
-        if not self._is_in_use:
+        if self._communicator is None:
             return
         self.settle()
+        self._meeting.wait()  # others may read this worker's memory until they are through, too
         self._native.set_path_flags(self._group, [0] * num_shards)
         self._transfers.use_own_path(None, 0)
-        self._is_in_use = False
+        self._communicator = None
 
     def settle(self) -> None:
-        """Waits until NCCL has done what it was given, on all workers: they may read this one's memory until then.
+        """Waits until NCCL has done what it was given here.
 
         Raises:
-            NcclError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As joining a step.
+            NcclFailedError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As joining a step.
         """
-        if self._is_in_use:
-            self._check(self._transfers.wait_for_own_path())
-            self._meeting.take_leave(_PATIENCE_S)
+        self._check(self._transfers.wait_for_own_path)
+
+    def leave(self) -> None:
+        """Gives NCCL up when the others are through as well; nobody waits for anybody."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
+            timer.daemon = True
+            timer.start()
 
 
 def less_accurate_by_nccl(specs: Sequence[TensorSpec]) -> str:

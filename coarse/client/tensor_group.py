@@ -15,7 +15,7 @@ from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
-from coarse.errors import CoarseError, SessionClosedError, SnapshotsBusyError
+from coarse.errors import CoarseError, NcclFailedError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates
@@ -109,6 +109,8 @@ class TensorGroup:
         """Of the GPU from which tensors are pushed; None where they are not."""
         self._nccl: NcclOwnPath | None = None
         self._why_no_nccl = ""
+        self.nccl_objection: Callable[[], str] = str
+        """Asked before anything is reduced by NCCL: why not, "" for no reason."""
         self._is_joined = False  # since the last push_from_gpu()
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
@@ -268,15 +270,16 @@ class TensorGroup:
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
-    def open_gpu_transfers(self, context: _native.CudaContext) -> None:
+    def open_gpu_transfers(self, context: _native.CudaContext, *, timeout_s: float = 0.0) -> None:
         """From now on tensors are in the memory of a GPU: push_from_gpu() and join_gpu() take the place of push().
 
         Slots and parameters in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the
         slots and reads them. To slots on another GPU this one copies, and buffer() must not be used any more.
-        pull_all() works as before; it waits for results, not for what the GPU does with them.
+        Each step ends by join_gpu(); pull_all() waits for results of memory devices, not for what GPUs do.
 
         Args:
             context: Of the GPU.
+            timeout_s: How long results may take; 0 for as long as any wait of the session.
 
         Raises:
             CudaError: If memory cannot be pinned, streams of the GPU cannot wait for the host's memory, or the slots
@@ -291,15 +294,15 @@ class TensorGroup:
             raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
         elif isinstance(self._slots, memoryview):
             slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False
-        self.gpu_context = context
         self._gpu = _native.GpuTransfers(
             self._native,
             self.id,
             context,
             slots,
             (0, 0, False) if self._kept is None else self._kept.results(),
-            self._client.timeout_s,
+            timeout_s or self._client.timeout_s,
         )
+        self.gpu_context = context
         if self._reached is not None:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
@@ -312,7 +315,8 @@ class TensorGroup:
         Arguments and errors are those of push_from_gpu().
         """
         self._is_joined = False
-        self._check_gpu(self._open_gpu().bring(tensors, stream))
+        gpu = self._open_gpu()
+        self._check_gpu(lambda: gpu.bring(tensors, stream))
 
     def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
         """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
@@ -324,13 +328,14 @@ class TensorGroup:
         Raises:
             CudaError: If the stream is being captured into a CUDA graph.
             MemoryDeviceLostError, WorkerLostError, SyncTimeoutError: If that has happened since the last call.
-            NcclError: If NCCL has failed, by which workers reduce some tensors themselves.
+            NcclFailedError: If NCCL has failed, by which workers reduce some tensors themselves.
         """
+        gpu = self._open_gpu()
+        self._is_joined = False
+        self._check_gpu(lambda: gpu.push(tensors, stream))
         if self._on_push is not None:
             self._gpu_stream = stream
             self._on_push([tensor[0] for tensor in tensors])
-        self._is_joined = False
-        self._check_gpu(self._open_gpu().push(tensors, stream))
 
     def gpu_batch_bytes(self) -> int:
         """How much is best pushed next from a GPU at once: less as a step goes to its end, which is join_gpu()."""
@@ -347,12 +352,13 @@ class TensorGroup:
     def join_gpu(self, stream: int) -> None:
         """Has what `stream` is given from now on wait for all results of what was pushed; raises as that does."""
         self._gpu_stream = stream
-        self._check_gpu(self._open_gpu().join(stream))
+        gpu = self._open_gpu()
+        self._check_gpu(lambda: gpu.join(stream))
         self._is_joined = True
 
     def check_gpu(self) -> None:
         """Raises what has happened to transfers since the last call, as push_from_gpu() does."""
-        self._check_gpu(self._open_gpu().status())
+        self._check_gpu(self._open_gpu().status)
 
     def _open_gpu(self) -> _native.GpuTransfers:
         if self._slots is None:
@@ -360,7 +366,11 @@ class TensorGroup:
         assert self._gpu is not None
         return self._gpu
 
-    def _check_gpu(self, status: _native.WaitStatus) -> None:
+    def _check_gpu(self, call: Callable[[], _native.WaitStatus]) -> None:
+        try:
+            status = call()
+        except _native.NcclError as error:
+            raise NcclFailedError(f"worker {self._client.rank}: {self.name}: {error}") from error
         if status != _native.WaitStatus.DONE:
             self._client.check(status, self._describe_pending)
 
@@ -390,10 +400,6 @@ class TensorGroup:
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: self._describe_wait(index))
         return self._native.contributors(self.id, index)
-
-    def await_pushed(self, timeout_s: float) -> None:
-        """Waits for every tensor that was pushed, so long at most, whether it is there then or not."""
-        self._native.pull_all(self.id, timeout_s)
 
     def pull_all(self) -> list[int]:
         """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each."""
@@ -493,8 +499,8 @@ class TensorGroup:
 
     def cannot_use_nccl(self) -> str:
         """Why the workers cannot reduce tensors of this group themselves between their GPUs; "" if they can."""
-        if self._why_no_nccl:
-            return self._why_no_nccl
+        if reason := self._why_no_nccl or self.nccl_objection():
+            return reason
         if self._gpu is None:
             return "its tensors are copied by the processor"
         if self._client.emulation is not None:
@@ -592,6 +598,7 @@ class TensorGroup:
                 status = self._native.pull_all(self.id, self._client.timeout_s)
             if status == _native.WaitStatus.DONE and self._nccl is not None:
                 self._nccl.settle()
+                self._nccl.leave()
         except (_native.NcclError, CoarseError) as error:
             return str(error)
         return "" if status in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED) else status.name

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations
 
 from coarse.client.tensor_bytes import gpu_context
 from coarse.kernels import _native
@@ -18,25 +15,9 @@ from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS
 Gather = Callable[[bytes], list[bytes]]
 """What each worker of the node gives, by client number; every worker calls it alike."""
 
+_MOST_SECONDS = 60.0
 _LOOK_S = 0.1
-_FIRST_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """What a worker tells the others.
-
-    Attributes:
-        gpu: Its own, by UUID.
-        reason: Why it cannot take part; "" if it can.
-        unique_id: Of the communicator, in hexadecimal digits; of the first worker.
-        may_share_gpu: Whether its NCCL was told to take several ranks on one GPU.
-    """
-
-    gpu: str
-    reason: str
-    unique_id: str
-    may_share_gpu: bool = field(default_factory=lambda: os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+_TRIED_BYTES = (4, 64 << 10, 8 << 20)  # for which NCCL has ways, and so connections and buffers, of their own
 
 
 def join_workers(
@@ -55,51 +36,52 @@ def join_workers(
         NcclError: If NCCL is missing on a worker, refuses or fails, two workers have one GPU, or one does not come.
         WorkerLostError, MemoryDeviceLostError: As `check_others`.
     """
-    library, offer = _prepare(gpu, is_first=number == 0)
-    offers = [_Offer(**json.loads(each)) for each in gather(json.dumps(asdict(offer)).encode())]
-    if reason := _refusal(offers):
-        raise _native.NcclError(reason)
-    assert library is not None
-    joining = _Joining(library, bytes.fromhex(offers[0].unique_id), number, len(offers), gpu)
-    reason = joining.wait(timeout_s / 2, check_others)  # whoever fails at once waits for the others below
-    reasons = [each.decode() for each in gather(reason.encode())]
-    failed = [f"worker {each}: {why}" for each, why in enumerate(reasons) if why]
-    if failed or joining.communicator is None:
+    gpus = [each.decode() for each in gather(gpu.encode())]
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    _fail_together(gather, "" if may_share else _describe_sharing(gpus, number))
+    name, reason = b"", ""
+    try:
+        library = find_nccl()
+        name = library.unique_id() if number == 0 else b""
+    except _native.NcclError as error:
+        reason = str(error)
+    _fail_together(gather, reason)
+    joining = _Joining(library, gather(name)[0], number, gpus)
+    try:
+        # Whoever fails at once waits below for the others, as long as any wait of the session.
+        _fail_together(gather, joining.wait(min(_MOST_SECONDS, timeout_s / 2), check_others))
+    except BaseException:
         joining.give_up()
-        raise _native.NcclError("; ".join(failed))
+        raise
+    assert joining.communicator is not None
     return joining.communicator
 
 
-def _prepare(gpu: str, *, is_first: bool) -> tuple[_native.NcclLibrary | None, _Offer]:
-    try:
-        library = find_nccl()
-        unique_id = library.unique_id().hex() if is_first else ""
-    except _native.NcclError as error:
-        return None, _Offer(gpu=gpu, reason=str(error), unique_id="")
-    return library, _Offer(gpu=gpu, reason="", unique_id=unique_id)
+def _fail_together(gather: Gather, reason: str) -> None:
+    """Raises NcclError on all workers if one has a reason."""
+    reasons = [each.decode() for each in gather(reason.encode())]
+    if failed := [f"worker {number}: {each}" for number, each in enumerate(reasons) if each]:
+        raise _native.NcclError("; ".join(failed))
 
 
-def _refusal(offers: Sequence[_Offer]) -> str:
-    """Why these workers have no communicator; "" if they can have one."""
-    for number, offer in enumerate(offers):
-        if offer.reason:
-            return f"worker {number}: {offer.reason}"
-    if all(offer.may_share_gpu for offer in offers):
+def _describe_sharing(gpus: Sequence[str], number: int) -> str:
+    """Which other worker has the GPU of this one, in words; "" if none has."""
+    others = [str(other) for other, gpu in enumerate(gpus) if gpu == gpus[number] and other != number]
+    if not others:
         return ""
-    for (first, one), (second, other) in combinations(enumerate(offers), 2):
-        if one.gpu == other.gpu:
-            return f"workers {first} and {second} are on one GPU, {one.gpu}, which NCCL does not take"
-    return ""
+    return f"is on one GPU with worker {', '.join(others)}, which NCCL takes from 2.30 on, if it is told to"
 
 
 class _Joining:
     """Joins in a thread of its own: only the end of the process ends NCCL's wait for ranks that do not come."""
 
     def __init__(
-        self, library: _native.NcclLibrary, unique_id: bytes, number: int, num_workers: int, gpu: str
+        self, library: _native.NcclLibrary, unique_id: bytes, number: int, gpus: Sequence[str]
     ) -> None:
-        self._context = gpu_context(gpu)
-        self._arguments = (library, unique_id, number, num_workers, self._context)
+        self._library = library
+        self._unique_id = unique_id
+        self._number = number
+        self._gpus = gpus
         self._reason = ""
         self._is_given_up = False
         self._has_ended = threading.Event()
@@ -110,11 +92,7 @@ class _Joining:
         """Waits for the end; returns what has gone wrong, "" if nothing has."""
         deadline_s = time.monotonic() + timeout_s
         while not self._has_ended.wait(_LOOK_S):
-            try:
-                check_others()
-            except BaseException:
-                self.give_up()
-                raise
+            check_others()
             if time.monotonic() > deadline_s:
                 return f"NCCL has not joined all workers within {timeout_s:.0f} s; NCCL_DEBUG=INFO has it say more"
         return self._reason
@@ -127,22 +105,32 @@ class _Joining:
 
     def _join(self) -> None:
         try:
-            communicator = _native.NcclCommunicator(*self._arguments)
+            context = gpu_context(self._gpus[self._number])
+            communicator = _native.NcclCommunicator(
+                self._library, self._unique_id, self._number, len(self._gpus), context
+            )
             self.communicator = communicator
-            self._connect(communicator)
+            _connect(communicator, context)
         except Exception as error:  # it is for the thread that waits
             self._reason = str(error)
         if self._is_given_up and self.communicator is not None:
             self.communicator.abort()
         self._has_ended.set()
 
-    def _connect(self, communicator: _native.NcclCommunicator) -> None:
-        """Has NCCL connect the workers, which takes a while, before anybody waits for a result."""
-        number = _native.CudaMemory.allocate(self._context, _FIRST_BYTES)
-        stream = _native.CudaStream(self._context)
-        stream.fill(number.address, 0, number.num_bytes)
-        communicator.all_reduce(
-            number.address, number.address, 1, DTYPE_NUMBERS["float32"], OP_NUMBERS["sum"], stream.handle
-        )
+
+def _connect(communicator: _native.NcclCommunicator, context: _native.CudaContext) -> None:
+    """Has NCCL connect the workers, which takes a while and memory, before anybody waits for a result."""
+    numbers, stream = _native.CudaMemory.allocate(context, max(_TRIED_BYTES)), _native.CudaStream(context)
+    stream.fill(numbers.address, 0, numbers.num_bytes)
+    dtype, op = DTYPE_NUMBERS["float32"], OP_NUMBERS["mean"]
+    try:
+        for num_bytes in _TRIED_BYTES:
+            communicator.all_reduce(
+                numbers.address, numbers.address, num_bytes // 4, dtype, op, stream.handle
+            )
         stream.synchronize()
         communicator.check()
+    except BaseException:
+        communicator.abort()
+        stream.synchronize()  # before the memory goes that it uses
+        raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ import numpy as np
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context
 from coarse.client.workers_nccl import join_workers
-from coarse.errors import CoarseError, is_refusal
+from coarse.errors import CoarseError, NcclFailedError, SyncTimeoutError, is_refusal
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
@@ -24,14 +24,16 @@ from coarse.profiler.measure import gather_bytes
 from coarse.profiler.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from coarse.client.tensor_group import TensorGroup
+    from coarse.client.tensor_group import GpuTensor, TensorGroup
     from coarse.session import Session
 
 logger = logging.getLogger(__name__)
 
-_TRIAL = TensorSpec(name="trial", dtype="float32", num_elements=(32 << 20) // 4, op="mean")
+_TRIAL = [
+    TensorSpec(name=f"half {i}", dtype="float32", num_elements=(16 << 20) // 4, op="mean") for i in range(2)
+]
 _NUM_TRIALS = 5  # of which the first is not counted
-_IN_TURN = 2  # every second shard goes the other way, where both are timed
+_TRIAL_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,10 @@ class GpuDualSync:
         if max(contributors) < self._group.num_workers or self._clock.num_steps < TIMED_STEPS:
             return  # a worker that has run out of inputs comes later than the others
         self._group.watch(None, None)
+        if self._session.identity.rank == 0:
+            logger.info("[w0] timing NCCL between the workers against memory devices")
         try:
-            check_all(self._session, self._group.cannot_use_nccl())
+            check_all(self._session, self._cannot_split())
             communicator = self._join()
             times = measure_both_ways(self._session, communicator, self._gpu)
         except RefusedError as error:
@@ -124,6 +128,13 @@ class GpuDualSync:
         else:
             steps = FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0)
             self._split(steps, communicator, times)
+
+    def _cannot_split(self) -> str:
+        """Why this worker's tensors are all for the memory devices; "" if they need not be."""
+        assert self._clock is not None
+        if sorted(self._clock.order) != list(range(len(self._group.specs))):
+            return "not all of its tensors are pushed in a step"
+        return self._group.cannot_use_nccl()
 
     def _split(self, steps: FirstSteps, communicator: _native.NcclCommunicator, times: TrialTimes) -> None:
         forward_s, backward_s, _ = steps.medians_s()
@@ -186,7 +197,7 @@ def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, 
     """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
 
     Raises:
-        RefusedError: If memory devices or GPUs have no room for it.
+        RefusedError: If memory devices or GPUs have no room for it, or NCCL fails.
     """
     try:
         group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
@@ -194,48 +205,90 @@ def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, 
         if not is_refusal(error):
             raise
         raise RefusedError(str(error)) from error
-    context, reason = gpu_context(gpu), ""
-    stream = _native.CudaStream(context)
-    address = 0  # for the slot
+    group.open_meeting()
+    trial = _Trial(group, communicator, gpu)
+    limit_s = min(_TRIAL_LIMIT_S, session.settings.timeout_s / 4)
     try:
-        if not group.is_on_gpu:
-            memory = _native.CudaMemory.allocate(context, _TRIAL.nbytes)
-            address = memory.address
-        group.open_gpu_transfers(context)
-    except _native.CudaError as error:
-        reason = str(error)
+        seconds, reason = trial.time_splits(limit_s), ""
+    except (_native.CudaError, NcclFailedError, SyncTimeoutError) as error:
+        seconds, reason = [], str(error)
     try:
         check_all(session, reason)
     except RefusedError:
-        group.close()
+        communicator.abort()
+        trial.end_unfinished(session)
         raise
-    group.open_meeting()
-
-    def exchange() -> None:
-        group.push_from_gpu([(0, _native.PRESENT, address, address, 0)], stream.handle)
-        group.join_gpu(stream.handle)
-        stream.synchronize()
-
-    shards = range(len(group.shard_sizes()))
-    seconds = []
-    for own in ((), shards, shards[::_IN_TURN]):
-        group.use_nccl(communicator, own)
-        seconds.append(_least_seconds(session, exchange, group))
-    group.use_nccl(communicator, ())
-    group.close()
+    finally:
+        group.close()
     by_devices, by_workers, by_both = _largest(session, seconds)
-    return TrialTimes(num_bytes=_TRIAL.nbytes, by_devices=by_devices, by_workers=by_workers, by_both=by_both)
+    num_bytes = sum(spec.nbytes for spec in _TRIAL)
+    return TrialTimes(num_bytes=num_bytes, by_devices=by_devices, by_workers=by_workers, by_both=by_both)
 
 
-def _least_seconds(session: Session, exchange: Callable[[], None], group: TensorGroup) -> float:
-    times = []
-    for _ in range(_NUM_TRIALS):
-        session.barrier()
-        begin = time.perf_counter()
-        exchange()
-        times.append(time.perf_counter() - begin)
-        group.pull_all()
-    return min(times[1:])
+class _Trial:
+    """One worker's end of it.
+
+    Args:
+        group: Of _TRIAL.
+        communicator: Of the workers.
+        gpu: That of this worker, by UUID.
+    """
+
+    def __init__(self, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str) -> None:
+        self._group = group
+        self._communicator = communicator
+        self._gpu = gpu
+        self._num_pushed = 0
+
+    def time_splits(self, limit_s: float) -> list[float]:
+        """Seconds of this worker by memory devices, by NCCL, and half and half.
+
+        Args:
+            limit_s: After which a worker that does not come is an error.
+
+        Raises:
+            CudaError, NcclFailedError, SyncTimeoutError: If something fails, here or elsewhere.
+        """
+        group, context = self._group, gpu_context(self._gpu)
+        stream = _native.CudaStream(context)
+        memories: list[_native.CudaMemory] = []
+        if not group.is_on_gpu:
+            memories = [_native.CudaMemory.allocate(context, spec.nbytes) for spec in _TRIAL]
+        addresses = [memory.address for memory in memories] or [0] * len(_TRIAL)  # 0 for the slot
+        group.open_gpu_transfers(context, timeout_s=limit_s)
+        tensors = [(i, _native.PRESENT, address, address, 0) for i, address in enumerate(addresses)]
+        tensor_of = group.tensors_of_shards()
+        every = range(len(tensor_of))
+        seconds = []
+        try:
+            for own in ((), every, [shard for shard in every if tensor_of[shard] == 0]):
+                group.use_nccl(self._communicator, own)
+                seconds.append(min([self._exchange(tensors, stream) for _ in range(_NUM_TRIALS)][1:]))
+            group.use_nccl(self._communicator, ())
+        except BaseException:
+            group.close_gpu_transfers()  # before the memory goes that they use
+            raise
+        return seconds
+
+    def end_unfinished(self, session: Session) -> None:
+        """Has no worker wait for another one's contribution, after an error of whichever."""
+        counts = [int(each) for each in gather_bytes(session, str(self._num_pushed).encode())]
+        if self._num_pushed < max(counts):
+            for tensor in range(len(_TRIAL)):
+                self._group.push(tensor, present=False)
+        self._group.pull_all()
+
+    def _exchange(self, tensors: Sequence[GpuTensor], stream: _native.CudaStream) -> float:
+        """Seconds of one, which begins when the one before has ended on all workers."""
+        began_s = time.perf_counter()
+        self._group.push_from_gpu(tensors, stream.handle)
+        self._num_pushed += 1
+        self._group.join_gpu(stream.handle)
+        stream.synchronize()
+        self._group.check_gpu()
+        seconds = time.perf_counter() - began_s
+        self._group.pull_all()
+        return seconds
 
 
 def _largest(session: Session, seconds: Sequence[float]) -> list[float]:

@@ -57,7 +57,8 @@ class StepPlanning:
                     f"COARSE_DUAL_SYNC={wanted}: the workers cannot reduce tensors themselves: {reason}; set it to "
                     "off or auto"
                 )
-            decisions.append(f"dual synchronisation: none: {reason}")
+            where = " of tensors in the host's memory" if self._may_use_nccl else ""
+            decisions.append(f"dual synchronisation{where}: none: {reason}")
         if self._settings.replan_steps > 0 and not self._follows_links:
             decisions.append("replanning: none: routes follow no links that could change")
         return decisions
@@ -80,10 +81,15 @@ class StepPlanning:
             group: Was registered just now.
             gpu: Where this worker has its tensors, by UUID; "" for the host.
         """
-        if self._may_plan_by_nccl and _are_all_on_gpus(session, gpu):
-            self._watch_gpu(session, group, gpu)
-        else:
-            self._watch_links(session, group)
+        if not self._may_plan_by_nccl:
+            return self._watch_links(session, group)
+        has_nccl = self._gpu_planner is not None and not self._gpu_planner.is_over
+        num_elsewhere, num_with_nccl = _count_workers(session, not gpu, has_nccl)
+        if num_elsewhere == 0:
+            return self._watch_gpu(session, group, gpu, has_nccl=num_with_nccl > 0)
+        if self._are_devices_on_gpus and self._settings.dual_sync not in (OFF, AUTO):
+            self._refuse(group, "not every worker has its tensors on a GPU")
+        self._watch_links(session, group)
 
     def _cannot_reduce_on_host(self) -> str:
         """Why the workers cannot reduce tensors themselves in the host's memory, or over emulated links; "" if they
@@ -136,23 +142,22 @@ class StepPlanning:
         looks_at_links = self._follows_links and self._settings.replan_steps != 0
         return self._may_use_nccl and self._settings.dual_sync != OFF and not looks_at_links
 
-    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str) -> None:
+    def _refuse(self, group: TensorGroup, reason: str) -> None:
+        self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
+
+    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str, *, has_nccl: bool) -> None:
         wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm
-        reason = ""
         if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
-            reason = f"{algorithm} was asked for, which adds in the order of the workers"
-        elif self._gpu_planner is not None and not self._gpu_planner.is_over:
-            reason = "NCCL is for another one, and needs all of its work in one order"
-        if reason:
-            self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
-            return
+            return self._refuse(group, f"{algorithm} was asked for, which adds in the order of the workers")
+        if has_nccl:
+            return self._refuse(group, "NCCL is for another one, and needs all of its work in one order")
         from coarse.profiler.gpu_dual_sync import GpuDualSync
 
         self._gpu_planner = GpuDualSync(session, group, gpu=gpu, mode=wanted)
 
 
-def _are_all_on_gpus(session: Session, gpu: str) -> bool:
-    """Whether each worker has its tensors on a GPU; every worker calls it alike."""
-    num_elsewhere = np.array([0 if gpu else 1], dtype=np.int32)
-    session.all_reduce(num_elsewhere)
-    return int(num_elsewhere[0]) == 0
+def _count_workers(session: Session, *conditions: bool) -> list[int]:
+    """How many workers meet each condition; every worker calls it alike."""
+    numbers = np.array(conditions, dtype=np.int32)
+    session.all_reduce(numbers)
+    return [int(number) for number in numbers]

@@ -53,10 +53,8 @@ class RegisteredGradients:
         self._shares_slots = shares_slots
         self.group = self._register(session, name, state_names, tables)
         """The slots."""
-        if isinstance(self.group, TensorGroup) and torch.are_deterministic_algorithms_enabled():
-            self.group.stop_nccl(
-                "torch.use_deterministic_algorithms() is on, and NCCL adds in an order of its own"
-            )
+        if isinstance(self.group, TensorGroup):
+            self.group.nccl_objection = _why_no_nccl
         self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         """Those whose gradients are sparse."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)
@@ -112,6 +110,12 @@ class RegisteredGradients:
             keeps_gradients=not self._shares_slots,
             tables=self.tables,
         )
+
+
+def _why_no_nccl() -> str:
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms() is on, and NCCL adds in an order of its own"
+    return ""
 
 
 def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> TensorSpec:

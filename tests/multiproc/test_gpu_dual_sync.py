@@ -57,7 +57,7 @@ def test_what_takes_long_through_memory_devices_goes_by_nccl(stand_ins, tmp_path
 def test_workers_on_one_gpu_leave_it_all_to_memory_devices(stand_ins, tmp_path, expected_hash):  # noqa: F811
     found, _ = run_steps(tmp_path, "2", stand_ins, place="0")
     assert {each["hash"] for each in found} == {expected_hash}
-    assert "none in tensors: workers 0 and 1 are on one GPU" in found[0]["decisions"][-1]
+    assert "none in tensors: worker 0: is on one GPU with worker 1" in found[0]["decisions"][-1]
 
 
 def test_workers_on_one_gpu_reduce_by_nccl_where_it_is_told(stand_ins, tmp_path, expected_hash):  # noqa: F811
@@ -67,11 +67,30 @@ def test_workers_on_one_gpu_reduce_by_nccl_where_it_is_told(stand_ins, tmp_path,
     assert "0 of 82 shards" in found[0]["decisions"][-1]
 
 
-@pytest.mark.parametrize("who", ["id", "rank1"])
-def test_where_nccl_fails_memory_devices_go_on(stand_ins, tmp_path, expected_hash, who):  # noqa: F811
-    fails = {"STAND_IN_NCCL_FAILS": who, "COARSE_TIMEOUT_S": "10"}
-    found, _ = run_steps(tmp_path, "2", {**stand_ins, **fails})
+IN_TRIAL = "worker 0: worker 0: trial of dual synchronisation: ncclAllReduce"
+
+
+@pytest.mark.parametrize(
+    ("memory_devices", "what", "told"),
+    [
+        ("2", "id", "worker 0: ncclGetUniqueId"),
+        ("2", "rank1", "worker 1: ncclCommInitRank"),
+        ("2", "operation1:2", "worker 1: ncclAllReduce"),  # while it connects
+        ("2", "operation0:6", IN_TRIAL),
+        ("cuda:1,cuda:1", "operation0:6", IN_TRIAL),
+    ],
+)
+def test_where_nccl_fails_memory_devices_go_on(
+    stand_ins,  # noqa: F811
+    tmp_path,
+    expected_hash,
+    memory_devices,
+    what,
+    told,
+):
+    fails = {"STAND_IN_NCCL_FAILS": what, "COARSE_TIMEOUT_S": "12", "COARSE_DUAL_SYNC": "1MiB"}
+    found, _ = run_steps(tmp_path, memory_devices, {**stand_ins, **fails})
     assert {each["hash"] for each in found} == {expected_hash}
     reason = found[0]["decisions"][-1]
     assert "dual synchronisation: none in tensors: worker" in reason
-    assert ("no socket interface" if who == "id" else "worker 1: ncclCommInitRank") in reason
+    assert told in reason

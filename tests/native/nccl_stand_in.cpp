@@ -180,6 +180,10 @@ class Rank {
       : meeting_(std::move(meeting)), rank_(rank), numRanks_(numRanks) {}
 
   std::uint64_t takeNumber() { return numGiven_++; }
+  /// Of the operation that is given next, with the rank in front.
+  std::string nextName() const {
+    return "operation" + std::to_string(rank_) + ":" + std::to_string(numGiven_ + 1);
+  }
   void abort() { isAborted_ = true; }
   Result failure() const { return failure_; }
 
@@ -282,7 +286,7 @@ bool mayShareGpu() {
   return text != nullptr && std::strcmp(text, "1") == 0;
 }
 
-/// STAND_IN_NCCL_FAILS=id, or rank1: who or what does.
+/// STAND_IN_NCCL_FAILS=id, or rank1, or operation1:20 for the 20th of rank 1: who or what does.
 bool shallFail(const std::string& what) {
   const char* const text = std::getenv("STAND_IN_NCCL_FAILS");
   return text != nullptr && text == what;
@@ -373,6 +377,7 @@ Result ncclAllReduce(const void* send, void* receive, std::size_t count, int typ
   const void* const from = placeOf(send, numBytes);
   void* const to = placeOf(receive, numBytes);
   if (from == nullptr || to == nullptr) return failed(kUnhandledCudaError, "%s", "an illegal memory access");
+  if (shallFail(comm->rank->nextName())) return failed(kSystemError, "%s", "Cuda failure 2 'out of memory'");
   auto given = std::make_unique<Given>(Given{comm->rank, 0, {from, to, {count, type, op}}});
   if (group.depth == 0) return give(stream, std::move(given));
   group.waiting.emplace_back(stream, std::move(given));

@@ -109,7 +109,13 @@ void registerStreams(py::module_& module) {
             stream.fill(destination, value, numBytes);
           },
           py::arg("destination"), py::arg("value"), py::arg("num_bytes"), ReleaseGil())
-      .def("synchronize", &cuda::Stream::synchronize, ReleaseGil())
+      .def(
+          "synchronize",
+          [](const cuda::Stream& stream) {
+            const cuda::ContextScope scope(*stream.context());
+            stream.synchronize();
+          },
+          ReleaseGil())
       .def("is_idle", &cuda::Stream::isIdle);
 }
 

@@ -25,8 +25,14 @@ void registerNccl(py::module_& module) {
                                const nccl::Version& version = library.version();
                                return py::make_tuple(version.major, version.minor, version.patch);
                              })
-      .def("unique_id",
-           [](const nccl::Library& library) { return py::bytes(library.makeUniqueId().bytes()); });
+      .def("unique_id", [](const nccl::Library& library) {
+        std::string bytes;
+        {
+          const py::gil_scoped_release release;
+          bytes = library.makeUniqueId().bytes();
+        }
+        return py::bytes(bytes);
+      });
   py::class_<nccl::Communicator, std::shared_ptr<nccl::Communicator>>(module, "NcclCommunicator")
       .def(py::init([](std::shared_ptr<nccl::Library> library, const py::bytes& uniqueId, int rank,
                        int numRanks, std::shared_ptr<cuda::Context> context) {

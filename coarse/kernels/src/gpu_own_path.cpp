@@ -1,6 +1,7 @@
 #include "coarse/gpu_own_path.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -9,6 +10,10 @@
 
 namespace coarse {
 namespace {
+
+// With a call of NCCL's that another thread is in: it only gives work to the GPU, unless it waits for other
+// ranks.
+constexpr std::chrono::seconds kPatience{1};
 
 std::size_t bytesOf(const Shard& shard) noexcept { return shard.numElements * itemBytes(shard.dtype); }
 
@@ -61,8 +66,12 @@ void GpuOwnPath::take(const ShardRange& shards, cuda::DeviceAddress address, boo
   const std::uint64_t begin = plan_.shards[shards.first].offset;
   for (std::uint32_t shard = shards.first; shard < shards.last; ++shard) {
     if (!isOwn_[shard]) continue;
+    if (taken_[shard].address != 0) {
+      throw std::logic_error(
+          "a tensor that the workers reduce themselves was pushed twice in a step, which ends by join()");
+    }
     taken_[shard] = {address + (plan_.shards[shard].offset - begin), isPresent};
-    hasTaken_ = true;
+    hasTaken_ = isInStep_ = true;
   }
 }
 
@@ -83,6 +92,12 @@ void GpuOwnPath::join(cuda::StreamHandle stream, cuda::DeviceAddress word, std::
   cuda::waitForEvent(stream, summed_);
   std::fill(taken_.begin(), taken_.end(), Place{});
   numSummed_ = 0;
+  isInStep_ = false;
+}
+
+void GpuOwnPath::abort() noexcept {
+  const std::unique_lock lock(callMutex_, kPatience);
+  communicator_->abort();
 }
 
 std::size_t GpuOwnPath::bytesOf(const Run& run) const noexcept {
@@ -99,6 +114,7 @@ void GpuOwnPath::sumUp(const Bucket& bucket) {
   for (const Run& run : bucket) {
     if (!taken_[run.first].isPresent) stream_.fill(taken_[run.first].address, 0, bytesOf(run));
   }
+  const std::lock_guard lock(callMutex_);
   nccl::GroupScope operations(communicator_->library());
   for (const Run& run : bucket) {
     const Shard& first = plan_.shards[run.first];

@@ -72,7 +72,8 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
   pin(slots_);
   pin(results_);
   tryWords();
-  countStepBytes();
+  for (const Shard& shard : plan_.shards) stepBytes_ += bytesOf(shard);
+  leftBytes_ = stepBytes_;
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 
@@ -92,7 +93,8 @@ void GpuTransfers::close() noexcept {
   hasWork_.notify_all();
   thread_->join();
   thread_.reset();
-  if (ownPath_ != nullptr) ownPath_->abort();
+  const bool isUnfinished = failure_ != WaitStatus::kDone || !ownSteps_.empty();  // no other thread is left
+  if (ownPath_ != nullptr && (isUnfinished || ownPath_->isInStep())) ownPath_->abort();
   try {
     const cuda::ContextScope scope(*context_);
     pushStream_.synchronize();
@@ -187,7 +189,6 @@ void GpuTransfers::useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceA
     ownPath_.swap(ownPath);
   }
   ownSlots_ = slots;
-  countStepBytes();
 }
 
 WaitStatus GpuTransfers::waitForOwnPath() {
@@ -219,17 +220,6 @@ bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
          hasReached(words_->brought.load(std::memory_order_acquire), count);
 }
 
-/// Bytes of a shard that are copied to its slot.
-std::size_t GpuTransfers::copiedBytes(std::uint32_t shard) const noexcept {
-  return isOwn(shard) ? 0 : bytesOf(plan_.shards[shard]);
-}
-
-void GpuTransfers::countStepBytes() {
-  stepBytes_ = 0;
-  for (std::uint32_t shard = 0; shard < plan_.shards.size(); ++shard) stepBytes_ += copiedBytes(shard);
-  leftBytes_ = stepBytes_;
-}
-
 /// Gives the workers' own path its part of these tensors.
 WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
   if (ownPath_ == nullptr) return WaitStatus::kDone;
@@ -240,11 +230,26 @@ WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
       if (address == 0 && ownSlots_ != 0) address = ownSlots_ + plan_.shards[shards.first].offset;
       ownPath_->take(shards, address, (tensor.flags & kPresent) != 0);
     }
+    setGiving(true);
     ownPath_->advance(computed_);
   } catch (const nccl::Error& error) {
-    fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
+    failByNccl(error);
+  } catch (...) {
+    setGiving(false);
+    throw;
   }
+  setGiving(false);
   return status();
+}
+
+/// Has the thread look after a call of NCCL's, which may wait for other workers.
+void GpuTransfers::setGiving(bool isGiving) {
+  {
+    const std::lock_guard lock(mutex_);
+    isGiving_ = isGiving;
+    givingSince_ = Clock::now();
+  }
+  if (isGiving) hasWork_.notify_one();
 }
 
 void GpuTransfers::joinOwn(cuda::StreamHandle stream) {
@@ -257,7 +262,7 @@ void GpuTransfers::joinOwn(cuda::StreamHandle stream) {
   ownPath_->join(stream, words_.summed(), ++numOwnSteps_);
   {
     const std::lock_guard lock(mutex_);
-    ownSteps_.push_back({numOwnSteps_, lastBatch});
+    if (failure_ == WaitStatus::kDone) ownSteps_.push_back({numOwnSteps_, lastBatch});
   }
   hasWork_.notify_one();
 }
@@ -267,7 +272,8 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
   std::size_t restBytes = 0;
   for (const GpuTensor& tensor : tensors) {
     const ShardRange all = shards.emplace_back(client_.beginPush(config_.group, tensor.tensor));
-    for (std::uint32_t shard = all.first; shard < all.last; ++shard) restBytes += copiedBytes(shard);
+    for (std::uint32_t shard = all.first; shard < all.last; ++shard)
+      restBytes += bytesOf(plan_.shards[shard]);
   }
   std::vector<Batch> batches(1);
   std::size_t numBytes = 0;
@@ -276,8 +282,8 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
     ShardRange piece{all.first, all.first, all.step};
     while (piece.last < all.last) {
       const std::uint32_t shard = piece.last++;
-      numBytes += copiedBytes(shard);
-      restBytes -= copiedBytes(shard);
+      numBytes += bytesOf(plan_.shards[shard]);
+      restBytes -= bytesOf(plan_.shards[shard]);
       // Little that is left goes with it.
       const bool isFull = numBytes >= batchBytes() && restBytes >= batchBytes() / 2;
       if (!isFull && piece.last < all.last && isOwn(piece.last) == isOwn(shard)) continue;
@@ -341,7 +347,8 @@ void GpuTransfers::run() {
   makeSleepsExact();
   std::unique_lock lock(mutex_);
   while (true) {
-    hasWork_.wait(lock, [this] { return isStopping_ || !pushed_.empty() || !ownSteps_.empty(); });
+    hasWork_.wait(lock,
+                  [this] { return isStopping_ || !pushed_.empty() || !ownSteps_.empty() || isGiving_; });
     if (isStopping_) return;
     lock.unlock();
     work();
@@ -364,7 +371,7 @@ void GpuTransfers::work() {
     {
       const std::lock_guard lock(mutex_);
       if (isStopping_ || failure_ != WaitStatus::kDone) return announced_.clear();
-      if (pushed_.empty() && announced_.empty() && ownSteps_.empty()) return;
+      if (pushed_.empty() && announced_.empty() && ownSteps_.empty() && !isGiving_) return;
     }
     if (spin.yield()) continue;
     std::this_thread::sleep_for(kNap);
@@ -433,17 +440,22 @@ void GpuTransfers::checkOwnPath() {
   try {
     ownPath->check();
   } catch (const nccl::Error& error) {
-    // Whoever is lost is the reason, where NCCL was the first to see it.
-    if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) fail(status);
-    fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
+    failByNccl(error);
   }
+}
+
+void GpuTransfers::failByNccl(const nccl::Error& error) {
+  // Whoever is lost is the reason, where NCCL was the first to see it.
+  if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) fail(status);
+  fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
 }
 
 WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
   if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
-  const std::chrono::duration<double> waited = now - progressedAt_;
-  if (waited.count() < config_.timeoutSeconds) return WaitStatus::kDone;
+  const std::chrono::duration<double> limit(config_.timeoutSeconds);
   const std::lock_guard lock(mutex_);
+  if (isGiving_ && now - givingSince_ >= limit) return WaitStatus::kTimedOut;
+  if (now - progressedAt_ < limit) return WaitStatus::kDone;
   // What the GPU computes takes as long as it takes.
   const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);
   const bool waitsForNccl = !ownSteps_.empty() && hasReached(brought, ownSteps_.front().lastBatch);

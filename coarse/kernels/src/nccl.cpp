@@ -131,6 +131,8 @@ Communicator::~Communicator() {
 
 void Communicator::allReduce(const void* send, void* receive, std::size_t count, DType dtype, ReduceOp op,
                              cuda::StreamHandle stream) {
+  // NCCL goes back to the GPU that was current, and would make a context there.
+  const cuda::ContextScope scope(*context_);
   const int type = typeOf(dtype), operation = opOf(op, dtype);
   CommHandle handle = nullptr;
   {
@@ -155,8 +157,14 @@ void Communicator::abort() noexcept {
     const std::lock_guard lock(mutex_);
     handle = std::exchange(handle_, nullptr);
   }
-  // Without the lock: a call of another thread may be waiting in NCCL until this ends it.
-  if (handle != nullptr) library_->api().ncclCommAbort(handle);
+  if (handle == nullptr) return;
+  try {
+    const cuda::ContextScope scope(*context_);
+    // Without the lock: a call of another thread may be waiting in NCCL until this ends it.
+    library_->api().ncclCommAbort(handle);
+  } catch (const cuda::Error&) {
+    // The GPU has failed, or this is a fork: NCCL is left as it is.
+  }
 }
 
 std::string Communicator::described(const char* call) const {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "coarse/client.hpp"
@@ -19,7 +20,8 @@ namespace coarse {
 /// buckets, each as soon as this worker has all of it; so whatever order gradients come in, all ranks give it
 /// the same operations in the same order. A worker without a contribution gives zeros.
 ///
-/// Thread safety: one caller at a time, except check() and abort(), which any thread may call at any time.
+/// Thread safety: one caller at a time, except check() and abort(), which any thread may call at any time,
+/// and abort() beside whatever the caller is in.
 class GpuOwnPath {
  public:
   /// @param communicator of the workers of the group, and no one else's meanwhile.
@@ -33,7 +35,7 @@ class GpuOwnPath {
   bool has(std::uint32_t shard) const noexcept { return isOwn_[shard]; }
   /// Takes the next step's contribution to those of these shards that it has, the first of which lies at
   /// `address`; without a contribution what is there gets the result all the same. What is taken stays until
-  /// join() has ended the step.
+  /// join() has ended the step. @throws std::logic_error if one was taken before in this step.
   void take(const ShardRange& shards, cuda::DeviceAddress address, bool isPresent);
   /// What was taken since the last call is there when a stream has done what `computed` has marked: gives
   /// NCCL what is complete. @throws nccl::Error, cuda::Error as they do.
@@ -44,8 +46,12 @@ class GpuOwnPath {
 
   /// @throws nccl::Error if something has failed, or this was aborted.
   void check() const { communicator_->check(); }
-  /// Ends what is under way; results are then arbitrary.
-  void abort() noexcept { communicator_->abort(); }
+  /// Ends what is under way; results are then arbitrary. Waits a second for a call of NCCL's that the caller
+  /// is in, which may need the communicator to its end; one that takes longer waits for other workers, and
+  /// this ends it.
+  void abort() noexcept;
+  /// Whether something was taken since the last join().
+  bool isInStep() const noexcept { return isInStep_; }
   /// Waits for what the GPU was given. @pre all workers come to it, or this was aborted.
   void synchronize() const { stream_.synchronize(); }
 
@@ -75,7 +81,9 @@ class GpuOwnPath {
   std::vector<Bucket> buckets_;  // in the order of all workers
   std::vector<Place> taken_;     // by shard, of this step
   bool hasTaken_ = false;        // something, since the stream was told what it waits for
-  std::size_t numSummed_ = 0;    // buckets of this step that NCCL has
+  bool isInStep_ = false;
+  std::timed_mutex callMutex_;  // held during calls of NCCL
+  std::size_t numSummed_ = 0;   // buckets of this step that NCCL has
 };
 
 }  // namespace coarse

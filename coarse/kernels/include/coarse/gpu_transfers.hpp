@@ -122,7 +122,6 @@ class GpuTransfers {
     std::byte* slot = nullptr;
     const std::byte* result = nullptr;
     bool isResultOnGpu = false;
-    bool isOwn = false;  // the workers' own path has it
     cuda::DeviceAddress source = 0;
     cuda::DeviceAddress destination = 0;
   };
@@ -164,9 +163,8 @@ class GpuTransfers {
   WaitStatus follow(cuda::StreamHandle stream);
   std::vector<Batch> cut(const std::vector<GpuTensor>& tensors);
   bool isOwn(std::uint32_t shard) const noexcept { return ownPath_ != nullptr && ownPath_->has(shard); }
-  std::size_t copiedBytes(std::uint32_t shard) const noexcept;
-  void countStepBytes();
   WaitStatus takeOwn(const std::vector<GpuTensor>& tensors);
+  void setGiving(bool isGiving);
   void joinOwn(cuda::StreamHandle stream);
   Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
   void bring(const Piece& piece);
@@ -179,6 +177,7 @@ class GpuTransfers {
   bool releaseReturned();
   bool releaseSummed();
   void checkOwnPath();
+  void failByNccl(const nccl::Error& error);
   std::shared_ptr<GpuOwnPath> ownPath() const;
   WaitStatus checkProgress(Clock::time_point now);
   void fail(WaitStatus status, std::string ownFailure = {});
@@ -193,7 +192,7 @@ class GpuTransfers {
   cuda::Stream pushStream_, pullStream_;
   cuda::Event computed_, fetched_;
   std::deque<SharedBatch> unfetched_;  // whose results no stream has been told to copy
-  std::size_t stepBytes_ = 0;          // of all tensors that go to slots
+  std::size_t stepBytes_ = 0;          // of all tensors
   std::size_t leftBytes_ = 0;          // of those that were not pushed in this step
   cuda::DeviceAddress ownSlots_ = 0;   // where this GPU sees its slots
   std::uint32_t numOwnSteps_ = 0;
@@ -206,6 +205,8 @@ class GpuTransfers {
   std::string ownFailure_;               // NCCL's, if it was first
   std::shared_ptr<GpuOwnPath> ownPath_;  // written by the caller, who reads it without the lock
   std::deque<OwnStep> ownSteps_;         // that were joined, and which NCCL has not done
+  bool isGiving_ = false;                // the caller is in a call of NCCL's
+  Clock::time_point givingSince_{};
   bool isStopping_ = false;
 
   // Of the thread alone.
