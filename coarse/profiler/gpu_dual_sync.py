@@ -91,6 +91,7 @@ class GpuDualSync:
         self._gpu = gpu
         self._mode = parse_mode(mode)
         self._clock: StepClock | None = None
+        self._leaves_all = False
         self.decisions: list[str] = []
         """What was decided, a line each."""
         group.open_meeting()
@@ -98,8 +99,8 @@ class GpuDualSync:
 
     @property
     def is_over(self) -> bool:
-        """Whether the group was given up, and NCCL can be for another one."""
-        return self._group.is_closed
+        """Whether NCCL can be for another group: this one was given up, or leaves all to the memory devices."""
+        return self._leaves_all or self._group.is_closed
 
     def _pushed(self, tensors: Sequence[int]) -> None:
         if self._clock is None:
@@ -124,6 +125,7 @@ class GpuDualSync:
             communicator = self._join()
             times = measure_both_ways(self._session, communicator, self._gpu)
         except RefusedError as error:
+            self._leaves_all = True
             self._decide(f"dual synchronisation: none in {self._group.name}: {error}")
         else:
             steps = FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0)
@@ -155,6 +157,7 @@ class GpuDualSync:
         own = [shard for position, shard in enumerate(pushed) if position not in plan.offloaded]
         self._group.use_nccl(communicator, own)
         if not own:
+            self._leaves_all = True
             communicator.abort()
         self._decide(times.describe())
         self._decide(

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "coarse/cuda_pinned_pages.hpp"
@@ -14,6 +15,7 @@ namespace {
 // With a call of NCCL's that another thread is in: it only gives work to the GPU, unless it waits for other
 // ranks.
 constexpr std::chrono::seconds kPatience{1};
+constexpr std::chrono::milliseconds kLook{1};
 
 std::size_t bytesOf(const Shard& shard) noexcept { return shard.numElements * itemBytes(shard.dtype); }
 
@@ -96,7 +98,12 @@ void GpuOwnPath::join(cuda::StreamHandle stream, cuda::DeviceAddress word, std::
 }
 
 void GpuOwnPath::abort() noexcept {
-  const std::unique_lock lock(callMutex_, kPatience);
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  std::unique_lock lock(callMutex_, std::try_to_lock);
+  while (!lock.owns_lock() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(kLook);
+    lock.try_lock();
+  }
   communicator_->abort();
 }
 

@@ -82,8 +82,8 @@ class GpuOwnPath {
   std::vector<Place> taken_;     // by shard, of this step
   bool hasTaken_ = false;        // something, since the stream was told what it waits for
   bool isInStep_ = false;
-  std::timed_mutex callMutex_;  // held during calls of NCCL
-  std::size_t numSummed_ = 0;   // buckets of this step that NCCL has
+  std::mutex callMutex_;       // held during calls of NCCL
+  std::size_t numSummed_ = 0;  // buckets of this step that NCCL has
 };
 
 }  // namespace coarse
