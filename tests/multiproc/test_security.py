@@ -349,7 +349,7 @@ def test_workers_cannot_write_what_memory_devices_share_with_them(job):
     """A worker's memory of a group: its own slots, and the devices' notes read-only."""
 
     def worker(me):
-        with me.join() as session:
+        with me.join(dual_sync="off") as session:
             group = session.register(
                 "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
             )
