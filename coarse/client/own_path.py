@@ -4,6 +4,7 @@ docs/design/planning.md).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -172,7 +173,8 @@ class NcclOwnPath:
         if communicator is not None:
             timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
             timer.daemon = True
-            timer.start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
+                timer.start()
 
 
 def less_accurate_by_nccl(specs: Sequence[TensorSpec]) -> str:

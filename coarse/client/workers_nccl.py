@@ -110,7 +110,8 @@ class _Joining:
                 self._library, self._unique_id, self._number, len(self._gpus), context
             )
             self.communicator = communicator
-            _connect(communicator, context)
+            if not self._is_given_up:  # else the others are gone, for whom connecting would wait
+                _connect(communicator, context)
         except Exception as error:  # it is for the thread that waits
             self._reason = str(error)
         if self._is_given_up and self.communicator is not None:
