@@ -52,6 +52,7 @@ from coarse.proxy.registration import (
     ROWS,
     GroupSchema,
     RecoveredUpdates,
+    WorkerPlaces,
     slots_of,
 )
 
@@ -486,8 +487,8 @@ class Client:
         group, self._next_group = self._next_group, self._next_group + 1
         try:
             for connection in self._connections:
-                connection.send(schema.to_message(group))
-            shared, recovered = self._collect_memory(group, schema)
+                connection.send(schema.to_message(group) | self._tell_places(gpu))
+            shared, recovered, places = self._collect_memory(group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             raise self._losses.explain(error) from error
         except CoarseError:
@@ -509,14 +510,29 @@ class Client:
             for segment in shared.values():
                 segment.close()
         self._groups[group] = TensorGroup(
-            self, self._native, group, schema, partition.tensor_offsets, slots, kept, recovered, rows, reached
+            self,
+            self._native,
+            group,
+            schema,
+            partition.tensor_offsets,
+            slots,
+            kept,
+            recovered,
+            rows,
+            reached,
+            places,
         )
         self._partitions[group] = partition
         return self._groups[group]
 
+    def _tell_places(self, gpu: str) -> Message:
+        """What registered groups have as TensorGroup.places, by the part that is this worker's."""
+        has_nccl = any(group.claims_nccl for group in self._groups.values())
+        return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
+
     def _collect_memory(
         self, group: int, schema: GroupSchema
-    ) -> tuple[dict[str, Segment], RecoveredUpdates | None]:
+    ) -> tuple[dict[str, Segment], RecoveredUpdates | None, WorkerPlaces]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
         try:
             replies = collect_replies(
@@ -537,13 +553,15 @@ class Client:
                 reply.close()
             raise
         shared: dict[str, Segment] = {}
-        recovered = None
+        recovered, places = None, WorkerPlaces()
         for reply in replies.values():
             segments = unpack(reply.message["extents"], reply.fds)
             shared.update(zip(reply.message["fds"], segments, strict=True))
             if "recovered" in reply.message:
                 recovered = RecoveredUpdates.from_message(reply.message["recovered"])
-        return shared, recovered
+            if "on_gpu" in reply.message:
+                places = WorkerPlaces(on_gpu=reply.message["on_gpu"], with_nccl=reply.message["with_nccl"])
+        return shared, recovered, places
 
     def _departed(self) -> set[int]:
         """Workers of other nodes that have closed the session, if the memory devices still live."""

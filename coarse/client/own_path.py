@@ -4,6 +4,7 @@ docs/design/planning.md).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +174,7 @@ class NcclOwnPath:
         if communicator is not None:
             timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
             timer.daemon = True
+            atexit.register(timer.cancel)  # which ends everything in any case
             with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
                 timer.start()
 

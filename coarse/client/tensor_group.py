@@ -18,7 +18,7 @@ from coarse.client.tensor_bytes import GpuBytes, TensorBytes
 from coarse.errors import CoarseError, NcclFailedError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.registration import GroupSchema, RecoveredUpdates
+from coarse.proxy.registration import GroupSchema, RecoveredUpdates, WorkerPlaces
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
@@ -88,6 +88,7 @@ class TensorGroup:
         recovered: RecoveredUpdates | None = None,
         rows: RowMemory | None = None,
         reached: _native.CudaMemory | None = None,
+        places: WorkerPlaces | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
@@ -117,6 +118,10 @@ class TensorGroup:
         self._kept = kept
         self._rows = rows
         self._reached = reached  # slots on another GPU, as this worker's reaches them
+        self.places = places or WorkerPlaces()
+        """How many workers of the node have these tensors on GPUs, and had a group of claims_nccl then."""
+        self.claims_nccl = False
+        """Whether NCCL may reduce these tensors, and no others of the session."""
 
     @property
     def is_routed_by_itself(self) -> bool:
@@ -401,11 +406,15 @@ class TensorGroup:
             self._client.check(status, lambda: self._describe_wait(index))
         return self._native.contributors(self.id, index)
 
-    def pull_all(self) -> list[int]:
-        """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each."""
+    def pull_all(self, timeout_s: float = 0.0) -> list[int]:
+        """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each.
+
+        Args:
+            timeout_s: How long at most; 0 for as long as any wait of the session.
+        """
         if self._slots is None:
             raise self._closed_error()
-        status = self._native.pull_all(self.id, self._client.timeout_s)
+        status = self._native.pull_all(self.id, timeout_s or self._client.timeout_s)
         if status != _native.WaitStatus.DONE:
             self._client.check(status, self._describe_pending)
         contributors = self._native.all_contributors(self.id)
@@ -487,6 +496,11 @@ class TensorGroup:
             self._nccl = NcclOwnPath(self._native, self.id, self._gpu, slots, self.meeting, self._check_gpu)
         self._nccl.use(communicator, shards, num_shards=len(self.shard_sizes()))
 
+    def settle_nccl(self) -> None:
+        """Waits until NCCL has done what it was given; raises as join_gpu()."""
+        if self._nccl is not None:
+            self._nccl.settle()
+
     def stop_nccl(self, why: str) -> None:
         """Has memory devices reduce everything, now and later; every worker calls it alike, between two steps.
 
@@ -525,11 +539,6 @@ class TensorGroup:
         if self._meeting is None:
             raise ValueError(f"{self.name} has no meeting")
         return self._meeting
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this worker has given it up."""
-        return self._slots is None
 
     @property
     def is_watched(self) -> bool:

@@ -17,6 +17,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 _MOST_SECONDS = 60.0
 _LOOK_S = 0.1
+_PATIENCE_S = 1.0
 _TRIED_BYTES = (4, 64 << 10, 8 << 20)  # for which NCCL has ways, and so connections and buffers, of their own
 
 
@@ -100,6 +101,7 @@ class _Joining:
     def give_up(self) -> None:
         """Gives the communicator back, now or when the thread gets it."""
         self._is_given_up = True
+        self._has_ended.wait(_PATIENCE_S)  # a call of NCCL's may need the communicator to its end
         if self.communicator is not None:
             self.communicator.abort()
 

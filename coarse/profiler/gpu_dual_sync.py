@@ -4,11 +4,13 @@ GPUs all others (COARSE paper, section III-F; docs/design/planning.md).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from coarse.profiler.measure import gather_bytes
 from coarse.profiler.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from coarse.client.tensor_group import GpuTensor, TensorGroup
+    from coarse.client.tensor_group import TensorGroup
     from coarse.session import Session
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ _TRIAL = [
 ]
 _NUM_TRIALS = 5  # of which the first is not counted
 _TRIAL_LIMIT_S = 30.0
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +95,11 @@ class GpuDualSync:
         self._gpu = gpu
         self._mode = parse_mode(mode)
         self._clock: StepClock | None = None
-        self._leaves_all = False
         self.decisions: list[str] = []
         """What was decided, a line each."""
+        group.claims_nccl = True
         group.open_meeting()
         group.watch(self._pushed, self._step_done)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether NCCL can be for another group: this one was given up, or leaves all to the memory devices."""
-        return self._leaves_all or self._group.is_closed
 
     def _pushed(self, tensors: Sequence[int]) -> None:
         if self._clock is None:
@@ -125,7 +124,7 @@ class GpuDualSync:
             communicator = self._join()
             times = measure_both_ways(self._session, communicator, self._gpu)
         except RefusedError as error:
-            self._leaves_all = True
+            self._group.claims_nccl = False
             self._decide(f"dual synchronisation: none in {self._group.name}: {error}")
         else:
             steps = FirstSteps(self._clock, self._group, is_first=self._session.identity.rank == 0)
@@ -157,7 +156,7 @@ class GpuDualSync:
         own = [shard for position, shard in enumerate(pushed) if position not in plan.offloaded]
         self._group.use_nccl(communicator, own)
         if not own:
-            self._leaves_all = True
+            self._group.claims_nccl = False
             communicator.abort()
         self._decide(times.describe())
         self._decide(
@@ -204,22 +203,18 @@ def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, 
     """
     try:
         group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
+        group.open_meeting()
     except CoarseError as error:
         if not is_refusal(error):
             raise
         raise RefusedError(str(error)) from error
-    group.open_meeting()
-    trial = _Trial(group, communicator, gpu)
-    limit_s = min(_TRIAL_LIMIT_S, session.settings.timeout_s / 4)
+    trial = _Trial(session, group, communicator, gpu)
     try:
-        seconds, reason = trial.time_splits(limit_s), ""
-    except (_native.CudaError, NcclFailedError, SyncTimeoutError) as error:
-        seconds, reason = [], str(error)
-    try:
-        check_all(session, reason)
+        trial.open()
+        seconds = trial.time_splits()
     except RefusedError:
         communicator.abort()
-        trial.end_unfinished(session)
+        trial.end_unfinished()
         raise
     finally:
         group.close()
@@ -229,62 +224,96 @@ def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, 
 
 
 class _Trial:
-    """One worker's end of it.
+    """One worker's end of it. Its methods are called by all workers alike, and fail on all or on none.
 
     Args:
-        group: Of _TRIAL.
+        session: Of the workers.
+        group: Of _TRIAL; to be closed before this goes, which has the memory of its tensors.
         communicator: Of the workers.
         gpu: That of this worker, by UUID.
     """
 
-    def __init__(self, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str) -> None:
+    def __init__(
+        self, session: Session, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str
+    ) -> None:
+        self._session = session
         self._group = group
         self._communicator = communicator
         self._gpu = gpu
+        self._limit_s = min(_TRIAL_LIMIT_S, session.settings.timeout_s / 4)
+        self._memories: list[_native.CudaMemory] = []
+        self._streams: list[_native.CudaStream] = []
         self._num_pushed = 0
 
-    def time_splits(self, limit_s: float) -> list[float]:
-        """Seconds of this worker by memory devices, by NCCL, and half and half.
-
-        Args:
-            limit_s: After which a worker that does not come is an error.
+    def open(self) -> None:
+        """Takes memory for the tensors.
 
         Raises:
-            CudaError, NcclFailedError, SyncTimeoutError: If something fails, here or elsewhere.
+            RefusedError: If a worker has none, or its GPU cannot push from it.
         """
-        group, context = self._group, gpu_context(self._gpu)
-        stream = _native.CudaStream(context)
-        memories: list[_native.CudaMemory] = []
-        if not group.is_on_gpu:
-            memories = [_native.CudaMemory.allocate(context, spec.nbytes) for spec in _TRIAL]
-        addresses = [memory.address for memory in memories] or [0] * len(_TRIAL)  # 0 for the slot
-        group.open_gpu_transfers(context, timeout_s=limit_s)
-        tensors = [(i, _native.PRESENT, address, address, 0) for i, address in enumerate(addresses)]
-        tensor_of = group.tensors_of_shards()
+
+        def take() -> None:
+            context = gpu_context(self._gpu)
+            self._streams.append(_native.CudaStream(context))
+            if not self._group.is_on_gpu:
+                for spec in _TRIAL:
+                    self._memories.append(_native.CudaMemory.allocate(context, spec.nbytes))
+            self._group.open_gpu_transfers(context, timeout_s=self._limit_s)
+
+        self._together(take)
+
+    def time_splits(self) -> list[float]:
+        """Seconds of this worker by memory devices, by NCCL, and half and half.
+
+        Raises:
+            RefusedError: If something fails on a worker.
+        """
+        tensor_of = self._group.tensors_of_shards()
         every = range(len(tensor_of))
-        seconds = []
-        try:
-            for own in ((), every, [shard for shard in every if tensor_of[shard] == 0]):
-                group.use_nccl(self._communicator, own)
-                seconds.append(min([self._exchange(tensors, stream) for _ in range(_NUM_TRIALS)][1:]))
-            group.use_nccl(self._communicator, ())
-        except BaseException:
-            group.close_gpu_transfers()  # before the memory goes that they use
-            raise
+        half = [shard for shard in every if tensor_of[shard] == 0]
+        seconds = [self._together(partial(self._least_seconds, own)) for own in ((), every, half)]
+        self._group.use_nccl(self._communicator, ())
         return seconds
 
-    def end_unfinished(self, session: Session) -> None:
+    def end_unfinished(self) -> None:
         """Has no worker wait for another one's contribution, after an error of whichever."""
-        counts = [int(each) for each in gather_bytes(session, str(self._num_pushed).encode())]
-        if self._num_pushed < max(counts):
-            for tensor in range(len(_TRIAL)):
-                self._group.push(tensor, present=False)
-        self._group.pull_all()
+        counts = [int(each) for each in gather_bytes(self._session, str(self._num_pushed).encode())]
+        with contextlib.suppress(CoarseError):
+            if self._num_pushed < max(counts):
+                self._group.pull_all(self._limit_s)  # what others have gone on from is complete
+                for tensor in range(len(_TRIAL)):
+                    self._group.push(tensor, present=False)
+            self._group.pull_all(self._limit_s)
 
-    def _exchange(self, tensors: Sequence[GpuTensor], stream: _native.CudaStream) -> float:
+    def _together(self, work: Callable[[], _Result]) -> _Result:
+        """What this worker's work returns.
+
+        Raises:
+            RefusedError: If it has failed on any worker.
+        """
+        reason = ""
+        try:
+            result = work()
+        except (_native.CudaError, NcclFailedError, SyncTimeoutError) as error:
+            reason = str(error)
+        check_all(self._session, reason)
+        return result
+
+    def _least_seconds(self, own: Sequence[int]) -> float:
+        """Of several exchanges with these shards by NCCL, of which the first is not counted."""
+        self._group.use_nccl(self._communicator, own)
+        seconds = [self._exchange() for _ in range(_NUM_TRIALS)]
+        self._group.settle_nccl()
+        return min(seconds[1:])
+
+    def _exchange(self) -> float:
         """Seconds of one, which begins when the one before has ended on all workers."""
+        (stream,) = self._streams
+        addresses = [memory.address for memory in self._memories] or [0] * len(_TRIAL)  # 0 for the slot
         began_s = time.perf_counter()
-        self._group.push_from_gpu(tensors, stream.handle)
+        self._group.push_from_gpu(
+            [(i, _native.PRESENT, address, address, 0) for i, address in enumerate(addresses)], stream.handle
+        )
         self._num_pushed += 1
         self._group.join_gpu(stream.handle)
         stream.synchronize()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from coarse.errors import RendezvousError
 from coarse.profiler.dual_sync import AUTO, OFF
 
@@ -39,7 +37,7 @@ class StepPlanning:
         self._profile = profile
         self._plan = plan
         self._replanners: list[Replanner] = []
-        self._gpu_planner: GpuDualSync | None = None
+        self._gpu_planners: list[GpuDualSync] = []
         self._refusals: list[str] = []
 
     def check(self) -> list[str]:
@@ -65,8 +63,8 @@ class StepPlanning:
 
     def decisions(self) -> list[str]:
         """What was decided since, a line each."""
-        on_gpu = [] if self._gpu_planner is None else self._gpu_planner.decisions
-        return [*self._refusals, *on_gpu, *(line for each in self._replanners for line in each.decisions)]
+        planners: tuple[GpuDualSync | Replanner, ...] = (*self._gpu_planners, *self._replanners)
+        return [*self._refusals, *(line for each in planners for line in each.decisions)]
 
     @property
     def may_reduce_on_host(self) -> bool:
@@ -81,13 +79,9 @@ class StepPlanning:
             group: Was registered just now.
             gpu: Where this worker has its tensors, by UUID; "" for the host.
         """
-        if not self._may_plan_by_nccl:
-            return self._watch_links(session, group)
-        has_nccl = self._gpu_planner is not None and not self._gpu_planner.is_over
-        num_elsewhere, num_with_nccl = _count_workers(session, not gpu, has_nccl)
-        if num_elsewhere == 0:
-            return self._watch_gpu(session, group, gpu, has_nccl=num_with_nccl > 0)
-        if self._are_devices_on_gpus and self._settings.dual_sync not in (OFF, AUTO):
+        if self._may_plan_by_nccl and group.places.on_gpu == group.num_workers:
+            return self._watch_gpu(session, group, gpu)
+        if self._are_devices_on_gpus and self._may_use_nccl and self._settings.dual_sync not in (OFF, AUTO):
             self._refuse(group, "not every worker has its tensors on a GPU")
         self._watch_links(session, group)
 
@@ -145,19 +139,12 @@ class StepPlanning:
     def _refuse(self, group: TensorGroup, reason: str) -> None:
         self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
 
-    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str, *, has_nccl: bool) -> None:
+    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str) -> None:
         wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm
         if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
             return self._refuse(group, f"{algorithm} was asked for, which adds in the order of the workers")
-        if has_nccl:
+        if group.places.with_nccl > 0:
             return self._refuse(group, "NCCL is for another one, and needs all of its work in one order")
         from coarse.profiler.gpu_dual_sync import GpuDualSync
 
-        self._gpu_planner = GpuDualSync(session, group, gpu=gpu, mode=wanted)
-
-
-def _count_workers(session: Session, *conditions: bool) -> list[int]:
-    """How many workers meet each condition; every worker calls it alike."""
-    numbers = np.array(conditions, dtype=np.int32)
-    session.all_reduce(numbers)
-    return [int(number) for number in numbers]
+        self._gpu_planners.append(GpuDualSync(session, group, gpu=gpu, mode=wanted))

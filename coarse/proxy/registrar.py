@@ -38,6 +38,7 @@ from coarse.proxy.registration import (
     GroupSchema,
     RecoveredUpdates,
     Registration,
+    WorkerPlaces,
     check_agreement,
     fd_of,
     region_of,
@@ -90,6 +91,9 @@ class Registrar:
         """A worker asks for a group."""
         registration = self._registration(int_field(message, "group", high=_MOST_GROUP_ID))
         registration.schemas[client] = GroupSchema.from_message(message)
+        registration.places[client] = WorkerPlaces(
+            on_gpu=message.get("is_on_gpu") is True, with_nccl=message.get("has_nccl") is True
+        )
         if registration.refusal is not None:
             self._send(client, registration.refusal, ())
 
@@ -439,6 +443,9 @@ class Registrar:
         if self._job.is_home:
             shared = registration.shared
             given |= {name: shared[name] for name in (PARAMETERS, STATES, SNAPSHOT_REQUEST) if name in shared}
+            places = registration.places.values()
+            message["on_gpu"] = sum(place.on_gpu for place in places)
+            message["with_nccl"] = sum(place.with_nccl for place in places)
             if registration.recovered is not None:
                 message["recovered"] = registration.recovered.to_message()
         if client in self._job.local_clients:

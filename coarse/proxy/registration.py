@@ -276,12 +276,26 @@ class RecoveredUpdates:
         return cls(step=int(message["step"]), num_updates=tuple(map(int, message["num_updates"])))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlaces:
+    """How many workers of the node have something, of which each tells when it registers tensors.
+
+    Args:
+        on_gpu: The tensors on a GPU.
+        with_nccl: A group of tensors that NCCL may reduce.
+    """
+
+    on_gpu: int = 0
+    with_nccl: int = 0
+
+
 @dataclass(slots=True)
 class Registration:
     """One tensor group on its way from the first worker's request to the last worker's goodbye."""
 
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
+    places: dict[int, WorkerPlaces] = field(default_factory=dict)  # of each client alone
     pieces: dict[int, list[SlotPiece]] = field(default_factory=dict)  # of the slots of each client
     slot_pieces: dict[tuple[int, int], Segment] = field(
         default_factory=dict

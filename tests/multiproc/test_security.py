@@ -293,7 +293,7 @@ DESCRIPTORS = {
 @pytest.mark.parametrize(("descriptor", "reason"), DESCRIPTORS.values(), ids=DESCRIPTORS.keys())
 def test_a_corrupt_descriptor_evicts_who_wrote_it(job, descriptor, reason):
     def worker(me):
-        with me.join(memory_devices=2, dual_sync="off") as session:
+        with me.join(memory_devices=2) as session:
             group = session.register(
                 "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
             )
@@ -349,7 +349,7 @@ def test_workers_cannot_write_what_memory_devices_share_with_them(job):
     """A worker's memory of a group: its own slots, and the devices' notes read-only."""
 
     def worker(me):
-        with me.join(dual_sync="off") as session:
+        with me.join() as session:
             group = session.register(
                 "weights", [TensorSpec(name="a", dtype="float32", num_elements=10, op="sum")]
             )

@@ -374,3 +374,19 @@ def test_groups_that_come_and_go_leave_nothing_in_memory_devices(job):
             return len(counts)
 
     assert job.run(2, worker)[0] <= 2
+
+
+def test_workers_learn_of_each_other_where_they_have_their_tensors(job):
+    """By registering them, whatever each one tells; in the host's memory no GPU is needed for that."""
+
+    def worker(me):
+        with me.join(dual_sync="off") as session:
+            client = session._client
+            first = client.register("first", floats(10), gpu="GPU-of-nobody" if me.rank else "")
+            first.claims_nccl = me.rank == 2
+            second = client.register("second", floats(10))
+            first.close()
+            third = client.register("third", floats(10))
+            return [(group.places.on_gpu, group.places.with_nccl) for group in (first, second, third)]
+
+    assert job.run(3, worker) == [[(2, 0), (0, 1), (0, 0)]] * 3

@@ -193,12 +193,11 @@ void GpuTransfers::useOwnPath(std::shared_ptr<GpuOwnPath> ownPath, cuda::DeviceA
 
 WaitStatus GpuTransfers::waitForOwnPath() {
   while (true) {
-    const WaitStatus failure = status();
-    if (failure != WaitStatus::kDone) return failure;
     {
       const std::lock_guard lock(mutex_);
-      if (ownSteps_.empty()) return WaitStatus::kDone;
+      if (ownSteps_.empty() && failure_ == WaitStatus::kDone) return WaitStatus::kDone;
     }
+    if (const WaitStatus failure = status(); failure != WaitStatus::kDone) return failure;
     std::this_thread::sleep_for(kNap);
   }
 }
@@ -347,8 +346,10 @@ void GpuTransfers::run() {
   makeSleepsExact();
   std::unique_lock lock(mutex_);
   while (true) {
-    hasWork_.wait(lock,
-                  [this] { return isStopping_ || !pushed_.empty() || !ownSteps_.empty() || isGiving_; });
+    hasWork_.wait(lock, [this] {
+      const bool hasWork = !pushed_.empty() || !ownSteps_.empty() || isGiving_;
+      return isStopping_ || (hasWork && failure_ == WaitStatus::kDone);
+    });
     if (isStopping_) return;
     lock.unlock();
     work();
