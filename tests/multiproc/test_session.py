@@ -387,6 +387,6 @@ def test_workers_learn_of_each_other_where_they_have_their_tensors(job):
             second = client.register("second", floats(10))
             first.close()
             third = client.register("third", floats(10))
-            return [(group.places.on_gpu, group.places.with_nccl) for group in (first, second, third)]
+            return [[group.places.on_gpu, group.places.with_nccl] for group in (first, second, third)]
 
-    assert job.run(3, worker) == [[(2, 0), (0, 1), (0, 0)]] * 3
+    assert job.run(3, worker) == [[[2, 0], [0, 1], [0, 0]]] * 3
