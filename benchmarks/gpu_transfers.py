@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from coarse.bench.record import Provenance, append_records
+from coarse.client.gpu_transfers import GpuTensor, GpuTransfers
 from coarse.client.schema import TensorSpec
-from coarse.client.tensor_group import GpuTensor, TensorGroup
+from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
 from coarse.torch.session import session_of_group
 
@@ -31,8 +32,8 @@ WARM_UP = 5
 class Link:
     """A tensor on the GPU, its slot, and pinned memory of the same length to compare with."""
 
-    def __init__(self, group: TensorGroup, num_elements: int) -> None:
-        self.group = group
+    def __init__(self, transfers: GpuTransfers, num_elements: int) -> None:
+        self.transfers = transfers
         self.tensor = torch.empty(num_elements, device=DEVICE)
         self._pinned_in = torch.empty(num_elements, pin_memory=True)
         self._pinned_out = torch.empty(num_elements, pin_memory=True)
@@ -64,8 +65,8 @@ class Link:
     def _exchange(self, *, source: int, destination: int) -> None:
         tensor: GpuTensor = (0, _native.PRESENT, source, destination, 0)
         stream = torch.cuda.current_stream().cuda_stream
-        self.group.push_from_gpu([tensor], stream)
-        self.group.join_gpu(stream)
+        self.transfers.push([tensor], stream)
+        self.transfers.join(stream)
 
 
 def verify(link: Link) -> None:
@@ -123,8 +124,7 @@ def main() -> None:
     specs = [TensorSpec(name="tensor", dtype="float32", num_elements=num_elements, op="mean")]
     group = session.register("benchmark", specs)
     assert isinstance(group, TensorGroup), "start at least two workers: coarse run -n 2"
-    group.open_gpu_transfers(_native.CudaContext(0))
-    link = Link(group, num_elements)
+    link = Link(group.open_gpu_transfers(_native.CudaContext(0)), num_elements)
     verify(link)
     figures = measure(link)
     if dist.get_rank() == 0:

@@ -422,12 +422,15 @@ class Client:
         if staging is not None:
             staging.close()
 
-    def check(self, status: _native.WaitStatus, describe: Callable[[], str]) -> None:
+    def check(
+        self, status: _native.WaitStatus, describe: Callable[[], str], *, timeout_s: float = 0.0
+    ) -> None:
         """Turns the end of a native call into an error, unless it was a good one.
 
         Args:
             status: What the native call returned.
             describe: Says what was waited for, if that is needed.
+            timeout_s: How long it would have waited; 0 for as long as any wait of the session.
         """
         if status == _native.WaitStatus.DONE:
             return
@@ -437,7 +440,8 @@ class Client:
                 f"{os.getpid()}. Load data there, train here; or start the process with the spawn method."
             )
         if status == _native.WaitStatus.TIMED_OUT:
-            raise SyncTimeoutError(f"worker {self.rank}: waited {self.timeout_s:.1f} s for {describe()}")
+            waited_s = timeout_s or self.timeout_s
+            raise SyncTimeoutError(f"worker {self.rank}: waited {waited_s:.1f} s for {describe()}")
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
         raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
 
@@ -527,7 +531,7 @@ class Client:
 
     def _tell_places(self, gpu: str) -> Message:
         """What registered groups have as TensorGroup.places, by the part that is this worker's."""
-        has_nccl = any(group.claims_nccl for group in self._groups.values())
+        has_nccl = any(group.nccl.is_claimed for group in self._groups.values())
         return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
 
     def _collect_memory(

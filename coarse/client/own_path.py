@@ -1,24 +1,14 @@
-"""The workers' own path, in the memory that they share or between their GPUs (COARSE paper, section III-F;
-docs/design/planning.md).
-"""
+"""The workers' own path in the memory that they share (COARSE paper, section III-F; docs/design/planning.md)."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.client.schema import TensorSpec
 from coarse.kernels import _native
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
-
-_NCCL_FLAGS = _native.OWN_PATH | _native.BY_NCCL
-_NCCL_DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
-_ABORTED_AFTER_S = 5.0  # workers that are microseconds behind may still read this one's memory
 
 
 class Meeting:
@@ -99,89 +89,3 @@ class HostOwnPath:
         self._meeting.wait()
         self._native.copy_pieces(self._group, own)
         self._meeting.wait()
-
-
-class NcclOwnPath:
-    """Has NCCL reduce shards between the workers' GPUs.
-
-    Args:
-        native: Of this worker.
-        group: Number of the tensor group.
-        transfers: By which its tensors are pushed from the GPU.
-        slots: Where the GPU sees the slots, if tensors lie there; else 0.
-        meeting: Of the group.
-        check: Makes a native call, and an error of its end unless it was a good one.
-    """
-
-    def __init__(
-        self,
-        native: _native.Client,
-        group: int,
-        transfers: _native.GpuTransfers,
-        slots: int,
-        meeting: Meeting,
-        check: Callable[[Callable[[], _native.WaitStatus]], None],
-    ) -> None:
-        self._native = native
-        self._group = group
-        self._transfers = transfers
-        self._slots = slots
-        self._meeting = meeting
-        self._check = check
-        self._communicator: _native.NcclCommunicator | None = None  # while shards go this way
-
-    def use(self, communicator: _native.NcclCommunicator, shards: Sequence[int], *, num_shards: int) -> None:
-        """Has NCCL reduce these from the next push on, in this order; every worker calls it alike, between two steps.
-
-        Args:
-            communicator: Of the workers.
-            shards: None for nothing any more.
-            num_shards: Of the group.
-        """
-        self.stop(num_shards=num_shards)
-        if not shards:
-            return
-        own = set(shards)
-        self._native.set_path_flags(
-            self._group, [_NCCL_FLAGS if shard in own else 0 for shard in range(num_shards)]
-        )
-        self._transfers.use_own_path(
-            _native.GpuOwnPath(communicator, self._native, self._group, shards), self._slots
-        )
-        self._communicator = communicator
-
-    def stop(self, *, num_shards: int) -> None:
-        """Has memory devices reduce everything; as use() without shards."""
-        if self._communicator is None:
-            return
-        self.settle()
-        self._meeting.wait()  # others may read this worker's memory until they are through, too
-        self._native.set_path_flags(self._group, [0] * num_shards)
-        self._transfers.use_own_path(None, 0)
-        self._communicator = None
-
-    def settle(self) -> None:
-        """Waits until NCCL has done what it was given here.
-
-        Raises:
-            NcclFailedError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As joining a step.
-        """
-        self._check(self._transfers.wait_for_own_path)
-
-    def leave(self) -> None:
-        """Gives NCCL up when the others are through as well; nobody waits for anybody."""
-        communicator, self._communicator = self._communicator, None
-        if communicator is not None:
-            timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
-            timer.daemon = True
-            atexit.register(timer.cancel)  # which ends everything in any case
-            with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
-                timer.start()
-
-
-def less_accurate_by_nccl(specs: Sequence[TensorSpec]) -> str:
-    """Which tensors NCCL would reduce less accurately than memory devices do, in words; "" if there are none."""
-    for spec in specs:
-        if spec.dtype not in _NCCL_DTYPES or spec.op == "max":
-            return f"NCCL would not have the accuracy of memory devices for the {spec.op} of {spec.dtype}"
-    return ""

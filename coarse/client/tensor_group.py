@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from coarse.client.gpu_transfers import GpuTransfers
+from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.own_path import HostOwnPath, Meeting, NcclOwnPath, less_accurate_by_nccl
+from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
-from coarse.errors import CoarseError, NcclFailedError, SessionClosedError, SnapshotsBusyError
+from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates, WorkerPlaces
@@ -23,18 +24,11 @@ from coarse.proxy.registration import GroupSchema, RecoveredUpdates, WorkerPlace
 if TYPE_CHECKING:
     from coarse.client.client import Client
 
-logger = logging.getLogger(__name__)
-
 _OWN_PATH_FLAGS = {
     "ring": _native.OWN_PATH,
     "all-gather": _native.OWN_PATH | _native.ALL_GATHER,
     "all-to-all": _native.OWN_PATH | _native.ALL_TO_ALL,
 }
-
-GpuTensor = tuple[int, int, int, int, int]
-"""A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
-slot (0 for none), that to which its result is copied (0 for none), and TensorGroup.updated_parameter() if that is the
-result (0 for the slot)."""
 
 
 class UpdateKind(enum.IntEnum):
@@ -104,24 +98,22 @@ class TensorGroup:
         self._pulls_singly = False
         self._on_push: Callable[[Sequence[int]], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
-        self._gpu: _native.GpuTransfers | None = None
-        self._gpu_stream = 0
-        self.gpu_context: _native.CudaContext | None = None
-        """Of the GPU from which tensors are pushed; None where they are not."""
-        self._nccl: NcclOwnPath | None = None
-        self._why_no_nccl = ""
-        self.nccl_objection: Callable[[], str] = str
-        """Asked before anything is reduced by NCCL: why not, "" for no reason."""
-        self._is_joined = False  # since the last push_from_gpu()
+        self.gpu: GpuTransfers | None = None
+        """Of tensors in the memory of a GPU, once open_gpu_transfers() was called."""
+        self.nccl = NcclOwnPath(self, native)
+        """By which workers with tensors on GPUs may reduce some of them themselves."""
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
         self._kept = kept
         self._rows = rows
         self._reached = reached  # slots on another GPU, as this worker's reaches them
         self.places = places or WorkerPlaces()
-        """How many workers of the node have these tensors on GPUs, and had a group of claims_nccl then."""
-        self.claims_nccl = False
-        """Whether NCCL may reduce these tensors, and no others of the session."""
+        """How many workers of the node have these tensors on GPUs, and had claimed NCCL for another group then."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self._client.rank
 
     @property
     def is_routed_by_itself(self) -> bool:
@@ -132,11 +124,6 @@ class TensorGroup:
     def routing(self) -> RoutingTable:
         """Which memory device takes which of this worker's shards."""
         return self._schema.routes[self._client.number] if self._schema.routes else self._client.routing
-
-    @property
-    def gpu_stream(self) -> int:
-        """Handle of the stream that computes what is pushed from a GPU: that of the last push or join."""
-        return self._gpu_stream
 
     @property
     def is_on_gpu(self) -> bool:
@@ -275,12 +262,11 @@ class TensorGroup:
         if status != _native.WaitStatus.DONE:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
-    def open_gpu_transfers(self, context: _native.CudaContext, *, timeout_s: float = 0.0) -> None:
-        """From now on tensors are in the memory of a GPU: push_from_gpu() and join_gpu() take the place of push().
+    def open_gpu_transfers(self, context: _native.CudaContext, *, timeout_s: float = 0.0) -> GpuTransfers:
+        """From now on tensors are in the memory of a GPU, and what this returns takes the place of push().
 
         Slots and parameters in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the
         slots and reads them. To slots on another GPU this one copies, and buffer() must not be used any more.
-        Each step ends by join_gpu(); pull_all() waits for results of memory devices, not for what GPUs do.
 
         Args:
             context: Of the GPU.
@@ -290,8 +276,7 @@ class TensorGroup:
             CudaError: If memory cannot be pinned, streams of the GPU cannot wait for the host's memory, or the slots
                 lie on a GPU that this one cannot reach.
         """
-        if self._slots is None:
-            raise self._closed_error()
+        self.check_open()
         slots = (0, 0, False)
         if self._reached is not None:
             slots = self._reached.address, self._reached.num_bytes, True
@@ -299,85 +284,14 @@ class TensorGroup:
             raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
         elif isinstance(self._slots, memoryview):
             slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False
-        self._gpu = _native.GpuTransfers(
-            self._native,
-            self.id,
-            context,
-            slots,
-            (0, 0, False) if self._kept is None else self._kept.results(),
-            timeout_s or self._client.timeout_s,
-        )
-        self.gpu_context = context
+        results = (0, 0, False) if self._kept is None else self._kept.results()
+        timeout_s = timeout_s or self._client.timeout_s
+        self.gpu = GpuTransfers(self, self._native, context, slots, results, timeout_s)
         if self._reached is not None:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
-            num_bytes = self._slots.nbytes
-            self._slots = GpuBytes(self._reached, 0, num_bytes)
-
-    def bring_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
-        """Copies tensors to their slots as `stream` computes them, before what is pushed later is announced.
-
-        Arguments and errors are those of push_from_gpu().
-        """
-        self._is_joined = False
-        gpu = self._open_gpu()
-        self._check_gpu(lambda: gpu.bring(tensors, stream))
-
-    def push_from_gpu(self, tensors: Sequence[GpuTensor], stream: int) -> None:
-        """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
-
-        Args:
-            tensors: Their memory stays as it is until a stream has joined.
-            stream: Handle of the stream that was given what computes them.
-
-        Raises:
-            CudaError: If the stream is being captured into a CUDA graph.
-            MemoryDeviceLostError, WorkerLostError, SyncTimeoutError: If that has happened since the last call.
-            NcclFailedError: If NCCL has failed, by which workers reduce some tensors themselves.
-        """
-        gpu = self._open_gpu()
-        self._is_joined = False
-        self._check_gpu(lambda: gpu.push(tensors, stream))
-        if self._on_push is not None:
-            self._gpu_stream = stream
-            self._on_push([tensor[0] for tensor in tensors])
-
-    def gpu_batch_bytes(self) -> int:
-        """How much is best pushed next from a GPU at once: less as a step goes to its end, which is join_gpu()."""
-        return self._open_gpu().batch_bytes
-
-    def num_pushed_from_gpu(self) -> int:
-        """Counts what was pushed from a GPU, for has_left_gpu()."""
-        return self._open_gpu().num_pushed
-
-    def has_left_gpu(self, num_pushed: int) -> bool:
-        """Whether everything that was pushed by then is in its slot, so that its memory may change."""
-        return self._open_gpu().has_brought(num_pushed)
-
-    def join_gpu(self, stream: int) -> None:
-        """Has what `stream` is given from now on wait for all results of what was pushed; raises as that does."""
-        self._gpu_stream = stream
-        gpu = self._open_gpu()
-        self._check_gpu(lambda: gpu.join(stream))
-        self._is_joined = True
-
-    def check_gpu(self) -> None:
-        """Raises what has happened to transfers since the last call, as push_from_gpu() does."""
-        self._check_gpu(self._open_gpu().status)
-
-    def _open_gpu(self) -> _native.GpuTransfers:
-        if self._slots is None:
-            raise self._closed_error()
-        assert self._gpu is not None
-        return self._gpu
-
-    def _check_gpu(self, call: Callable[[], _native.WaitStatus]) -> None:
-        try:
-            status = call()
-        except _native.NcclError as error:
-            raise NcclFailedError(f"worker {self._client.rank}: {self.name}: {error}") from error
-        if status != _native.WaitStatus.DONE:
-            self._client.check(status, self._describe_pending)
+            self._slots = GpuBytes(self._reached, 0, self._reached.num_bytes)
+        return self.gpu
 
     def flush(self) -> None:
         """Wakes memory devices for pushes that were held back to spare wake-ups; pulling does it too."""
@@ -414,9 +328,8 @@ class TensorGroup:
         """
         if self._slots is None:
             raise self._closed_error()
-        status = self._native.pull_all(self.id, timeout_s or self._client.timeout_s)
-        if status != _native.WaitStatus.DONE:
-            self._client.check(status, self._describe_pending)
+        timeout_s = timeout_s or self._client.timeout_s
+        self.check(self._native.pull_all(self.id, timeout_s), timeout_s=timeout_s)
         contributors = self._native.all_contributors(self.id)
         if self._own_path is not None:
             self._own_path.reduce(self._own_shards, contributors)
@@ -474,56 +387,15 @@ class TensorGroup:
         flags = [_OWN_PATH_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
         self._native.set_path_flags(self.id, flags)
 
-    def use_nccl(self, communicator: _native.NcclCommunicator, shards: Sequence[int]) -> None:
-        """Has the workers reduce these shards themselves from the next push on, between their GPUs.
-
-        As use_own_path(), but that numbers are added in the order of NCCL. While tensors go this way, every worker
-        pushes all of them in each step, and ends it by join_gpu(). For one group of a session, since NCCL needs all
-        of its work in one order on all workers.
-
-        Args:
-            communicator: Of the node's workers.
-            shards: In the order in which all workers give them to NCCL; none for nothing any more.
-
-        Raises:
-            ValueError: If cannot_use_nccl() has a reason, or there was no open_meeting().
-        """
-        if reason := self.cannot_use_nccl():
-            raise ValueError(f"{self.name}: workers cannot reduce by NCCL: {reason}")
-        if self._nccl is None:
-            assert self._gpu is not None
-            slots = self.address_on_gpu if self.is_on_gpu else 0
-            self._nccl = NcclOwnPath(self._native, self.id, self._gpu, slots, self.meeting, self._check_gpu)
-        self._nccl.use(communicator, shards, num_shards=len(self.shard_sizes()))
-
-    def settle_nccl(self) -> None:
-        """Waits until NCCL has done what it was given; raises as join_gpu()."""
-        if self._nccl is not None:
-            self._nccl.settle()
-
-    def stop_nccl(self, why: str) -> None:
-        """Has memory devices reduce everything, now and later; every worker calls it alike, between two steps.
-
-        Args:
-            why: The reason that cannot_use_nccl() has from now on.
-        """
-        self._why_no_nccl = why
-        if self._nccl is not None:
-            self._nccl.stop(num_shards=len(self.shard_sizes()))
-
-    def cannot_use_nccl(self) -> str:
-        """Why the workers cannot reduce tensors of this group themselves between their GPUs; "" if they can."""
-        if reason := self._why_no_nccl or self.nccl_objection():
-            return reason
-        if self._gpu is None:
-            return "its tensors are copied by the processor"
+    def needs_memory_devices(self) -> str:
+        """What else memory devices are for here than reducing tensors, in words; "" for nothing."""
         if self._client.emulation is not None:
             return "its links are those of another machine"
         if self._kept is not None:
             return "memory devices update its parameters"
         if self._rows is not None:
             return "it has tables, of which only rows travel"
-        return less_accurate_by_nccl(self.specs)
+        return ""
 
     def open_meeting(self) -> None:
         """Makes `meeting`; every worker calls it alike, before it works on anything else."""
@@ -552,7 +424,7 @@ class TensorGroup:
 
     def cannot_use_own_path(self) -> str:
         """Why the workers cannot reduce tensors of this group themselves; "" if they can."""
-        if self._gpu is not None:
+        if self.gpu is not None:
             return "they are in the memory of a GPU"
         if self._client.emulation is not None:
             return ""
@@ -563,6 +435,11 @@ class TensorGroup:
         if self._pulls_singly:
             return "its tensors are pulled one by one, and not all together at the end of a step"
         return ""
+
+    @property
+    def num_shards(self) -> int:
+        """Of a step."""
+        return len(self._schema.partition().shards)
 
     def shard_sizes(self) -> list[int]:
         """Bytes of each shard of a step."""
@@ -583,34 +460,28 @@ class TensorGroup:
             self._client.release(self.id)
 
     def close_gpu_transfers(self) -> None:
-        """Ends what is under way: waits for a step that this worker has ended, gives up any other. Idempotent."""
-        if self._gpu is None:
-            return
-        if self._is_joined:
-            # The GPU may be behind, and other workers need what it has still to bring.
-            reason = self._end_last_step(self._gpu)
-            if reason:
-                logger.error(
-                    "[w%d] %s: the last step did not come to its end (%s); what is on the GPU is that of no step",
-                    self._client.rank,
-                    self.name,
-                    reason,
-                )
-        self._is_joined = False
-        self._gpu.close()
+        """Ends what is under way on a GPU. Idempotent."""
+        if self.gpu is not None:
+            self.gpu.close()
 
-    def _end_last_step(self, gpu: _native.GpuTransfers) -> str:
-        """Waits until this worker is needed no more; returns what has gone wrong, "" if nothing has."""
-        try:
-            status = gpu.status()
-            if status == _native.WaitStatus.DONE:
-                status = self._native.pull_all(self.id, self._client.timeout_s)
-            if status == _native.WaitStatus.DONE and self._nccl is not None:
-                self._nccl.settle()
-                self._nccl.leave()
-        except (_native.NcclError, CoarseError) as error:
-            return str(error)
-        return "" if status in (_native.WaitStatus.DONE, _native.WaitStatus.FORKED) else status.name
+    def check(self, status: _native.WaitStatus, *, timeout_s: float) -> None:
+        """Raises what has happened, unless `status` is a good end.
+
+        Args:
+            status: Of a native call that waits for tensors of this group.
+            timeout_s: How long it would have waited.
+        """
+        self._client.check(status, self._describe_pending, timeout_s=timeout_s)
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError if the group is closed."""
+        if self._slots is None:
+            raise self._closed_error()
+
+    def tell_pushed(self, indices: Sequence[int]) -> None:
+        """Has whoever watches know that these tensors were pushed from a GPU."""
+        if self._on_push is not None:
+            self._on_push(indices)
 
     def _memory_kept(self) -> OptimizerMemory:
         if self._slots is None:

@@ -158,8 +158,8 @@ def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
         group.pull_all()
 
     def exchange_from_gpu() -> None:
-        group.push_from_gpu([(0, _native.PRESENT, memory.address, memory.address, 0)], stream.handle)
-        group.join_gpu(stream.handle)
+        transfers.push([(0, _native.PRESENT, memory.address, memory.address, 0)], stream.handle)
+        transfers.join(stream.handle)
         stream.synchronize()
 
     if group.is_on_gpu or not group.address_on_gpu:
@@ -167,7 +167,7 @@ def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
     context = gpu_context(gpu)
     try:
         memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
-        group.open_gpu_transfers(context)
+        transfers = group.open_gpu_transfers(context)
     except _native.CudaError:  # whoever registers tensors then says so, and has the processor copy them
         return exchange
     return exchange_from_gpu

@@ -12,7 +12,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from coarse.client.tensor_group import GpuTensor, TensorGroup, UpdateKind
+from coarse.client.gpu_transfers import GpuTensor
+from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.kernels import _native
 from coarse.torch.gradient_path import GradientLayout
 from coarse.torch.layout import slot_tensor
@@ -59,15 +60,15 @@ class GpuGradients:
     def __init__(
         self, group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], gpu: Gpu
     ) -> None:
-        group.open_gpu_transfers(gpu.context)
         self._group = group
+        self._transfers = group.open_gpu_transfers(gpu.context)
         self._parameters = parameters
         self._gpu = gpu
         self._layout = GradientLayout(names, parameters)
         self._nbytes = [spec.nbytes for spec in group.specs]
         self._batch: list[GpuTensor] = []
         self._batch_bytes = 0
-        self._wanted_bytes = group.gpu_batch_bytes()
+        self._wanted_bytes = self._transfers.batch_bytes
         self._batch_stream = 0
         self._mirror: MirroredParameters | None = None
         self._updated: list[int] = []
@@ -117,8 +118,8 @@ class GpuGradients:
     def flush(self) -> None:
         if self._batch:
             batch, self._batch, self._batch_bytes = self._batch, [], 0
-            self._group.push_from_gpu(batch, self._batch_stream)
-            self._wanted_bytes = self._group.gpu_batch_bytes()
+            self._transfers.push(batch, self._batch_stream)
+            self._wanted_bytes = self._transfers.batch_bytes
             self._let_go()
 
     def is_late(self, index: int) -> bool:
@@ -133,13 +134,13 @@ class GpuGradients:
 
     def finish_bringing(self) -> None:
         if self._brought:
-            self._group.bring_from_gpu(self._brought, self._gpu.current_stream())
+            self._transfers.bring(self._brought, self._gpu.current_stream())
             self._brought = []
 
     def collect(self, *, counts: bool) -> Sequence[int]:
         self.flush()
-        self._group.join_gpu(self._gpu.current_stream())
-        self._wanted_bytes = self._group.gpu_batch_bytes()
+        self._transfers.join(self._gpu.current_stream())
+        self._wanted_bytes = self._transfers.batch_bytes
         self._leaving.clear()  # whatever gets their memory comes behind
         return self._group.pull_all() if counts or self._group.is_watched else ()
 
@@ -159,7 +160,7 @@ class GpuGradients:
             self._group.pull_all()
 
     def check(self) -> None:
-        self._group.check_gpu()
+        self._transfers.check()
 
     def _add(self, tensor: GpuTensor, num_bytes: int, *, leaves: torch.Tensor | None = None) -> None:
         stream = self._gpu.current_stream()
@@ -183,9 +184,9 @@ class GpuGradients:
     def _let_go(self) -> None:
         """Frees what has left."""
         if self._next_to_leave:
-            self._leaving.append((self._group.num_pushed_from_gpu(), self._next_to_leave))
+            self._leaving.append((self._transfers.num_pushed, self._next_to_leave))
             self._next_to_leave = []
-        while self._leaving and self._group.has_left_gpu(self._leaving[0][0]):
+        while self._leaving and self._transfers.has_left(self._leaving[0][0]):
             self._leaving.popleft()
 
     def _mirrored(self, index: int) -> tuple[int, int]:

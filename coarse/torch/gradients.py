@@ -315,7 +315,7 @@ class GradientSynchroniser:
         """From now on workers may run out of inputs: shadow(). Collective."""
         if isinstance(self.group, TensorGroup):
             self._path.settle()
-            self.group.stop_nccl("after join() a worker without inputs would not take part")
+            self.group.nccl.stop("after join() a worker without inputs would not take part")
 
     def shadow(self, *, divide_by_initial_world_size: bool) -> None:
         """Takes part in one averaging without gradients, for a worker whose inputs are exhausted.

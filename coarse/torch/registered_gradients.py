@@ -54,7 +54,7 @@ class RegisteredGradients:
         self.group = self._register(session, name, state_names, tables)
         """The slots."""
         if isinstance(self.group, TensorGroup):
-            self.group.nccl_objection = _why_no_nccl
+            self.group.nccl.objection = _why_no_nccl
         self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         """Those whose gradients are sparse."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)

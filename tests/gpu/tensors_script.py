@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 
+from coarse.client.gpu_transfers import GpuTensor
 from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context, gpu_uuid
-from coarse.client.tensor_group import GpuTensor
 from coarse.env import WorkerIdentity
 from coarse.kernels import _native
 from coarse.session import Session
@@ -39,7 +39,7 @@ def main() -> None:
         group = session.register("tensors", specs, gpu=gpu)
         context = gpu_context(gpu)
         stream = _native.CudaStream(context)
-        group.open_gpu_transfers(context)
+        transfers = group.open_gpu_transfers(context)
         memories = [_native.CudaMemory.allocate(context, spec.nbytes) for spec in specs]
         addresses = [memory.address for memory in memories]
         if group.is_on_gpu:
@@ -52,8 +52,8 @@ def main() -> None:
                 stream.copy_to_device(address, values.ctypes.data, values.nbytes)
                 source = 0 if group.is_on_gpu else address
                 tensors.append((index, _native.PRESENT, source, source, 0))
-            group.push_from_gpu(tensors, stream.handle)
-            group.join_gpu(stream.handle)
+            transfers.push(tensors, stream.handle)
+            transfers.join(stream.handle)
             if group.is_watched:
                 group.pull_all()
             for address, values in zip(addresses, given, strict=True):

@@ -383,7 +383,7 @@ def test_workers_learn_of_each_other_where_they_have_their_tensors(job):
         with me.join(dual_sync="off") as session:
             client = session._client
             first = client.register("first", floats(10), gpu="GPU-of-nobody" if me.rank else "")
-            first.claims_nccl = me.rank == 2
+            first.nccl.is_claimed = me.rank == 2
             second = client.register("second", floats(10))
             first.close()
             third = client.register("third", floats(10))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from coarse.client.gpu_transfers import GpuTransfers
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes
-from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
 from coarse.torch import gpu_gradients, layout, offloading, registered_gradients
 
@@ -38,10 +38,10 @@ def install(ordinal: int = 0) -> StandInGpu:
     if show_memory := getattr(ctypes.CDLL("libcuda.so.1"), "standInShowMemory", None):
         show_memory()
     gpu = StandInGpu(ordinal)
-    join = TensorGroup.join_gpu
+    join = GpuTransfers.join
 
-    def join_and_wait(group: TensorGroup, stream: int) -> None:
-        join(group, stream)
+    def join_and_wait(transfers: GpuTransfers, stream: int) -> None:
+        join(transfers, stream)
         gpu.stream.synchronize()
 
     def find_gpu(_: Sequence[torch.nn.Parameter]) -> gpu_gradients.Gpu:
@@ -57,5 +57,5 @@ def install(ordinal: int = 0) -> StandInGpu:
     layout._flat_tensor = flat_tensor
     registered_gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(ordinal)
     gpu_gradients.find_gpu = find_gpu
-    TensorGroup.join_gpu = join_and_wait  # type: ignore[method-assign]
+    GpuTransfers.join = join_and_wait  # type: ignore[method-assign]
     return gpu

@@ -1,0 +1,216 @@
+"""Which of two ways between GPUs is how fast, through the memory devices or by NCCL between the workers, tried before
+tensors are divided between them (COARSE paper, section III-F; docs/design/planning.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from coarse.client.schema import TensorSpec
+from coarse.client.tensor_bytes import gpu_context
+from coarse.errors import CoarseError, NcclFailedError, SyncTimeoutError, is_refusal
+from coarse.kernels import _native
+from coarse.profiler.dual_sync import SyncCosts
+from coarse.profiler.measure import gather_bytes
+
+if TYPE_CHECKING:
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.session import Session
+
+_TRIAL = [
+    TensorSpec(name=f"half {i}", dtype="float32", num_elements=(16 << 20) // 4, op="mean") for i in range(2)
+]
+_NUM_TRIALS = 5  # of which the first is not counted
+_TRIAL_LIMIT_S = 30.0
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTimes:
+    """Seconds of a push and a pull of `num_bytes` by all workers.
+
+    Args:
+        num_bytes: Of each worker.
+        by_devices: Everything through the memory devices.
+        by_workers: Everything by NCCL.
+        by_both: One half each, at once.
+    """
+
+    num_bytes: int
+    by_devices: float
+    by_workers: float
+    by_both: float
+
+    def costs(self) -> SyncCosts:
+        """Of a byte on either way; and of links that both use, where both together take longer than the slower half.
+
+        With a and g seconds a byte, halves that use nothing in common take max(a, g) n / 2, halves that use the same
+        (a + g) n / 2. In between lies a link that is at both for the same share of their times.
+        """
+        devices, workers = self.by_devices / self.num_bytes, self.by_workers / self.num_bytes
+        share = min(1.0, 2 * self.by_both / (self.by_devices + self.by_workers))
+        return SyncCosts(
+            proxy_s_per_byte=devices, worker_s_per_byte=workers, shared=((share * devices, share * workers),)
+        )
+
+    def describe(self) -> str:
+        """In words."""
+        return (
+            f"{self.num_bytes >> 20} MiB took {self.by_devices * 1e3:.2f} ms through the memory devices, "
+            f"{self.by_workers * 1e3:.2f} ms by NCCL between the workers, {self.by_both * 1e3:.2f} ms half and half"
+        )
+
+
+class RefusedError(Exception):
+    """Why nothing is split, on every worker."""
+
+
+def check_all(session: Session, reason: str) -> None:
+    """Raises RefusedError on every worker if one has a reason."""
+    for rank, each in enumerate(gather_bytes(session, reason.encode())):
+        if each:
+            raise RefusedError(f"worker {rank}: {each.decode()}")
+
+
+def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
+    """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
+
+    Raises:
+        RefusedError: If memory devices or GPUs have no room for it, or NCCL fails.
+    """
+    try:
+        group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
+        group.open_meeting()
+    except CoarseError as error:
+        if not is_refusal(error):
+            raise
+        raise RefusedError(str(error)) from error
+    trial = _Trial(session, group, communicator, gpu)
+    try:
+        trial.open()
+        seconds = trial.time_splits()
+    except RefusedError:
+        communicator.abort()
+        trial.end_unfinished()
+        raise
+    finally:
+        group.close()
+    by_devices, by_workers, by_both = _largest(session, seconds)
+    num_bytes = sum(spec.nbytes for spec in _TRIAL)
+    return TrialTimes(num_bytes=num_bytes, by_devices=by_devices, by_workers=by_workers, by_both=by_both)
+
+
+class _Trial:
+    """One worker's end of it. Its methods are called by all workers alike, and fail on all or on none.
+
+    Args:
+        session: Of the workers.
+        group: Of _TRIAL; to be closed before this goes, which has the memory of its tensors.
+        communicator: Of the workers.
+        gpu: That of this worker, by UUID.
+    """
+
+    def __init__(
+        self, session: Session, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str
+    ) -> None:
+        self._session = session
+        self._group = group
+        self._communicator = communicator
+        self._gpu = gpu
+        self._limit_s = min(_TRIAL_LIMIT_S, session.settings.timeout_s / 4)
+        self._memories: list[_native.CudaMemory] = []
+        self._streams: list[_native.CudaStream] = []
+        self._num_pushed = 0
+
+    def open(self) -> None:
+        """Takes memory for the tensors.
+
+        Raises:
+            RefusedError: If a worker has none, or its GPU cannot push from it.
+        """
+
+        def take() -> None:
+            context = gpu_context(self._gpu)
+            self._streams.append(_native.CudaStream(context))
+            if not self._group.is_on_gpu:
+                for spec in _TRIAL:
+                    self._memories.append(_native.CudaMemory.allocate(context, spec.nbytes))
+            self._group.open_gpu_transfers(context, timeout_s=self._limit_s)
+
+        self._together(take)
+
+    def time_splits(self) -> list[float]:
+        """Seconds of this worker by memory devices, by NCCL, and half and half.
+
+        Raises:
+            RefusedError: If something fails on a worker.
+        """
+        tensor_of = self._group.tensors_of_shards()
+        every = range(len(tensor_of))
+        half = [shard for shard in every if tensor_of[shard] == 0]
+        seconds = [self._together(partial(self._least_seconds, own)) for own in ((), every, half)]
+        self._group.nccl.use(self._communicator, ())
+        return seconds
+
+    def end_unfinished(self) -> None:
+        """Has no worker wait for another one's contribution, after an error of whichever."""
+        counts = [int(each) for each in gather_bytes(self._session, str(self._num_pushed).encode())]
+        with contextlib.suppress(CoarseError):
+            if self._num_pushed < max(counts):
+                self._group.pull_all(self._limit_s)  # what others have gone on from is complete
+                for tensor in range(len(_TRIAL)):
+                    self._group.push(tensor, present=False)
+            self._group.pull_all(self._limit_s)
+
+    def _together(self, work: Callable[[], _Result]) -> _Result:
+        """What this worker's work returns.
+
+        Raises:
+            RefusedError: If it has failed on any worker.
+        """
+        reason = ""
+        try:
+            result = work()
+        except (_native.CudaError, NcclFailedError, SyncTimeoutError) as error:
+            reason = str(error)
+        check_all(self._session, reason)
+        return result
+
+    def _least_seconds(self, own: Sequence[int]) -> float:
+        """Of several exchanges with these shards by NCCL, of which the first is not counted."""
+        self._group.nccl.use(self._communicator, own)
+        seconds = [self._exchange() for _ in range(_NUM_TRIALS)]
+        self._group.nccl.settle()
+        return min(seconds[1:])
+
+    def _exchange(self) -> float:
+        """Seconds of one, which begins when the one before has ended on all workers."""
+        (stream,), transfers = self._streams, self._group.gpu
+        assert transfers is not None
+        addresses = [memory.address for memory in self._memories] or [0] * len(_TRIAL)  # 0 for the slot
+        began_s = time.perf_counter()
+        transfers.push(
+            [(i, _native.PRESENT, address, address, 0) for i, address in enumerate(addresses)], stream.handle
+        )
+        self._num_pushed += 1
+        transfers.join(stream.handle)
+        stream.synchronize()
+        transfers.check()
+        seconds = time.perf_counter() - began_s
+        self._group.pull_all(self._limit_s)
+        return seconds
+
+
+def _largest(session: Session, seconds: Sequence[float]) -> list[float]:
+    """Of each time that of the worker for which it is longest."""
+    numbers = np.array(seconds)
+    session.all_reduce(numbers, op="max")
+    return [float(number) for number in numbers]
