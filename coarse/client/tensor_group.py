@@ -280,7 +280,7 @@ class TensorGroup:
         slots = (0, 0, False)
         if self._reached is not None:
             slots = self._reached.address, self._reached.num_bytes, True
-        elif not self.is_on_gpu and self._client.table.is_on_gpus:
+        elif self._client.table.is_on_gpus and not (self.is_on_gpu or self._schema.on_host):
             raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
         elif isinstance(self._slots, memoryview):
             slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False

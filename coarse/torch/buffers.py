@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from coarse.client.schema import TensorSpec
-from coarse.session import Session
+from coarse.client.tensor_group import TensorGroup
+from coarse.kernels import _native
+from coarse.session import AnyTensorGroup, Session
+from coarse.torch import gpu_gradients
 from coarse.torch.layout import Packing, as_bytes, copy_all, num_bytes
+
+logger = logging.getLogger(__name__)
 
 _STAGING_BYTES = 32 << 20
 _DIRECT_BYTES = 1 << 20
@@ -54,6 +60,8 @@ def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -
 class BufferBroadcast:
     """Copies a model's buffers from one worker to the others before each forward, in one exchange.
 
+    Those on a GPU are copied by its streams, behind what computes them, and the stream of the forward waits for them.
+
     Args:
         session: Where to register; collective.
         name: Of the registration, the same on every worker.
@@ -65,8 +73,8 @@ class BufferBroadcast:
         self._packing = Packing(buffers)
         spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
         self.group = session.register(name, [spec], on_host=True)
-        memory = torch.frombuffer(self.group.buffer(0), dtype=torch.uint8)
-        self._views = self._packing.views(memory)
+        self._exchange = self._by_gpu(session, buffers) or HostExchange(self.group)
+        self._views = self._packing.views(self._exchange.memory)
 
     def run(self, buffers: Sequence[torch.Tensor], *, root: int) -> None:
         """Overwrites `buffers` with those of worker `root`. Collective.
@@ -82,12 +90,57 @@ class BufferBroadcast:
                 "the module's buffers changed in number, shape or dtype after it was wrapped; "
                 "wrap it again, or list those that change in _ddp_params_and_buffers_to_ignore"
             )
-        present = self._rank == root
+        is_root = self._rank == root
         with torch.no_grad():
-            if present:
+            if is_root:
                 copy_all(self._views, buffers)
-            self.group.push(0, present=present)
-            self.group.pull(0)
-            if not present:
+            self._exchange.run(is_root=is_root)
+            if not is_root:
                 with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                     copy_all(buffers, self._views)
+
+    def _by_gpu(self, session: Session, buffers: Sequence[torch.Tensor]) -> GpuExchange | None:
+        if not isinstance(self.group, TensorGroup) or session.settings.gpu_transfers == "off":
+            return None
+        try:
+            gpu = gpu_gradients.find_gpu(buffers)
+            return None if gpu is None else GpuExchange(self.group, gpu)
+        except _native.CudaError as error:
+            logger.warning("%s are copied while the processor waits: %s", self.group.name, error)
+            return None
+
+
+class HostExchange:
+    """A broadcast of a group's one tensor, in whose slot `memory` is."""
+
+    def __init__(self, group: AnyTensorGroup) -> None:
+        self._group = group
+        self.memory = torch.frombuffer(group.buffer(0), dtype=torch.uint8)
+
+    def run(self, *, is_root: bool) -> None:
+        """Overwrites `memory` with the root's."""
+        self._group.push(0, present=is_root)
+        self._group.pull(0)
+
+
+class GpuExchange:
+    """The same of a tensor on a GPU, by its streams.
+
+    Raises:
+        CudaError: If the GPU cannot do it.
+    """
+
+    def __init__(self, group: TensorGroup, gpu: gpu_gradients.Gpu) -> None:
+        self._group = group
+        self._gpu = gpu
+        self._transfers = group.open_gpu_transfers(gpu.context)
+        self.memory = torch.empty(group.specs[0].nbytes, dtype=torch.uint8, device=gpu.device)
+
+    def run(self, *, is_root: bool) -> None:
+        """Has the current stream go on when `memory` is the root's."""
+        stream, address = self._gpu.current_stream(), self.memory.data_ptr()
+        tensor = (0, _native.PRESENT, address, 0, 0) if is_root else (0, 0, 0, address, 0)
+        self._transfers.push([tensor], stream)
+        self._transfers.join(stream)
+        if self._group.is_watched:
+            self._group.pull_all()

@@ -36,12 +36,12 @@ class Gpu:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
 
-def find_gpu(parameters: Sequence[torch.nn.Parameter]) -> Gpu | None:
-    """The one GPU that has all parameters; None if there is no such."""
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) != 1 or not parameters[0].is_cuda or torch.version.hip is not None:
+def find_gpu(tensors: Sequence[torch.Tensor]) -> Gpu | None:
+    """The one GPU that has all of them; None if there is no such."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1 or not tensors[0].is_cuda or torch.version.hip is not None:
         return None
-    return Gpu(parameters[0].device)
+    return Gpu(tensors[0].device)
 
 
 class GpuGradients:

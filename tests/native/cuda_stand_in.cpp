@@ -141,6 +141,7 @@ class Ranges {
 Ranges pinned;    // memory of the host
 Ranges reserved;  // addresses of devices; what is mapped there lies as far behind as they are long
 
+std::atomic<std::size_t> numWaits{0};
 std::atomic<bool> hidesMemory{std::getenv("STAND_IN_HIDES_MEMORY") != nullptr};
 
 /// Where what a device has at these addresses is in this process; null if it has nothing there.
@@ -471,6 +472,7 @@ Result cuStreamDestroy_v2(StreamHandle stream) {
 }
 Result cuStreamSynchronize(StreamHandle stream) {
   REFUSABLE;
+  ++numWaits;
   stream->synchronize();
   return state();
 }
@@ -526,6 +528,7 @@ Result cuEventQuery(EventHandle event) {
 }
 Result cuEventSynchronize(EventHandle event) {
   REFUSABLE;
+  ++numWaits;
   while (!hasFaulted && !*event->isDone) std::this_thread::yield();
   return state();
 }
@@ -663,6 +666,8 @@ void standInLimitPool(std::size_t numBytes) { pooledLimitBytes = numBytes; }
 std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes(); }
 /// Not of CUDA: how many kernels this process has launched on a device.
 std::size_t standInLaunches(int device) { return launchesOn[static_cast<std::size_t>(device)]; }
+/// Not of CUDA: how often this process has waited for a stream or an event.
+std::size_t standInWaits() { return numWaits; }
 /// Not of CUDA: whether a kernel of this process has failed.
 void standInFault(bool isSo) { hasFaulted = isSo; }
 /// Not of CUDA: has the processor of this process be the GPU, whose memory it sees; before any is mapped.

@@ -44,7 +44,7 @@ def install(ordinal: int = 0) -> StandInGpu:
         join(transfers, stream)
         gpu.stream.synchronize()
 
-    def find_gpu(_: Sequence[torch.nn.Parameter]) -> gpu_gradients.Gpu:
+    def find_gpu(_: Sequence[torch.Tensor]) -> gpu_gradients.Gpu:
         return gpu
 
     def flat_tensor(memory: TensorBytes) -> torch.Tensor:

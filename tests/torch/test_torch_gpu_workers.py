@@ -14,13 +14,14 @@ from coarse.torch.gpu_gradients import find_gpu
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
+WAITS_SCRIPT = Path(__file__).with_name("gpu_waits_script.py")
 LIMIT_S = 200
 
 
-def run_script(*arguments: str, **variables: str) -> str:
-    """What two workers print who train until a memory device is killed; the first argument is the model's device."""
+def run_script(*arguments: str, script: Path = SCRIPT, **variables: str) -> str:
+    """What two workers print. By SCRIPT they train a model on the first argument until a memory device is killed."""
     done = subprocess.run(
-        [sys.executable, "-m", "coarse", "run", "-n", "2", str(SCRIPT), *arguments],
+        [sys.executable, "-m", "coarse", "run", "-n", "2", str(script), *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,6 +40,13 @@ def check_loss(printed: str, reason: str = "SIGKILL") -> None:
 
 def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand_ins):
     check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(cuda_stand_ins)))
+
+
+@pytest.mark.parametrize(("options", "num_joins"), [((), 4), (("buffers",), 8)])
+def test_the_processor_waits_for_nothing_in_a_step(cuda_stand_ins, options, num_joins):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "COARSE_DUAL_SYNC": "off"}
+    printed = run_script(*options, script=WAITS_SCRIPT, **libraries)
+    assert printed.count(f"waited 0 times in 4 steps with {num_joins} joins") == 2, printed
 
 
 def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_ins):
