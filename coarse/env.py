@@ -133,7 +133,7 @@ ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")
 ROUTING_CHOICES = ("auto", "profile", "spread", "local")
 OWN_PATH_CHOICES = ("auto", "ring", "all-gather", "all-to-all")
-GPU_TRANSFERS_CHOICES = ("auto", "off")
+GPU_TRANSFERS_CHOICES = ("auto", "wait", "off")
 TORCH_BACKEND_CHOICES = ("auto", "native", "python")
 
 
@@ -177,8 +177,9 @@ class Settings:
         own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
             fastest for each size. In the host's memory "all-to-all" is the only one.
         gpu_transfers: "auto" has gradients on a GPU travel on streams of their own while it computes, and stay there
-            where memory devices are on it; "off" has the processor copy each one and wait, and leaves optimizers of
-            such models to the workers.
+            where memory devices are on it; "wait" has backward wait for their results, so that after an error no
+            update has used gradients that were not averaged; "off" has the processor copy each one and wait, and
+            leaves optimizers of such models to the workers.
         replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
         keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
             from their memory (docs/design/recovery.md); 0 for not at all.

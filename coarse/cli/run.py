@@ -68,7 +68,7 @@ _SESSION_FLAGS = (
     (
         "--gpu-transfers",
         "COARSE_GPU_TRANSFERS",
-        "gradients on a GPU: auto, or off to have the processor copy them",
+        "gradients on a GPU: auto, wait to have backward wait for averages, or off to have the processor copy them",
     ),
     (
         "--replan-steps",

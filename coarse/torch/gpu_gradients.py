@@ -52,18 +52,26 @@ class GpuGradients:
         names: Of the parameters.
         parameters: In the order of the group, all on `gpu`.
         gpu: Where gradients are.
+        waits: Have collect() return when results are there, or raise, so that no update uses what is not averaged.
 
     Raises:
         CudaError: If the GPU cannot do it.
     """
 
     def __init__(
-        self, group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], gpu: Gpu
+        self,
+        group: TensorGroup,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        gpu: Gpu,
+        *,
+        waits: bool,
     ) -> None:
         self._group = group
         self._transfers = group.open_gpu_transfers(gpu.context)
         self._parameters = parameters
         self._gpu = gpu
+        self._waits = waits
         self._layout = GradientLayout(names, parameters)
         self._nbytes = [spec.nbytes for spec in group.specs]
         self._batch: list[GpuTensor] = []
@@ -142,7 +150,10 @@ class GpuGradients:
         self._transfers.join(self._gpu.current_stream())
         self._wanted_bytes = self._transfers.batch_bytes
         self._leaving.clear()  # whatever gets their memory comes behind
-        return self._group.pull_all() if counts or self._group.is_watched else ()
+        contributors = self._group.pull_all() if counts or self._pulls_each_step else ()
+        if self._waits:
+            self._group.nccl.settle()
+        return contributors
 
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
         if self._staged:
@@ -156,11 +167,15 @@ class GpuGradients:
         self._held.clear()
 
     def settle(self) -> None:
-        if not self._group.is_watched:  # else collect() has waited
+        if not self._pulls_each_step:  # else collect() has waited
             self._group.pull_all()
 
     def check(self) -> None:
         self._transfers.check()
+
+    @property
+    def _pulls_each_step(self) -> bool:
+        return self._waits or self._group.is_watched
 
     def _add(self, tensor: GpuTensor, num_bytes: int, *, leaves: torch.Tensor | None = None) -> None:
         stream = self._gpu.current_stream()
@@ -197,12 +212,12 @@ class GpuGradients:
 
 
 def try_gpu(
-    group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]
+    group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], *, waits: bool
 ) -> GpuGradients | None:
     """Their path, if all parameters are on one GPU, and that can wait for the host's memory; else None."""
     try:
         gpu = find_gpu(parameters)
-        return None if gpu is None else GpuGradients(group, names, parameters, gpu)
+        return None if gpu is None else GpuGradients(group, names, parameters, gpu, waits=waits)
     except _native.CudaError as error:
         logger.warning(
             "gradients of %s are copied while the processor waits, which takes longer: %s", group.name, error

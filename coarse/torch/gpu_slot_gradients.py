@@ -22,6 +22,7 @@ class GpuSlotGradients(GpuGradients):
         parameters: In the order of the group, all on that GPU.
         gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back.
         keeps_gradients: False where the slot takes the gradient's place, and no `.grad` remains.
+        waits: As for the base.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class GpuSlotGradients(GpuGradients):
         *,
         gradient_as_view: bool,
         keeps_gradients: bool,
+        waits: bool,
     ) -> None:
         gpu = gpu_gradients.find_gpu(parameters)
         assert gpu is not None
-        super().__init__(group, names, parameters, gpu)
+        super().__init__(group, names, parameters, gpu, waits=waits)
         self._slots = [slot_tensor(group.buffer(i), p) for i, p in enumerate(parameters)]
         self._keeps_gradients = keeps_gradients
         self._is_view = gradient_as_view and keeps_gradients

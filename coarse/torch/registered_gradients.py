@@ -50,6 +50,7 @@ class RegisteredGradients:
         if travel_dtype is not None:
             self._sent = stand_ins(self._parameters, travel_dtype, tables)
         self._may_use_streams = session.settings.gpu_transfers != "off"
+        self._waits = session.settings.gpu_transfers == "wait"
         self._shares_slots = shares_slots
         self.group = self._register(session, name, state_names, tables)
         """The slots."""
@@ -99,9 +100,10 @@ class RegisteredGradients:
                 self._sent,
                 gradient_as_view=gradient_as_view,
                 keeps_gradients=not self._shares_slots,
+                waits=self._waits,
             )
         if isinstance(self.group, TensorGroup) and self._may_use_streams:
-            on_gpu = try_gpu(self.group, self._names, self._sent)
+            on_gpu = try_gpu(self.group, self._names, self._sent, waits=self._waits)
         return on_gpu or HostGradients(
             self.group,
             self._names,

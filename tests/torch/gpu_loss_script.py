@@ -8,6 +8,7 @@ worker; "worker" for worker 1 to be killed, and no memory device.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -60,10 +61,18 @@ def main() -> None:
             optimizer.step()
         except CoarseError as error:
             print(f"raised {type(error).__name__} after {step} steps: {error}", flush=True)
+            synchronize()
+            print(f"parameters are {fingerprint(module)}", flush=True)
             break
         assert time.monotonic() < began_s + LIMIT_S, "nobody misses who was killed"
     synchronize()  # what the GPU was given must come to its end, too
     print("all streams have ended", flush=True)
+
+
+def fingerprint(module: torch.nn.Module) -> str:
+    """Of all parameters."""
+    every = torch.cat([parameter.detach().cpu().flatten() for parameter in module.parameters()])
+    return hashlib.sha256(every.numpy().tobytes()).hexdigest()
 
 
 if __name__ == "__main__":

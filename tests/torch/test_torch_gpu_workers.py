@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,18 @@ def check_loss(printed: str, reason: str = "SIGKILL") -> None:
 
 def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand_ins):
     check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(cuda_stand_ins)))
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1"}], ids=["host", "gpu"]
+)
+def test_workers_that_wait_for_averages_have_the_parameters_of_one_step_after_a_loss(cuda_stand_ins, where):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    printed = run_script("stand-in", COARSE_GPU_TRANSFERS="wait", **where, **libraries)
+    check_loss(printed)
+    steps = re.findall(r"raised MemoryDeviceLostError after (\d+) steps", printed)
+    parameters = re.findall("parameters are ([0-9a-f]+)", printed)
+    assert (len(set(steps)), len(parameters), len(set(parameters))) == (1, 2, 1), printed
 
 
 @pytest.mark.parametrize(("options", "num_joins"), [((), 4), (("buffers",), 8)])
