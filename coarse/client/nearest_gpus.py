@@ -16,9 +16,9 @@ _logger = logging.getLogger(__name__)
 def pair_with_nearest(table: PartitionTable) -> PartitionTable:
     """The same memory devices, each serving the workers that are nearest to it, as evenly as before.
 
-    Worker r is taken to be on GPU r. Nothing changes unless all memory devices are on GPUs, or all on NUMA nodes of
-    which there are several; nor where there is no CUDA or one GPU only, or where NVML cannot say how GPUs are
-    connected, which is logged.
+    Which GPU a worker is on gpus_of_workers() guesses. Nothing changes unless all memory devices are on GPUs, or all
+    on NUMA nodes of which there are several; nor where there is no CUDA or one GPU only, or where NVML cannot say how
+    GPUs are connected, which is logged.
 
     Args:
         table: Workers dealt out in even blocks.

@@ -5,7 +5,7 @@ NVML says it (package nvidia-ml-py). `pair_gpus` is a pure function of what it s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -178,9 +178,7 @@ def pair_nearest(distances: Sequence[Sequence[int]], num_devices: int) -> tuple[
 def workers_of_gpus(
     topology: GpuTopology, uuids: Sequence[str], *, devices: Sequence[int], num_workers: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Which workers each memory device serves where nobody says so: pair_gpus(), with local rank r on GPU r.
-
-    That is what users of launchers do; where there are more ranks than GPUs they begin again with the first one.
+    """Which workers each memory device serves where nobody says so: pair_gpus(), with workers on gpus_of_workers().
 
     Args:
         topology: Of this machine.
@@ -197,9 +195,25 @@ def workers_of_gpus(
     numbers = [topology.find(uuid) for uuid in uuids]
     return pair_gpus(
         topology,
-        workers=[numbers[rank % len(numbers)] for rank in range(num_workers)],
+        workers=gpus_of_workers(numbers, [numbers[device] for device in devices], num_workers),
         devices=[numbers[device] for device in devices],
     )
+
+
+def gpus_of_workers(gpus: Sequence[int], taken: Collection[int], num_workers: int) -> list[int]:
+    """The GPU that each worker is taken to be on: local rank r on the r-th one, as users of launchers have it.
+
+    GPUs of memory devices are left out if the others are enough for all workers. Where there are more ranks than GPUs
+    they begin again with the first one.
+
+    Args:
+        gpus: That workers may be on.
+        taken: By memory devices.
+        num_workers: Of this node.
+    """
+    free = [gpu for gpu in gpus if gpu not in taken]
+    chosen = free if len(free) >= num_workers else gpus
+    return [chosen[rank % len(chosen)] for rank in range(num_workers)]
 
 
 def workers_of_nodes(
@@ -231,8 +245,10 @@ def workers_of_nodes(
             )
         return distances[place.numa_node][device]
 
-    of_workers = [uuids[rank % len(uuids)] for rank in range(num_workers)]
-    return pair_nearest([[distance(uuid, device) for device in devices] for uuid in of_workers], len(devices))
+    of_workers = gpus_of_workers(range(len(uuids)), (), num_workers)
+    return pair_nearest(
+        [[distance(uuids[gpu], device) for device in devices] for gpu in of_workers], len(devices)
+    )
 
 
 def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:

@@ -96,6 +96,14 @@ def test_local_ranks_use_gpus_in_the_order_of_cuda():
         workers_of_gpus(AWS_P3, uuids, devices=(4,), num_workers=4)
 
 
+def test_workers_are_taken_to_be_on_gpus_without_memory_devices_where_these_suffice():
+    uuids = [f"GPU-{number}" for number in range(8)]
+    assert workers_of_gpus(AWS_P3, uuids, devices=(1, 3, 5, 7), num_workers=4) == ((0,), (1,), (2,), (3,))
+    assert workers_of_gpus(AWS_P3, uuids, devices=(7, 1), num_workers=6) == ((3, 4, 5), (0, 1, 2))
+    on_all = workers_of_gpus(AWS_P3, uuids, devices=(1, 3, 5, 7), num_workers=8)
+    assert on_all == ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="GPU 8 is none of the 8 GPUs"):
         pair_gpus(AWS_P3, workers=(8,), devices=(0,))
