@@ -504,7 +504,7 @@ class Client:
         routes = route_shards(table, partition, schema.specs)
         try:
             opener = SlotOpener(self._native, plan, self.number, shared, routes)
-            slots, reached = opener.open(gpu, is_for_gpu=is_for_gpu)
+            slots, distant = opener.open(gpu, is_for_gpu=is_for_gpu)
             if schema.is_open:
                 peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
                 self._native.add_peers(group, peers)
@@ -523,7 +523,7 @@ class Client:
             kept,
             recovered,
             rows,
-            reached,
+            distant,
             places,
         )
         self._partitions[group] = partition

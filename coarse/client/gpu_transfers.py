@@ -22,6 +22,13 @@ slot (0 for none), that to which its result is copied (0 for none), and TensorGr
 result (0 for the slot)."""
 
 
+MappedMemory = tuple[int, int, _native.CudaContext | None]
+"""Address and bytes of memory, and the GPU for which it is mapped: that of the transfers, another one where that does
+not reach it, or None for the host. Zeros where nothing is copied."""
+
+NOTHING: MappedMemory = (0, 0, None)
+
+
 class GpuTransfers:
     """Pushes tensors of one group as streams of a GPU compute them, and has streams wait for results.
 
@@ -34,8 +41,8 @@ class GpuTransfers:
         group: Of the tensors.
         client: Of this worker.
         context: Of the GPU.
-        slots: Where this worker's slots begin, their bytes, and whether the address is the GPU's.
-        results: As `slots`, of parameters that come back in place of slots.
+        slots: This worker's.
+        results: Parameters that come back in place of slots.
         timeout_s: How long results may take.
 
     Raises:
@@ -47,8 +54,8 @@ class GpuTransfers:
         group: TensorGroup,
         client: _native.Client,
         context: _native.CudaContext,
-        slots: tuple[int, int, bool],
-        results: tuple[int, int, bool],
+        slots: MappedMemory,
+        results: MappedMemory,
         timeout_s: float,
     ) -> None:
         self.context = context

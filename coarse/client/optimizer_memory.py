@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes, map_tensors
+from coarse.client.gpu_transfers import NOTHING, MappedMemory
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context, map_tensors
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
@@ -24,7 +25,7 @@ class OptimizerMemory:
         self.settings = shared[SETTINGS].map()
         """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
         self._gpu = gpu
-        self._parameters, self._are_reached = map_tensors(shared[PARAMETERS], gpu)
+        self._parameters, self._mapped_for = map_tensors(shared[PARAMETERS], gpu)
         self.are_parameters_elsewhere = set(shared[PARAMETERS].gpus) != ({gpu} - {""})
         """Whether parameters lie where the model does not."""
         self._parameter_offsets = plan.parameter_offsets()
@@ -39,17 +40,17 @@ class OptimizerMemory:
         start = self._parameter_offsets[tensor]
         return self._parameters[start : start + num_bytes]
 
-    def results(self) -> tuple[int, int, bool]:
-        """Where the model's GPU can copy parameters from: address, bytes, whether on a GPU; zeros where it cannot."""
-        if not self._are_reached:
-            return 0, 0, False
+    def results(self) -> MappedMemory:
+        """Where the model's GPU copies parameters from; zeros where no GPU does."""
+        if not self._gpu:
+            return NOTHING
         if isinstance(self._parameters, GpuBytes):
-            return self._parameters.address, self._parameters.nbytes, True
+            return self._parameters.address, self._parameters.nbytes, gpu_context(self._mapped_for)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._parameters))
-        return address, self._parameters.nbytes, False
+        return address, self._parameters.nbytes, None
 
     def result(self, tensor: int) -> int:
-        """Where it copies one of them from; 0 where it cannot."""
+        """Where it copies one of them from; 0 where none does."""
         address, *_ = self.results()
         return address and address + self._parameter_offsets[tensor]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from coarse.client.tensor_bytes import (
     TensorBytes,
@@ -15,6 +16,21 @@ from coarse.client.tensor_bytes import (
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.registration import CONTROL, SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class DistantSlots:
+    """A worker's slots on a GPU where its tensors are not.
+
+    Args:
+        memory: All of them.
+        gpu: For which they are mapped, by UUID.
+        is_reached: Whether that is the worker's own.
+    """
+
+    memory: _native.CudaMemory
+    gpu: str
+    is_reached: bool
 
 
 class SlotOpener:
@@ -43,8 +59,8 @@ class SlotOpener:
         self._slots = shared[SLOTS]
         self._routes = routes
 
-    def open(self, gpu: str, *, is_for_gpu: bool) -> tuple[TensorBytes, _native.CudaMemory | None]:
-        """This worker's slots where it sees them; and as its GPU reaches them, if they lie on another one.
+    def open(self, gpu: str, *, is_for_gpu: bool) -> tuple[TensorBytes, DistantSlots | None]:
+        """This worker's slots where it sees them; and how a GPU copies to them, if they lie on another one.
 
         Args:
             gpu: Where this worker has its tensors, by UUID; "" for no GPU.
@@ -61,11 +77,18 @@ class SlotOpener:
             return gpu_bytes(self._slots), None
         if is_for_gpu:
             self._add(None, None)
-            return memoryview(b""), try_to_reach(self._slots, gpu) if gpu else None
-        reached = reach(self._slots, gpu) if gpu else None
+            reached = try_to_reach(self._slots, gpu) if gpu else None
+            return memoryview(b""), None if reached is None else DistantSlots(reached, gpu, is_reached=True)
+        slots = self._map_for(gpu)
         view = host_view(self._plan.client_bytes)
-        self._add(view, _native.CudaSlotCopies(reached or import_memory(self._slots), view))
-        return memoryview(view), reached  # type: ignore[arg-type,unused-ignore]
+        self._add(view, _native.CudaSlotCopies(slots.memory, view))
+        return memoryview(view), slots  # type: ignore[arg-type,unused-ignore]
+
+    def _map_for(self, gpu: str) -> DistantSlots:
+        reached = reach(self._slots, gpu) if gpu else None
+        if reached is not None:
+            return DistantSlots(reached, gpu, is_reached=True)
+        return DistantSlots(import_memory(self._slots), self._slots.gpu, is_reached=False)
 
     def _add(self, view: _native.Mapping | None, copies: _native.SlotCopies | None) -> None:
         self._native.add_group_elsewhere(

@@ -58,7 +58,7 @@ TensorBytes: TypeAlias = memoryview | GpuBytes
 """Bytes that this worker, or its GPU, reads and writes."""
 
 
-def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
+def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, str]:
     """Maps memory for all who use it in this process, until they do not any more.
 
     Args:
@@ -66,18 +66,19 @@ def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, bool]:
         gpu: Where this worker's model is, by UUID; "" for the host.
 
     Returns:
-        The memory, where it lies; and whether that GPU works on it.
+        The memory, where it lies; and the GPU that works on it, by UUID: that one, or where it cannot reach the
+        memory the one where this begins; "" for the host.
 
     Raises:
         GpuUnavailableError: If that GPU cannot reach it, and this process does not see the one where it begins.
         _native.CudaError: If CUDA cannot map it.
     """
     if not segment.gpus:
-        return segment.map(), bool(gpu)
+        return segment.map(), ""
     reached = reach(segment, gpu) if gpu else None
     if reached is not None:
-        return GpuBytes(reached, 0, segment.num_bytes), True
-    return gpu_bytes(segment), False
+        return GpuBytes(reached, 0, segment.num_bytes), gpu
+    return gpu_bytes(segment), segment.gpu
 
 
 def gpu_bytes(segment: Segment) -> GpuBytes:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.gpu_transfers import GpuTransfers
+from coarse.client.gpu_transfers import NOTHING, GpuTransfers
 from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.row_memory import RowMemory
 from coarse.client.schema import ITEM_BYTES
+from coarse.client.slot_opener import DistantSlots
 from coarse.client.snapshots import PoolStatistics, Snapshot
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes
+from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
@@ -81,7 +82,7 @@ class TensorGroup:
         kept: OptimizerMemory | None = None,
         recovered: RecoveredUpdates | None = None,
         rows: RowMemory | None = None,
-        reached: _native.CudaMemory | None = None,
+        distant: DistantSlots | None = None,
         places: WorkerPlaces | None = None,
     ) -> None:
         self.id = group
@@ -106,7 +107,7 @@ class TensorGroup:
         self._slots: TensorBytes | None = slots
         self._kept = kept
         self._rows = rows
-        self._reached = reached  # slots on another GPU, as this worker's reaches them
+        self._distant = distant  # slots on another GPU
         self.places = places or WorkerPlaces()
         """How many workers of the node have these tensors on GPUs, and had claimed NCCL for another group then."""
 
@@ -128,14 +129,14 @@ class TensorGroup:
     @property
     def is_on_gpu(self) -> bool:
         """Whether this worker sees its slots on a GPU: buffer() gives GpuBytes, and push() copies nothing."""
-        return isinstance(self._slots, GpuBytes) and self._reached is None
+        return isinstance(self._slots, GpuBytes) and self._distant is None
 
     @property
     def address_on_gpu(self) -> int:
         """Where this worker's GPU reaches its slots; 0 if it has none, or does not reach them."""
-        if isinstance(self._slots, GpuBytes):
-            return self._slots.address
-        return 0 if self._reached is None else self._reached.address
+        if self._distant is not None:
+            return self._distant.memory.address if self._distant.is_reached else 0
+        return self._slots.address if isinstance(self._slots, GpuBytes) else 0
 
     @property
     def rows(self) -> RowMemory:
@@ -273,24 +274,21 @@ class TensorGroup:
             timeout_s: How long results may take; 0 for as long as any wait of the session.
 
         Raises:
-            CudaError: If memory cannot be pinned, streams of the GPU cannot wait for the host's memory, or the slots
-                lie on a GPU that this one cannot reach.
+            CudaError: If memory cannot be pinned, or streams of the GPU cannot wait for the host's memory.
         """
         self.check_open()
-        slots = (0, 0, False)
-        if self._reached is not None:
-            slots = self._reached.address, self._reached.num_bytes, True
-        elif self._client.table.is_on_gpus and not (self.is_on_gpu or self._schema.on_host):
-            raise _native.CudaError("memory devices are on a GPU that this one cannot reach")
+        slots, distant = NOTHING, self._distant
+        if distant is not None:
+            slots = distant.memory.address, distant.memory.num_bytes, gpu_context(distant.gpu)
         elif isinstance(self._slots, memoryview):
-            slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, False
-        results = (0, 0, False) if self._kept is None else self._kept.results()
+            slots = ctypes.addressof(ctypes.c_char.from_buffer(self._slots)), self._slots.nbytes, None
+        results = NOTHING if self._kept is None else self._kept.results()
         timeout_s = timeout_s or self._client.timeout_s
         self.gpu = GpuTransfers(self, self._native, context, slots, results, timeout_s)
-        if self._reached is not None:
+        if distant is not None:
             self._native.give_up_view(self.id)
             # Pinning has taken all pages of the view, which nobody needs any more.
-            self._slots = GpuBytes(self._reached, 0, self._reached.num_bytes)
+            self._slots = GpuBytes(distant.memory, 0, distant.memory.num_bytes)
         return self.gpu
 
     def flush(self) -> None:
@@ -454,7 +452,7 @@ class TensorGroup:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
             self.close_gpu_transfers()
-            self._slots = self._kept = self._rows = self._reached = None
+            self._slots = self._kept = self._rows = self._distant = None
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)

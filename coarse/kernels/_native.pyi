@@ -439,8 +439,8 @@ class GpuTransfers:
         client: Client,
         group: int,
         context: CudaContext,
-        slots: tuple[int, int, bool],
-        results: tuple[int, int, bool],
+        slots: tuple[int, int, CudaContext | None],
+        results: tuple[int, int, CudaContext | None],
         timeout_s: float,
     ) -> None: ...
     def bring(self, tensors: Sequence[tuple[int, int, int, int, int]], stream: int) -> WaitStatus: ...

@@ -162,7 +162,7 @@ def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
         transfers.join(stream.handle)
         stream.synchronize()
 
-    if group.is_on_gpu or not group.address_on_gpu:
+    if group.is_on_gpu or not gpu:
         return exchange
     context = gpu_context(gpu)
     try:

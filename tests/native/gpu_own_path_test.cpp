@@ -36,7 +36,7 @@ class GpuOwnPathJob : public testing::Test {
 
   /// Worker `rank` on a GPU of its own.
   std::unique_ptr<GpuWorker> makeWorker(std::size_t rank, double timeoutSeconds = kPatienceSeconds) {
-    return std::make_unique<GpuWorker>(cluster_, plan_, rank, timeoutSeconds, false, MappedMemory{},
+    return std::make_unique<GpuWorker>(cluster_, plan_, rank, timeoutSeconds, nullptr, MappedMemory{},
                                        static_cast<int>(rank));
   }
   std::shared_ptr<nccl::Communicator> join(const nccl::UniqueId& id, std::size_t rank,

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -40,9 +41,12 @@ TEST_F(GpuJob, ComesBackReducedStepAfterStep) {
   });
 }
 
-TEST_F(GpuJob, ComesBackFromSlotsOnAnotherGpuWhichAreNotPinned) {
+/// Of the worker's own device, or of another one, for which memory is mapped.
+class GpuJobWithSlots : public GpuJob, public testing::WithParamInterface<int> {};
+
+TEST_P(GpuJobWithSlots, ComesBackFromThoseOfAGpuWhichAreNotPinned) {
   together(2, [&](std::size_t rank) {
-    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, true);
+    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, std::make_shared<cuda::Context>(GetParam()));
     EXPECT_NO_THROW(worker.pinSlots());
     for (std::uint32_t step = 1; step <= 5; ++step) {
       ASSERT_NO_FATAL_FAILURE(worker.step(step));
@@ -50,6 +54,10 @@ TEST_F(GpuJob, ComesBackFromSlotsOnAnotherGpuWhichAreNotPinned) {
     }
   });
 }
+
+INSTANTIATE_TEST_SUITE_P(Gpus, GpuJobWithSlots, testing::Values(0, 1), [](const auto& info) {
+  return info.param == 0 ? "ThatReachesThem" : "ThatDoesNot";
+});
 
 TEST_F(GpuJob, GoesOnWithoutWaitingForTheGpu) {
   // Both workers give all of two steps before their GPUs have computed anything.
@@ -117,7 +125,12 @@ TEST_F(GpuJob, AnnouncesWhatWasBroughtBeforeIt) {
 }
 
 /// Results that are not those of slots come from the host's memory, or from another GPU.
-class GpuJobWithResults : public GpuJob, public testing::WithParamInterface<bool> {};
+class GpuJobWithResults : public GpuJob, public testing::WithParamInterface<std::optional<int>> {
+ protected:
+  static cuda::SharedContext gpu() {
+    return GetParam() ? std::make_shared<cuda::Context>(*GetParam()) : nullptr;
+  }
+};
 
 TEST_P(GpuJobWithResults, TakesThemWhereTheyLie) {
   const std::size_t cut = 1;  // a tensor of several batches
@@ -125,8 +138,8 @@ TEST_P(GpuJobWithResults, TakesThemWhereTheyLie) {
     const Bytes updated = contribution(DType::kFloat32, someTensors()[cut].numElements, 7 + rank, 1);
     const Memory memory(updated.size());
     std::copy(updated.begin(), updated.end(), memory.data());
-    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, false,
-                     {memory.data(), updated.size(), GetParam()});
+    GpuWorker worker(cluster_, plan_, rank, kPatienceSeconds, nullptr,
+                     {memory.data(), updated.size(), gpu()});
     std::vector<GpuTensor> tensors = worker.computeAll(1);
     tensors[cut].result = memory.data();
     ASSERT_EQ(worker.transfers().push(tensors, worker.compute().handle()), WaitStatus::kDone);
@@ -138,8 +151,12 @@ TEST_P(GpuJobWithResults, TakesThemWhereTheyLie) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Memories, GpuJobWithResults, testing::Bool(),
-                         [](const auto& info) { return info.param ? "OfAnotherGpu" : "OfTheHost"; });
+INSTANTIATE_TEST_SUITE_P(Memories, GpuJobWithResults, testing::Values(std::nullopt, 0, 1),
+                         [](const auto& info) {
+                           return !info.param        ? "OfTheHost"
+                                  : *info.param == 0 ? "OfAGpuThatIsReached"
+                                                     : "OfAnotherGpu";
+                         });
 
 TEST_F(GpuJob, LeavesTheClientToItsOwner) {
   // Another group of the same client is pushed and pulled meanwhile.

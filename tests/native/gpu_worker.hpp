@@ -31,26 +31,26 @@ inline const std::vector<TensorSpec>& someTensors() {
   return tensors;
 }
 
-inline MappedMemory memoryOf(const Mapping& mapping, bool isOnGpu = false) {
-  return {mapping.data(), mapping.numBytes(), isOnGpu};
+inline MappedMemory memoryOf(const Mapping& mapping, cuda::SharedContext gpu = nullptr) {
+  return {mapping.data(), mapping.numBytes(), std::move(gpu)};
 }
 
 /// A worker with a stream that computes, and gradients in its GPU's memory.
 class GpuWorker {
  public:
-  /// @param areSlotsOnGpu whether slots are taken for those of another GPU.
+  /// @param slotsGpu for which slots are taken to be mapped; null for the host.
   /// @param results where other results than those of slots lie.
   /// @param device of the stand-in's.
   GpuWorker(Cluster& cluster, const GroupPlan& plan, std::size_t rank,
-            double timeoutSeconds = kPatienceSeconds, bool areSlotsOnGpu = false, MappedMemory results = {},
-            int device = 0)
+            double timeoutSeconds = kPatienceSeconds, cuda::SharedContext slotsGpu = nullptr,
+            MappedMemory results = {}, int device = 0)
       : rank_(rank),
         context_(std::make_shared<cuda::Context>(device)),
         compute_(context_),
         gradients_(someTensors().size()),
         slots_(cluster.addToClient(plan, rank)),
         transfers_(cluster.client(rank), {kGroup, timeoutSeconds, kLeastBatchBytes, kMostBatchBytes},
-                   context_, memoryOf(*slots_, areSlotsOnGpu), results) {}
+                   context_, memoryOf(*slots_, std::move(slotsGpu)), results) {}
 
   GpuTransfers& transfers() { return transfers_; }
   const cuda::SharedContext& context() const { return context_; }

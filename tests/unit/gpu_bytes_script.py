@@ -42,8 +42,8 @@ def count_mapped() -> int:
 
 
 def mapped(segment: Segment) -> GpuBytes:
-    tensors, is_reached = map_tensors(segment, gpu_uuid(0))
-    assert is_reached
+    tensors, gpu = map_tensors(segment, gpu_uuid(0))
+    assert gpu == gpu_uuid(0)
     assert isinstance(tensors, GpuBytes)
     return tensors
 

@@ -15,12 +15,12 @@ namespace {
 /// Tensor, flags, source, destination, result.
 using TensorTuple = std::tuple<std::uint32_t, std::uint8_t, std::uint64_t, std::uint64_t, std::uintptr_t>;
 
-/// Address, bytes, whether of a GPU.
-using MemoryTuple = std::tuple<std::uintptr_t, std::size_t, bool>;
+/// Address, bytes, the GPU for which it is mapped.
+using MemoryTuple = std::tuple<std::uintptr_t, std::size_t, std::shared_ptr<cuda::Context>>;
 
 MappedMemory toMemory(const MemoryTuple& tuple) {
-  const auto& [address, numBytes, isOnGpu] = tuple;
-  return {reinterpret_cast<std::byte*>(address), numBytes, isOnGpu};
+  const auto& [address, numBytes, gpu] = tuple;
+  return {reinterpret_cast<std::byte*>(address), numBytes, gpu};
 }
 
 /// As much as is copied to slots at once, so that both ways are busy from early on.

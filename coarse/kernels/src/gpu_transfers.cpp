@@ -107,7 +107,8 @@ void GpuTransfers::close() noexcept {
 }
 
 void GpuTransfers::pin(const MappedMemory& memory) {
-  if (memory.data != nullptr && !memory.isOnGpu) pinned_.emplace_back(context_, memory.data, memory.numBytes);
+  if (memory.data != nullptr && memory.gpu == nullptr)
+    pinned_.emplace_back(context_, memory.data, memory.numBytes);
 }
 
 void GpuTransfers::tryWords() {
@@ -314,7 +315,7 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
   if (isOwn(shards.first)) return piece;
   if (slots_.data != nullptr) piece.slot = slots_.data + first.offset;
   piece.result = tensor.result == nullptr ? piece.slot : tensor.result + offset;
-  piece.isResultOnGpu = tensor.result == nullptr ? slots_.isOnGpu : results_.isOnGpu;
+  piece.resultMemory = tensor.result == nullptr ? &slots_ : &results_;
   if (tensor.source != 0) piece.source = tensor.source + offset;
   if (tensor.destination != 0) piece.destination = tensor.destination + offset;
   return piece;
@@ -322,10 +323,12 @@ GpuTransfers::Piece GpuTransfers::pieceOf(const GpuTensor& tensor, std::uint32_t
 
 void GpuTransfers::bring(const Piece& piece) {
   if (piece.source == 0) return;
-  if (slots_.isOnGpu) {
+  if (slots_.gpu == nullptr) {
+    pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
+  } else if (isReached(slots_)) {
     pushStream_.copyOnDevice(cuda::addressOf(piece.slot), piece.source, piece.numBytes);
   } else {
-    pushStream_.copyToHost(piece.slot, piece.source, piece.numBytes);
+    pushStream_.copyTo(*slots_.gpu, cuda::addressOf(piece.slot), piece.source, piece.numBytes);
   }
 }
 
@@ -334,10 +337,13 @@ void GpuTransfers::fetch(const Batch& batch) {
   pullStream_.waitValue(words_.brought(), batch.number);
   for (const Piece& piece : batch.pieces) {
     if (piece.destination == 0) continue;
-    if (piece.isResultOnGpu) {
+    const MappedMemory& memory = *piece.resultMemory;
+    if (memory.gpu == nullptr) {
+      pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
+    } else if (isReached(memory)) {
       pullStream_.copyOnDevice(piece.destination, cuda::addressOf(piece.result), piece.numBytes);
     } else {
-      pullStream_.copyToDevice(piece.destination, piece.result, piece.numBytes);
+      pullStream_.copyFrom(*memory.gpu, piece.destination, cuda::addressOf(piece.result), piece.numBytes);
     }
   }
 }

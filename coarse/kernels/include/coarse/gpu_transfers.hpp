@@ -20,11 +20,13 @@
 
 namespace coarse {
 
-/// Memory that somebody else has mapped: of the host, or of a GPU that the one of the transfers reaches.
+/// Memory that somebody else has mapped.
 struct MappedMemory {
   std::byte* data = nullptr;
   std::size_t numBytes = 0;
-  bool isOnGpu = false;
+  // Of the GPU for which it is mapped: that of the transfers, or one that has it where that does not reach
+  // it. Null for the host's memory.
+  cuda::SharedContext gpu = nullptr;
 };
 
 struct GpuTransfersConfig {
@@ -68,8 +70,8 @@ struct GpuTensor {
 class GpuTransfers {
  public:
   /// @param client has the group; must outlive this, and so must the group.
-  /// @param slots of the group: as Client::addGroup() returned them, and pinned from now on; or as the GPU
-  /// has mapped them, where they are another one's. They stay the caller's, and must outlive this, or its
+  /// @param slots of the group: as Client::addGroup() returned them, and pinned from now on; or as a GPU has
+  /// mapped them, where they are another one's. They stay the caller's, and must outlive this, or its
   /// close(). Without data where slots lie on this GPU: then whoever computes writes to them, and GpuTensor
   /// has no source.
   /// @param results where results lie that are not those of slots, likewise: parameters, which updates
@@ -121,7 +123,7 @@ class GpuTransfers {
     std::size_t numBytes = 0;
     std::byte* slot = nullptr;
     const std::byte* result = nullptr;
-    bool isResultOnGpu = false;
+    const MappedMemory* resultMemory = nullptr;  // where that lies
     cuda::DeviceAddress source = 0;
     cuda::DeviceAddress destination = 0;
   };
@@ -162,6 +164,10 @@ class GpuTransfers {
   void tryWords();
   WaitStatus follow(cuda::StreamHandle stream);
   std::vector<Batch> cut(const std::vector<GpuTensor>& tensors);
+  /// Whether the GPU of the transfers has that memory mapped for itself.
+  bool isReached(const MappedMemory& memory) const noexcept {
+    return memory.gpu->handle() == context_->handle();
+  }
   bool isOwn(std::uint32_t shard) const noexcept { return ownPath_ != nullptr && ownPath_->has(shard); }
   WaitStatus takeOwn(const std::vector<GpuTensor>& tensors);
   void setGiving(bool isGiving);
