@@ -10,7 +10,7 @@ from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.kernels import _native
 from coarse.torch import gpu_gradients
 from coarse.torch.gpu_gradients import GpuGradients
-from coarse.torch.layout import slot_tensor
+from coarse.torch.layout import SlotViews, slot_tensor
 
 
 class GpuSlotGradients(GpuGradients):
@@ -39,6 +39,7 @@ class GpuSlotGradients(GpuGradients):
         assert gpu is not None
         super().__init__(group, names, parameters, gpu, waits=waits)
         self._slots = [slot_tensor(group.buffer(i), p) for i, p in enumerate(parameters)]
+        self._views = SlotViews(self._slots)
         self._keeps_gradients = keeps_gradients
         self._is_view = gradient_as_view and keeps_gradients
         self._sent: list[int] = []
@@ -47,14 +48,14 @@ class GpuSlotGradients(GpuGradients):
         return self._is_view or not self._keeps_gradients
 
     def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
+        return self._views[index]
 
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         self._copy_to_slot(index, gradient)
         if kind is UpdateKind.UPDATE or not self._keeps_gradients:
             self._parameters[index].grad = None  # it lies in the slot now
         elif self._is_view:
-            self._parameters[index].grad = self._slots[index]
+            self._parameters[index].grad = self._views[index]
         else:
             self._sent.append(index)
         self._contribute(index, kind, present=True)
@@ -76,7 +77,7 @@ class GpuSlotGradients(GpuGradients):
         used = [index for index in absent if contributors[index]]
         if self._is_view:
             for index in used:
-                self._parameters[index].grad = self._slots[index]
+                self._parameters[index].grad = self._views[index]
             return
         for index in used:
             self._parameters[index].grad = torch.empty_like(self._parameters[index])
@@ -86,6 +87,6 @@ class GpuSlotGradients(GpuGradients):
 
     def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
         """On the current stream."""
-        if gradient is not self._slots[index]:
+        if not self._views.hold(index, gradient):
             self._layout.check(index, gradient)
             self._slots[index].copy_(gradient.detach())

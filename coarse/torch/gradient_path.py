@@ -102,6 +102,7 @@ class GradientLayout:
                 else gradient.stride() == self._strides[index]
             )
             and not gradient.requires_grad
+            and not gradient.is_neg()  # its bytes are those of the other sign
         )
 
     def empty(self, index: int, device: torch.device) -> torch.Tensor:

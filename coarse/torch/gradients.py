@@ -188,18 +188,19 @@ class GradientSynchroniser:
             self._offloaded.expect()
         self._pass_by("step.done")
 
-    def measured(self, *, num_changes: int = 0) -> list[MeasuredGradient]:
+    def measured(self, *, num_changes: int = 0, are_unscaled: bool = False) -> list[MeasuredGradient]:
         """The averaged gradients of the last backward, those that there are, as memory devices measured them.
 
         Gradients that were replaced or changed since then are measured here and now.
 
         Args:
-            num_changes: How often each of them was changed in place to the values that it had.
+            num_changes: How often torch counts each of them as changed in place where it has the values that it had.
+            are_unscaled: Whether they were changed by GradScaler, which torch need not count.
         """
         assert isinstance(self.group, TensorGroup)
         self._path.settle()
         gradients = [parameter.grad for parameter in self._parameters]
-        if fingerprints(gradients, num_changes) == self._delivered:
+        if not are_unscaled and fingerprints(gradients, num_changes) == self._delivered:
             return [
                 MeasuredGradient(
                     name=name,

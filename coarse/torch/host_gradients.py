@@ -9,7 +9,7 @@ import torch
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import AnyTensorGroup
 from coarse.torch.gradient_path import GradientLayout
-from coarse.torch.layout import slot_tensor
+from coarse.torch.layout import SlotViews, slot_tensor
 from coarse.torch.mirrored_parameters import MirroredParameters
 
 
@@ -45,6 +45,7 @@ class HostGradients:
             for i, p in enumerate(parameters)
         ]
         self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._views = SlotViews(self._slots)
         self._keeps_gradients = keeps_gradients
         self._is_view = [
             gradient_as_view and keeps_gradients and p.is_cpu and i not in tables
@@ -55,14 +56,14 @@ class HostGradients:
         return self._is_view[index] or not self._keeps_gradients
 
     def slot(self, index: int) -> torch.Tensor:
-        return self._slots[index]
+        return self._views[index]
 
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         self._push(index, kind, source=self._source(index, gradient))
         if not self._keeps_gradients:
             self._parameters[index].grad = None  # it lies in the slot now
-        elif self._is_view[index] and gradient is not self._slots[index]:
-            self._parameters[index].grad = self._slots[index]
+        elif self._is_view[index] and not self._views.hold(index, gradient):
+            self._parameters[index].grad = self._views[index]
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
         self._push(index, kind, present=present)
@@ -99,7 +100,7 @@ class HostGradients:
             elif not contributors[index]:
                 continue
             elif self._is_view[index]:
-                parameter.grad = self._slots[index]
+                parameter.grad = self._views[index]
                 continue
             else:
                 parameter.grad = torch.empty_like(parameter)
@@ -123,7 +124,7 @@ class HostGradients:
 
     def _source(self, index: int, gradient: torch.Tensor) -> int:
         """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
-        if gradient is self._slots[index]:
+        if self._views.hold(index, gradient):
             return 0
         if gradient.is_cpu and self._layout.is_plain(index, gradient):
             address = int(gradient.data_ptr())

@@ -33,6 +33,37 @@ def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | No
     return empty.set_(flat.untyped_storage(), 0, like.shape, strides)
 
 
+class SlotViews:
+    """Tensors over slots that stand in `.grad`, apart from those by which slots are written.
+
+    One that somebody has given other memory (`.grad.data = ...`, as Module.half() and float() do) is made anew.
+
+    Args:
+        slots: Of all gradients.
+    """
+
+    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
+        self._slots = slots
+        self._addresses = [slot.data_ptr() for slot in slots]
+        self._views = [_same_memory(slot) for slot in slots]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """The one of a slot."""
+        view = self._views[index]
+        if view.data_ptr() != self._addresses[index] or view.dtype is not self._slots[index].dtype:
+            view = self._views[index] = _same_memory(self._slots[index])
+        return view
+
+    def hold(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is the one of a slot, and still lies there."""
+        return gradient is self._views[index] and gradient.data_ptr() == self._addresses[index]
+
+
+def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the memory of one, and no view of it."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())
+
+
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
     """The bytes of `memory`, where they are."""
     if isinstance(memory, GpuBytes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -30,6 +31,15 @@ def fingerprints(
         None if g is None else (_elements(g).data_ptr(), _elements(g)._version - num_changes)
         for g in gradients
     ]
+
+
+@cache
+def changes_by_scaler(device: torch.device) -> int:
+    """How often torch counts a gradient as changed when GradScaler looks for Inf in it."""
+    gradient, found, scale = (torch.ones(1, device=device) for _ in range(3))
+    before = gradient._version
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, scale)
+    return int(gradient._version - before)
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -194,9 +194,9 @@ class Offloading(Refusals):
         """Admits the next update during backward."""
         self._open_gradients().end_step()
 
-    def measured_gradients(self, *, num_changes: int) -> list[MeasuredGradient]:
+    def measured_gradients(self, *, num_changes: int, are_unscaled: bool) -> list[MeasuredGradient]:
         """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
-        return self._open_gradients().measured(num_changes=num_changes)
+        return self._open_gradients().measured(num_changes=num_changes, are_unscaled=are_unscaled)
 
     def _open_gradients(self) -> GradientSynchroniser:
         if self._gradients is None or self._closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from coarse.client.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
 from coarse.torch.layout import DTYPE_NAMES, common_gpu
-from coarse.torch.measures import measure_gradient
+from coarse.torch.measures import changes_by_scaler, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
 
@@ -45,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           not to `parameter.data`, which torch does not count.
         - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
-        - `state` is empty; state_dict() has a copy of the state.
+        - `state` has copies of the state, as state_dict() does; what is written to it is lost.
         - No closures, no add_param_group(), no DistributedDataParallel.join().
 
     Args:
@@ -148,6 +148,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """What the memory devices hold; None if the optimizer runs on the workers."""
         return self._offloaded
 
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """That of each parameter; a copy where memory devices have it."""
+        offloaded: OffloadedParameters | None = getattr(
+            self, "_offloaded", None
+        )  # none while it is constructed
+        return self._worker_state if offloaded is None else offloaded.state()
+
+    @state.setter
+    def state(self, state: MutableMapping[Any, Any]) -> None:
+        self._worker_state = state
+
     def pull(self) -> None:
         """Makes this worker's parameters exact, once the last update is complete; without staleness they are."""
         if self._model.cached_parameters is not None:
@@ -228,6 +240,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         "master", so that training goes on with the same bits. torch's load_state_dict() rounds the one to the
         parameter's dtype, and leaves the other unused.
         """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = _replaced(state_dict, post_hook(self, state_dict))
+        return state_dict
+
+    def _state_dict(self) -> dict[str, Any]:
         if self._offloaded is None:
             return dict(self._optimizer.state_dict())
         self._optimizer.state.update(self._offloaded.state())
@@ -241,6 +261,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         Where it has no master weights for a 16-bit parameter, the parameter's value becomes them.
         """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = _replaced(state_dict, pre_hook(self, state_dict))
+        self._load_state_dict(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._offloaded is None:
             self._optimizer.load_state_dict(state_dict)
             self._share_groups()
@@ -290,8 +317,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         if not self._policy.needs_measures:
             return unscale
-        # Looking for Inf, GradScaler multiplies gradients by 1.
-        gradients = self._model.measured_gradients(num_changes=int(loss_scale is not None))
+        gradients = self._model.measured_gradients(
+            # Looking for Inf, GradScaler multiplies gradients by 1.
+            num_changes=0 if loss_scale is None else changes_by_scaler(loss_scale.device),
+            are_unscaled=found_inf is not None and loss_scale is None,
+        )
         if not self._policy.admits(gradients):
             return None
         self._gradient_norm = total_norm(gradients) * unscale
@@ -336,6 +366,11 @@ def _obstacle(
         if DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()
+
+
+def _replaced(given: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str, Any]:
+    """What a hook has returned in place of a state dict, if it has."""
+    return given if by_hook is None else by_hook
 
 
 def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness: int) -> None:

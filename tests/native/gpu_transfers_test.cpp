@@ -24,6 +24,7 @@ class GpuJob : public testing::Test {
     plan_ = makePlan(kGroup, numClients, someTensors(), kShardElements);
     cluster_.start().addToProxies(plan_);
   }
+  const Variable devices_{"STAND_IN_GPUS", "2"};
   Cluster cluster_{{2, 2, 1}};
   GroupPlan plan_;
   Memory gate_{4096};  // a word at which a stream can be held

@@ -44,9 +44,14 @@ NearCopies::Copy* NearCopies::find(const void* address, std::size_t numBytes) {
   copy.numBytes = numBytes;
   copy.address = stream_.allocate(numBytes);
   if (copy.address == 0) {
-    throw cuda::OutOfMemoryError("cuda:" + std::to_string(stream_.context()->device()) + " has no " +
-                                 std::to_string(numBytes >> 20) + " MiB for copies of what lies on cuda:" +
-                                 std::to_string(copy.owner->device()) + ", which it cannot reach");
+    const cuda::MemoryInfo memory = stream_.context()->memoryInfo();
+    throw cuda::OutOfMemoryError(
+        "cuda:" + std::to_string(stream_.context()->device()) + " needs " + std::to_string(numBytes >> 10) +
+        " KiB for copies of what lies on cuda:" + std::to_string(copy.owner->device()) +
+        ", which it cannot reach; " + std::to_string(memory.freeBytes >> 10) + " of its " +
+        std::to_string(memory.totalBytes >> 10) +
+        " KiB are free. Use fewer workers, or memory devices on GPUs that reach each other "
+        "(coarse profile --gpus)");
   }
   numBytes_ += numBytes;
   return &copies_.emplace(address, std::move(copy)).first->second;
