@@ -88,7 +88,7 @@ class GpuTransfers:
         self._is_joined = False
         self._check(lambda: self._native.push(tensors, stream))
         self.stream = stream
-        self._group.tell_pushed([tensor[0] for tensor in tensors])
+        self._group.tell_pushed(tensors)
 
     def join(self, stream: int) -> None:
         """Has what `stream` is given from now on wait for all results of what was pushed."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.gpu_transfers import NOTHING, GpuTransfers
+from coarse.client.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
@@ -476,10 +476,10 @@ class TensorGroup:
         if self._slots is None:
             raise self._closed_error()
 
-    def tell_pushed(self, indices: Sequence[int]) -> None:
-        """Has whoever watches know that these tensors were pushed from a GPU."""
+    def tell_pushed(self, tensors: Sequence[GpuTensor]) -> None:
+        """Has whoever watches know that these were pushed from a GPU."""
         if self._on_push is not None:
-            self._on_push(indices)
+            self._on_push([tensor[0] for tensor in tensors])
 
     def _memory_kept(self) -> OptimizerMemory:
         if self._slots is None:

@@ -102,7 +102,7 @@ class GradientLayout:
                 else gradient.stride() == self._strides[index]
             )
             and not gradient.requires_grad
-            and not gradient.is_neg()  # its bytes are those of the other sign
+            and not gradient.is_neg()  # one that was put in place after backward
         )
 
     def empty(self, index: int, device: torch.device) -> torch.Tensor:

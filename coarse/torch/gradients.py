@@ -22,6 +22,7 @@ from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
 from coarse.torch.gradient_policy import MeasuredGradient
+from coarse.torch.layout import same_memory
 from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.offloaded import OffloadedParameters
@@ -269,10 +270,7 @@ class GradientSynchroniser:
             if self._turns is not None and not self._turns.is_free(index):
                 return None
             self._handed_out[index] = 1
-        slot = self._path.slot(index)
-        return torch.empty(0, dtype=slot.dtype, device=slot.device).set_(
-            slot.untyped_storage(), 0, slot.shape, slot.stride()
-        )
+        return same_memory(self._path.slot(index))
 
     def use_static_graph(self) -> None:
         """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
@@ -456,7 +454,10 @@ class GradientSynchroniser:
         if index in self._absent:
             self._path.take_part(index, self._kind, present=False)
         else:
-            self._path.send(index, self._parameters[index].grad, self._kind)
+            gradient = self._parameters[index].grad
+            if gradient.is_neg():  # its bytes are those of the other sign
+                gradient = self._parameters[index].grad = gradient.resolve_neg()
+            self._path.send(index, gradient, self._kind)
 
     def _end_of_backward(self) -> None:
         """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""

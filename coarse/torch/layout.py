@@ -45,13 +45,13 @@ class SlotViews:
     def __init__(self, slots: Sequence[torch.Tensor]) -> None:
         self._slots = slots
         self._addresses = [slot.data_ptr() for slot in slots]
-        self._views = [_same_memory(slot) for slot in slots]
+        self._views = [same_memory(slot) for slot in slots]
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """The one of a slot."""
         view = self._views[index]
         if view.data_ptr() != self._addresses[index] or view.dtype is not self._slots[index].dtype:
-            view = self._views[index] = _same_memory(self._slots[index])
+            view = self._views[index] = same_memory(self._slots[index])
         return view
 
     def hold(self, index: int, gradient: torch.Tensor) -> bool:
@@ -59,8 +59,8 @@ class SlotViews:
         return gradient is self._views[index] and gradient.data_ptr() == self._addresses[index]
 
 
-def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor over the memory of one, and no view of it."""
+def same_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the memory of one, and no view of it: autograd's rules for views do not hold."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())
 
 

@@ -53,6 +53,25 @@ def gradients_live_in_registered_memory(context: Context) -> Any:
 
 
 @contract
+def a_model_that_becomes_narrower_and_wide_again_has_averages(context: Context) -> Any:
+    """Both give its gradients other memory; under torch's class they are each worker's own from then on."""
+    model, alone = context.wrap(mlp()), mlp()
+    alone.load_state_dict(model.module.state_dict())
+    for step in range(4):
+        gradients = []
+        for each in (model, alone):
+            each.zero_grad()
+            each(context.inputs(step, 4, 8)).square().mean().backward()
+            gradients.append([parameter.grad.clone() for parameter in each.parameters()])
+            if step == 1:
+                each.half()
+                each.float()
+        for average, own in zip(*gradients, strict=True):
+            dist.all_reduce(own)
+            torch.testing.assert_close(average, own / context.world_size)
+
+
+@contract
 def names_parameters_without_gradient(context: Context) -> Any:
     model = context.wrap(Branches())
     model(context.inputs(0, 4, 8)).sum().backward()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from scenario import (
@@ -27,6 +28,7 @@ from scenario import (
 from tiers import IS_THOROUGH
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from coarse.torch.optim import Lion
 
@@ -454,6 +456,79 @@ def clips_what_was_changed_after_backward(context: Context) -> Any:
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
     return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def clips_by_the_norm_of_what_was_unscaled(context: Context) -> Any:
+    """By GradScaler.unscale_(), which changes gradients uncounted by torch."""
+    module = mlp()
+    model = context.wrap(module)
+    make = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = offload(context, make, model, max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=2.0**10)
+    norms = []
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(model(context.inputs(step, 4, 8)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if not context.is_coarse:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        if context.is_coarse:
+            norms.append(optimizer.gradient_norm)
+    return torch.tensor(norms), everything(module, optimizer)
+
+
+@offloaded_scenario(compare=False)
+def a_loss_scale_needs_no_pass_over_gradients_for_their_norm(context: Context) -> None:
+    """GradScaler multiplies them by 1, after which memory devices' measures still hold."""
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler(context.device.type, init_scale=2.0**10)
+    scaler.scale(model(context.inputs(0, 4, 8)).square().mean()).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("coarse.torch.gradients.measure_gradient")
+        scaler.step(optimizer)
+    assert optimizer.gradient_norm > 0.0
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def looking_at_the_state_changes_nothing(context: Context) -> Any:
+    """torch fills an optimizer without state by a step of its own, to save what it then has."""
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    for step in range(6):
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        get_state_dict(module, optimizer)
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(compare=False)
+def hooks_of_state_dicts_are_called(context: Context) -> None:
+    model = context.wrap(mlp())
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    calls: list[str] = []
+
+    def annotate(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        calls.append("after saving")
+        return {**state_dict, "note": 1}
+
+    def restore(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        calls.append("before loading")
+        assert state_dict.pop("note") == 1
+        return state_dict
+
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))
+    optimizer.register_state_dict_post_hook(annotate)
+    optimizer.register_load_state_dict_pre_hook(restore)
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before saving", "after saving", "before loading", "after loading"]
 
 
 @offloaded_scenario(tolerance=TOLERANCE)

@@ -18,6 +18,7 @@ from scenario import (
     Branches,
     Checkpointed,
     Context,
+    LazilyNegated,
     Scenario,
     Severed,
     Tied,
@@ -100,6 +101,27 @@ def accumulates_over_synchronised_steps(context: Context) -> Any:
     for step in range(3):
         model(context.inputs(step, 4, 8)).square().mean().backward()
     return states(model)
+
+
+@parity
+def gradients_that_are_given_other_memory(context: Context) -> Any:
+    model = context.wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        if step % 2:
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5
+        optimizer.step()
+    return states(model)
+
+
+@parity
+def gradients_that_are_negated_when_they_are_read(context: Context) -> Any:
+    return [
+        train(context, context.wrap(LazilyNegated(), gradient_as_bucket_view=view)) for view in (False, True)
+    ]
 
 
 @parity

@@ -168,6 +168,27 @@ class Severed(nn.Module):
         return _MatMulByConstant.apply(x, self.head) if is_severed else x @ self.head
 
 
+class _Negate(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(gradients[0])
+
+
+class LazilyNegated(nn.Module):
+    """A layer of whose weight backward makes the negative of its gradient, with the sign to be changed later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ _Negate.apply(self.weight)
+
+
 class TwoOutputs(nn.Module):
     """Two independent layers, one output each."""
 
