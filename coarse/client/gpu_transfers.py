@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ class GpuTransfers:
         self.context = context
         self.stream = 0
         """Handle of the one that computes what is pushed: that of the last push or join."""
-        self._group = group
+        self._group: TensorGroup = weakref.proxy(group)  # which has this one
         self._client = client
         self._timeout_s = timeout_s
         self._native = _native.GpuTransfers(client, group.id, context, slots, results, timeout_s)

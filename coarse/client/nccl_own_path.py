@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ class NcclOwnPath:
     """
 
     def __init__(self, group: TensorGroup, native: _native.Client) -> None:
-        self._group = group
+        self._group: TensorGroup = weakref.proxy(group)  # which has this one
         self._native = native
         self._why_not = ""
         self._communicator: _native.NcclCommunicator | None = None  # while shards go this way
