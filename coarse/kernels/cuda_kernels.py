@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from coarse.errors import CoarseError
 from coarse.kernels import _native
 from coarse.kernels.cuda_compiling import choose_compiler, compiled
 from coarse.kernels.nvrtc import find_nvrtc
@@ -135,26 +134,6 @@ class CudaKernels:
         num_blocks = min(num_tiles, self.most_blocks)
         if num_blocks > 0:
             self.context.launch(self.function(name), num_blocks, THREADS_PER_BLOCK, stream, [batch])
-
-
-def describe_gpus() -> tuple[str, str]:
-    """GPUs that CUDA finds, by the names that memory devices have, and what is missing for them to be such.
-
-    Returns:
-        Both as people read them; "" for none, and for nothing.
-    """
-    if _native.cuda_unavailable_reason():
-        return "", ""
-    ordinals = range(_native.cuda_num_devices())
-    gpus = [f"cuda:{gpu} ({_native.cuda_device_name(gpu)})" for gpu in ordinals]
-    try:
-        for architecture in set(map(_architecture, ordinals)):
-            compiler = choose_compiler(find_nvrtc(), _driver_version(), architecture)
-            # The shortest one: compilers can lack a part of their own.
-            compiled({"delay": source("delay")}, compiler, architecture)
-    except CoarseError as error:
-        return ", ".join(gpus), str(error)
-    return ", ".join(gpus), ""
 
 
 def _architecture(device: int) -> int:
