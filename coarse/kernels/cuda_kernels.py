@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coarse.kernels import _native
 from coarse.kernels.cuda_compiling import choose_compiler, compiled
-from coarse.kernels.nvrtc import find_nvrtc
+from coarse.kernels.nvrtc import Nvrtc, find_nvrtc
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 """In the order of the native DType."""
@@ -81,13 +81,11 @@ class CudaKernels:
 
     def __init__(self, device: int = 0) -> None:
         self.context = _native.CudaContext(device)
-        self.driver_version = _driver_version()
-        """Of CUDA, that the driver supports."""
         self.architecture = _architecture(device)
         """Compute capability, such as 90 for 9.0."""
         self.most_blocks = _native.cuda_device_attribute(device, _COUNT) * _BLOCKS_PER_MULTIPROCESSOR
         """Blocks beyond which a grid gains nothing."""
-        self.compiler = choose_compiler(find_nvrtc(), self.driver_version, self.architecture)
+        self.compiler = find_compiler(device)
         self._modules: dict[str, int] = {}
 
     def load(self) -> None:
@@ -134,6 +132,16 @@ class CudaKernels:
         num_blocks = min(num_tiles, self.most_blocks)
         if num_blocks > 0:
             self.context.launch(self.function(name), num_blocks, THREADS_PER_BLOCK, stream, [batch])
+
+
+def find_compiler(device: int) -> Nvrtc:
+    """What compiles for a GPU; compiles nothing, and makes no context.
+
+    Raises:
+        CudaError: If there is no driver, or no such GPU.
+        CoarseError: If there is no NVRTC that goes with the driver and the GPU; says what to install.
+    """
+    return choose_compiler(find_nvrtc(), _driver_version(), _architecture(device))
 
 
 def _architecture(device: int) -> int:
