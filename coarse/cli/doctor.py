@@ -36,8 +36,9 @@ GOOD, NOTE, FAILED = "ok", "note", "failed"
 _MARKS = {GOOD: "[green]ok[/]", NOTE: "[yellow]note[/]", FAILED: "[bold red]failed[/]"}
 _NATIVE_MODULE = "coarse.kernels._native"
 _NCCL_MODULE = "coarse.kernels.nccl"
-_CUDA_MODULE = "coarse.kernels.cuda_kernels"
+_CUDA_MODULE = "coarse.proxy.memory.cuda"
 _TOOL_LIMIT_S = 10
+_GPUS_LIMIT_S = 60  # a context on each takes up to seconds
 _ENOUGH_FILES = 4096
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -189,13 +190,13 @@ def _open_mpi(topic: str) -> Finding:
     return Finding(topic=topic, name="openmpi", value="not installed", status=NOTE, advice=advice)
 
 
-def _first_line(*command: str) -> str:
+def _first_line(*command: str, limit_s: float = _TOOL_LIMIT_S) -> str:
     """Returns the first line that a tool prints; "" if it is not there or does not work."""
     program = shutil.which(command[0])
     if program is None:
         return ""
     try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, timeout=_TOOL_LIMIT_S)
+        done = subprocess.run([program, *command[1:]], capture_output=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode(errors="replace").partition("\n")[0].strip() if done.returncode == 0 else ""
@@ -334,10 +335,13 @@ def device_findings(
 
 
 def cuda_findings() -> list[Finding]:
-    """GPUs as CUDA numbers them, and whether they can be memory devices; nothing without CUDA. Starts a process."""
+    """GPUs as CUDA numbers them, and whether they can be memory devices, by trial; nothing without CUDA.
+
+    Starts a process, which alone has contexts on them.
+    """
     # As _native_module(), which this needs.
     code = f"import json; from {_CUDA_MODULE} import describe_gpus; print(json.dumps(describe_gpus()))"
-    gpus, missing = json.loads(_first_line(sys.executable, "-c", code) or '["", ""]')
+    gpus, missing = json.loads(_first_line(sys.executable, "-c", code, limit_s=_GPUS_LIMIT_S) or '["", ""]')
     if not gpus:
         return []
     status = NOTE if missing else GOOD

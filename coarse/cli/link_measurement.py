@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,12 +29,17 @@ _RESULT = "profile.json"
 _PROGRESS_KEY = "progress"
 _PROGRESS_INTERVAL_S = 0.2
 _ERROR_LINES = 5
+_REFUSAL = re.compile(r"^coarse run: error: (.*) \(see `coarse run --help`\)$", re.MULTILINE)
 
 Progress = Callable[[float], None]
 
 
 class MeasurementError(CoarseError):
     """The workers that were to measure failed; the message holds the last words of the first one."""
+
+
+class RefusedError(CoarseError):
+    """There cannot be such memory devices here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,7 @@ class MeasurementJob:
             progress: Called now and then with the part that is done, from 0 to 1.
 
         Raises:
+            RefusedError: If `coarse run` starts nothing.
             MeasurementError: If a worker fails. No process is left then.
             ProfileError: If the result cannot be read.
         """
@@ -87,7 +94,10 @@ class MeasurementJob:
             launcher.wait()
             raise
         if launcher.returncode != 0:
-            raise MeasurementError(_last_words(errors.read_text(errors="replace")))
+            words = errors.read_text(errors="replace")
+            if refusal := _REFUSAL.search(words):
+                raise RefusedError(refusal[1])
+            raise MeasurementError(_last_words(words))
 
 
 def _is_running(process: subprocess.Popen[bytes]) -> bool:

@@ -109,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CoarseError: If measuring fails; nothing is left behind.
     """
+    from coarse.cli.link_measurement import RefusedError
     from coarse.cli.plan import basis_of
 
     if arguments.gpus:
@@ -123,7 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         print(f"coarse profile: {error}", file=sys.stderr)
         return _EXIT_USAGE
-    profile, origin = _obtain(arguments, scope)
+    try:
+        profile, origin = _obtain(arguments, scope)
+    except RefusedError as error:
+        print(f"coarse profile: {error}", file=sys.stderr)
+        return _EXIT_USAGE
     basis = basis_of(profile, origin)
     print_profile(basis)
     print_memory_only_nodes()

@@ -6,13 +6,15 @@ from coarse.env import Settings
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import AUTO, CACHED, OFF
 from coarse.proxy.algorithms import NCCL, check_nccl
-from coarse.proxy.memory import try_memory
+from coarse.proxy.memory import require_compiler, try_memory
 
 _GPU_LINKS = "links to GPUs are measured when tensors are first registered; until then routes are local"
 
 
 def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
     """Checks what a node's memory devices will be, and takes a little of each memory that they are to own.
+
+    For a launcher, which has no framework and leaves GPUs alone: no CUDA context is made.
 
     Args:
         settings: Of the sessions to come.
@@ -21,7 +23,8 @@ def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
 
     Raises:
         ValueError, CoarseError: If there is no such memory or table, the table is for more workers, somebody else
-            has the memory for himself, or check_devices() refuses them in a job of several workers.
+            has the memory for himself, nothing compiles kernels for a GPU, or check_devices() refuses them in a job
+            of several workers.
     """
     is_solo = num_workers * num_nodes == 1
     path = settings.partition_table
@@ -32,6 +35,7 @@ def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
         check_devices(settings, table, num_nodes=num_nodes)
     for memory in dict.fromkeys(table.memories):
         try_memory(memory)
+        require_compiler(memory)
 
 
 def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) -> None:

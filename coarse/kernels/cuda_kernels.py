@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from coarse.errors import CoarseError
 from coarse.kernels import _native
 from coarse.kernels.cuda_compiling import choose_compiler, compiled
-from coarse.kernels.nvrtc import find_nvrtc
+from coarse.kernels.nvrtc import Nvrtc, find_nvrtc
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64", "uint8")
 """In the order of the native DType."""
@@ -82,13 +81,11 @@ class CudaKernels:
 
     def __init__(self, device: int = 0) -> None:
         self.context = _native.CudaContext(device)
-        self.driver_version = _driver_version()
-        """Of CUDA, that the driver supports."""
         self.architecture = _architecture(device)
         """Compute capability, such as 90 for 9.0."""
         self.most_blocks = _native.cuda_device_attribute(device, _COUNT) * _BLOCKS_PER_MULTIPROCESSOR
         """Blocks beyond which a grid gains nothing."""
-        self.compiler = choose_compiler(find_nvrtc(), self.driver_version, self.architecture)
+        self.compiler = find_compiler(device)
         self._modules: dict[str, int] = {}
 
     def load(self) -> None:
@@ -137,24 +134,14 @@ class CudaKernels:
             self.context.launch(self.function(name), num_blocks, THREADS_PER_BLOCK, stream, [batch])
 
 
-def describe_gpus() -> tuple[str, str]:
-    """GPUs that CUDA finds, by the names that memory devices have, and what is missing for them to be such.
+def find_compiler(device: int) -> Nvrtc:
+    """What compiles for a GPU; compiles nothing, and makes no context.
 
-    Returns:
-        Both as people read them; "" for none, and for nothing.
+    Raises:
+        CudaError: If there is no driver, or no such GPU.
+        CoarseError: If there is no NVRTC that goes with the driver and the GPU; says what to install.
     """
-    if _native.cuda_unavailable_reason():
-        return "", ""
-    ordinals = range(_native.cuda_num_devices())
-    gpus = [f"cuda:{gpu} ({_native.cuda_device_name(gpu)})" for gpu in ordinals]
-    try:
-        for architecture in set(map(_architecture, ordinals)):
-            compiler = choose_compiler(find_nvrtc(), _driver_version(), architecture)
-            # The shortest one: compilers can lack a part of their own.
-            compiled({"delay": source("delay")}, compiler, architecture)
-    except CoarseError as error:
-        return ", ".join(gpus), str(error)
-    return ", ".join(gpus), ""
+    return choose_compiler(find_nvrtc(), _driver_version(), _architecture(device))
 
 
 def _architecture(device: int) -> int:

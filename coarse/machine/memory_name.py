@@ -53,8 +53,8 @@ class MemoryName:
         if self.kind == "cuda" and not self.place.isdecimal():
             raise FieldError(
                 key,
-                f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4, or device = 4 in a "
-                "partition table",
+                f"{key} {self.place!r} is no ordinal of a GPU; write one such as cuda:4, or "
+                'device = "cuda:4" in a partition table',
             )
         if self.kind == "dax" and not self.place.startswith("/"):
             raise FieldError(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from coarse.machine.toml_lines import TomlDocument
 
 _TABLES = Path(__file__).with_name("partition_tables")
-_EXAMPLES = {"node": "node = 2", "path": 'path = "/dev/dax0.0"', "device": "device = 0"}
+_EXAMPLES = {"node": "node = 2", "path": 'path = "/dev/dax0.0"', "device": 'device = "cuda:4"'}
+_GPU = "cuda:"  # a GPU is named as PyTorch does
 _KEYS = ("kind", "workers", "gpu", *filter(None, PLACE_KEYS.values()))
 _HOST = MemoryName()
 
@@ -284,13 +285,18 @@ def _memory(section: Mapping[str, Any]) -> MemoryName:
             raise FieldError(name, f"{name} has no meaning for kind {kind!r}")
     if expected and expected not in section:
         raise FieldError("kind", f"kind {kind!r} needs a key such as {_EXAMPLES[expected]}")
-    place = section.get(expected, "")
-    if type(place) not in (int, str):
-        raise FieldError(
-            expected, f"{expected} is neither a number nor a text; write it like {_EXAMPLES[expected]}"
-        )
-    # A GPU is named as PyTorch does.
-    return MemoryName(kind=kind, place=str(place).removeprefix("cuda:"))
+    return MemoryName(kind=kind, place=_place(expected, section[expected]) if expected else "")
+
+
+def _place(key: str, value: Any) -> str:
+    """The place that a key's value names; FieldError unless it is of the one type that the key has."""
+    if key == "node":
+        is_fit = type(value) is int
+    else:
+        is_fit = isinstance(value, str) and (key != "device" or value.startswith(_GPU))
+    if not is_fit:
+        raise FieldError(key, f"found {key}={value!r}, expected one such as {_EXAMPLES[key]}")
+    return str(value).removeprefix(_GPU) if key == "device" else str(value)
 
 
 def _is_list_of_numbers(values: Any) -> bool:

@@ -294,9 +294,10 @@ def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path, algorithm
 @pytest.mark.parametrize(
     "refused",
     [
-        *("cuDevicePrimaryCtxRetain:1:2", "cuMemCreate:1:800", "cuModuleLoadData:1:209"),  # at the start
-        *("cuMemCreate:2:800", "cuMemExportToShareableHandle:2:800", "cuMemImportFromShareableHandle:3:999"),
-        *("cuMemSetAccess:3:217", "cuMemHostRegister_v2:1:800", "cuMemHostRegister_v2:3:801"),
+        *("cuDevicePrimaryCtxRetain:1:2", "cuModuleLoadData:1:209"),  # at the start
+        *("cuMemCreate:2:800", "cuMemCreate:3:800", "cuMemExportToShareableHandle:3:800"),
+        *("cuMemImportFromShareableHandle:4:999", "cuMemSetAccess:5:217"),
+        *("cuMemHostRegister_v2:1:800", "cuMemHostRegister_v2:3:801"),
         *("cuLaunchKernel:3:719", "cuLaunchKernel:7:719", "cuEventQuery:3:719"),  # in a step
     ],
 )
@@ -309,6 +310,37 @@ def test_what_cuda_refuses_is_told_with_call_and_device(stand_ins, tmp_path, ref
             rf"memory device md[01] \(.*cuda:[01]\) .*{call}", each["text"] if each else errors
         ), told
     assert "terminate called" not in errors
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *("cuMemCreate:1:800", "cuMemExportToShareableHandle:1:801", "cuMemImportFromShareableHandle:1:999"),
+        *("cuMemMap:2:800", "cuMemSetAccess:2:801"),
+    ],
+)
+def test_a_gpu_whose_memory_cannot_be_shared_is_told_of_at_the_start(stand_ins, tmp_path, refused):
+    found, errors = run_workers(
+        tmp_path, "cuda:0", "loss_script.py", "nobody", STAND_IN_REFUSES=refused, **stand_ins
+    )
+    assert found == [None, None]
+    told = re.findall(
+        r"MemoryDeviceLostError: worker [01]: memory device md0 \(cuda:0\) could not start: memory device cuda:0 "
+        rf"\(stand-in\) cannot share memory with other processes by file descriptors: {refused.split(':')[0]}: "
+        r".*In a container, .*seccomp profile have to allow it; memory devices on the host work without",
+        errors,
+    )
+    assert len(told) == 2, errors
+
+
+def test_a_gpu_whose_driver_cannot_share_memory_is_refused_before_a_memory_device_is_started(
+    stand_ins, tmp_path
+):
+    _, errors = run_workers(tmp_path, "cuda:0", "loss_script.py", "nobody", STAND_IN_LACKS="103", **stand_ins)
+    assert (
+        "could not start memory devices: memory device cuda:0 (stand-in) cannot share memory with" in errors
+    )
+    assert "file descriptors, by its driver. In a container" in errors
 
 
 def test_without_leave_to_pin_memory_workers_are_told_what_limits_it(stand_ins, tmp_path):

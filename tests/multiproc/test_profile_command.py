@@ -89,6 +89,26 @@ def test_what_cannot_be_is_refused_in_one_line(arguments, expected, capsys):
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--memory-devices", "numa:9999"], "there is no NUMA node 9999 on this machine; there are "),
+        (["--memory-devices", "dax:/dev/none"], "/dev/none: No such file or directory"),
+        (
+            ["--machine", "aws-p3", "--memory-devices", "cuda:0,cuda:1000"],
+            "memory device cuda:",
+        ),
+    ],
+    ids=["numa", "dax", "cuda"],
+)
+def test_memory_that_is_not_there_is_refused_with_the_reason_alone(arguments, reason, capfd):
+    assert main(["profile", *arguments]) == 2
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith(f"coarse profile: {reason}")
+    assert "coarse run" not in line
+    assert "--help" not in line
+
+
 def test_a_failure_of_the_workers_is_told_in_one_line(tmp_path):
     environment = {**os.environ, "COARSE_TIMEOUT_S": "0.001"}
     done = subprocess.run(

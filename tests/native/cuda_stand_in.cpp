@@ -11,6 +11,7 @@
 //                           process asks of its GPUs from then on, as CUDA has it
 //   STAND_IN_DIES_AT=d:n    SIGKILL ends the process whose n-th launch on device d this is, in its turn
 //   STAND_IN_REFUSES=f:n:r  the n-th call of the function f in a process, and those after it, return r
+//   STAND_IN_LACKS=n        this attribute of all devices is 0 (CUdevice_attribute)
 //   STAND_IN_HIDES_MEMORY=1 device memory is not where its addresses say: a processor that uses one of them
 //                           gets SIGSEGV, and a copy or kernel that is given an address of the host's fails
 #include <sys/mman.h>
@@ -349,6 +350,8 @@ Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal
   constexpr int kMajor = 75, kMinor = 76;  // of the compute capability, which is 9.0
   if (attribute == DeviceAttribute::kPciBusId) return number(value, 1 + onMachine(device));
   if (static_cast<int>(attribute) == kMajor) return number(value, 9);
+  const char* const lacking = std::getenv("STAND_IN_LACKS");
+  if (lacking != nullptr && std::to_string(static_cast<int>(attribute)) == lacking) return number(value, 0);
   return number(value, static_cast<int>(attribute) == kMinor ? 0 : 1);
 }
 Result cuDeviceCanAccessPeer(int* can, DeviceOrdinal device, DeviceOrdinal peer) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,8 @@ MEMORY = Memory(
     transparent="madvise",
     transparent_shared="advise",
 )
+
+NO_COMPILER = '["cuda:0 (H200)", "need NVRTC: install it"]'
 
 GPU = Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1")
 
@@ -123,24 +126,48 @@ def test_gpus_are_shown_by_the_names_that_memory_devices_have(monkeypatch, cuda_
     assert (finding.value, finding.status) == ("cuda:0 (stand-in), cuda:1 (stand-in)", doctor.GOOD)
 
 
+@pytest.mark.parametrize(
+    ("refuses", "variable", "missing"),
+    [
+        ("cuMemCreate:2:800", "STAND_IN_REFUSES", r"cuda:1 .*descriptors: cuMemCreate: .*\(800,"),
+        ("cuMemExportToShareableHandle:2:801", "STAND_IN_REFUSES", "cuda:1 .*: cuMemExportToShareableHandle"),
+        (
+            "cuDevicePrimaryCtxRetain:1:46",
+            "STAND_IN_REFUSES",
+            "cuda:0: cuDevicePrimaryCtxRetain: .*for itself",
+        ),
+        ("103", "STAND_IN_LACKS", "cuda:0 .*by file descriptors, by its driver.*; memory device cuda:1 .*by"),
+    ],
+)
+def test_gpus_whose_memory_cannot_be_shared_are_noted(
+    monkeypatch, cuda_stand_ins, refuses, variable, missing
+):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_stand_ins))
+    monkeypatch.setenv("STAND_IN_GPUS", "2")
+    monkeypatch.setenv(variable, refuses)
+    (finding,) = doctor.cuda_findings()
+    assert (finding.value, finding.status) == ("cuda:0 (stand-in), cuda:1 (stand-in)", doctor.NOTE)
+    assert re.search(missing, finding.advice), finding.advice
+
+
 def test_what_gpus_lack_to_be_memory_devices_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor, "_first_line", lambda *command: '["cuda:0 (H200)", "need NVRTC: install it"]')
+    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: NO_COMPILER)
     (finding,) = doctor.cuda_findings()
     assert (finding.status, finding.advice) == (doctor.NOTE, "need NVRTC: install it")
-    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "")
     assert doctor.cuda_findings() == []
 
 
 @pytest.mark.parametrize("gpus", [[], [GPU, GPU]])
 def test_nccl_is_shown_with_version_and_place(monkeypatch, gpus):
-    monkeypatch.setattr(doctor, "_first_line", lambda *command: "NCCL 2.32.3 (/site/libnccl.so.2)")
+    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "NCCL 2.32.3 (/site/libnccl.so.2)")
     (finding,) = doctor.nccl_findings(gpus)
     assert (finding.name, finding.value) == ("NCCL", "2.32.3 (/site/libnccl.so.2)")
     assert finding.status == doctor.GOOD
 
 
 def test_nccl_that_is_missing_is_noted_where_there_are_gpus_to_reduce_between(monkeypatch):
-    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "")
     assert doctor.nccl_findings([]) == doctor.nccl_findings([GPU]) == []
     (finding,) = doctor.nccl_findings([GPU, GPU])
     assert (finding.status, finding.value) == (doctor.NOTE, "none")
@@ -159,7 +186,7 @@ def healthy(monkeypatch):
         doctor, "_native_module", lambda: doctor.Finding(topic="runtime", name="n", value="loads")
     )
     monkeypatch.setattr(doctor, "probe_sync", lambda: SyncLatency(p50_us=61.0, p99_us=140.0))
-    monkeypatch.setattr(doctor, "_first_line", lambda *command: "")
+    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "")
 
 
 def test_a_healthy_machine_gives_exit_code_0(healthy, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from dataclasses import fields
 
@@ -128,6 +130,50 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):
     with pytest.raises(UsageError, match=message):
         environments_of(parse("-n", "2", *flags, "-m", "train"), {})
+
+
+def run_with_stand_ins(folder, code, *arguments, **environment):
+    """Runs Python that finds CUDA's driver, and other libraries, in `folder` first."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"LD_LIBRARY_PATH": str(folder)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_memory_of_a_gpu_whose_kernels_nothing_compiles_is_refused_before_anything_starts(cuda_stand_ins):
+    code = (
+        "import sys; from coarse.kernels import nvrtc; nvrtc._SONAMES = (); "
+        "from coarse.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ended = run_with_stand_ins(
+        cuda_stand_ins, code, "run", "-n", "2", "--memory-devices", "cuda:0", "-m", "train"
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "coarse run: error: GPU memory devices need NVRTC, which was not found: pip install 'coarse[cuda]'; a "
+        "PyTorch for CUDA brings it too (see `coarse run --help`)\n"
+    )
+
+
+def test_looking_at_gpus_makes_no_context_in_the_launcher(cuda_stand_ins):
+    code = (
+        "from coarse.client.device_checks import check_node; from coarse.env import Settings; "
+        "from coarse.kernels import _native; "
+        "check_node(Settings.from_environment(), num_workers=2, num_nodes=1); print('checked'); "
+        "_native.CudaContext(0)"
+    )
+    ended = run_with_stand_ins(
+        cuda_stand_ins,
+        code,
+        COARSE_MEMORY_DEVICES="cuda:0,cuda:1",
+        STAND_IN_GPUS="2",
+        STAND_IN_REFUSES="cuDevicePrimaryCtxRetain:1:46",
+    )
+    assert ended.stdout == "checked\n", ended.stderr
+    assert "CudaError: cuDevicePrimaryCtxRetain" in ended.stderr
 
 
 def test_what_needs_several_workers_is_no_error_in_a_job_of_one():

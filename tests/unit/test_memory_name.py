@@ -45,7 +45,7 @@ def test_a_place_may_hold_colons():
         ("dax", "path '' is no path"),
         (
             "cuda",
-            "device '' is no ordinal of a GPU; write one such as cuda:4, or device = 4 in a partition table",
+            "device '' is no ordinal of a GPU; write one such as cuda:4, or device = .cuda:4. in a partition table",
         ),
         ("cuda:all", "device 'all' is no ordinal"),
         ("dax:dax0.0", "path 'dax0.0' is no path from / on"),

@@ -47,7 +47,7 @@ DEVICE = "[[memory_device]]\n"
         (
             DEVICE + 'kind = "numa"\nworkers = [0]\nnode = true\n',
             4,
-            "neither a number nor a text; write it like node",
+            "memory_device 0: found node=True, expected one such as node = 2",
         ),
         (
             DEVICE + 'kind = "numa"\nworkers = [0]\npath = "/dev/dax0.0"\n',
@@ -55,7 +55,18 @@ DEVICE = "[[memory_device]]\n"
             "path has no meaning for kind 'numa'",
         ),
         (DEVICE + "workers = [0]\nnode = 0\n", 3, "node has no meaning for kind 'host'"),
-        (DEVICE + 'kind = "dax"\nworkers = [0]\npath = 3\n', 4, "path '3' is no path from /"),
+        (
+            DEVICE + "workers = [0]\n" + DEVICE + 'kind = "numa"\nnode = "0"\n',
+            5,
+            "memory_device 1: found node='0', expected one such as node = 2",
+        ),
+        (DEVICE + 'kind = "numa"\nworkers = [0]\nnode = 1.0\n', 4, "found node=1.0, expected one"),
+        (DEVICE + 'kind = "dax"\nworkers = [0]\npath = "dax0.0"\n', 4, "path 'dax0.0' is no path from /"),
+        (
+            DEVICE + 'kind = "dax"\nworkers = [0]\npath = 3\n',
+            4,
+            'memory_device 0: found path=3, expected one such as path = "/dev/dax0.0"',
+        ),
         (
             DEVICE
             + 'kind = "dax"\nworkers = [0]\npath = "/dev/dax0.0"\n'
@@ -70,9 +81,17 @@ DEVICE = "[[memory_device]]\n"
             "some memory devices are on GPUs, others are not: cuda:0, host",
         ),
         (
-            DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "gpu0"\n',
+            DEVICE + 'kind = "cuda"\nworkers = [0]\ndevice = "cuda:gpu0"\n',
             4,
             "device 'gpu0' is no ordinal of a GPU",
+        ),
+        *(
+            (
+                DEVICE + f'kind = "cuda"\nworkers = [0]\ndevice = {value}\n',
+                4,
+                f"memory_device 0: found device={found}, expected one such as device = .cuda:4.",
+            )
+            for value, found in [('"0"', "'0'"), ("0", "0"), ('"gpu0"', "'gpu0'"), ("[]", r"\[\]")]
         ),
         ("[[gpu]]\nworkers = [0]\n", 1, "found gpu"),
         ("\nmemory_device = 3\n", 2, "found memory_device"),

@@ -10,6 +10,7 @@ from coarse.proxy.memory.device_memory import (
     available_bytes,
     open_memories,
     open_memory,
+    require_compiler,
     try_memory,
 )
 from coarse.proxy.memory.host import HostMemory
@@ -25,6 +26,7 @@ __all__ = [
     "open_memories",
     "open_memory",
     "pack",
+    "require_compiler",
     "try_memory",
     "unpack",
 ]

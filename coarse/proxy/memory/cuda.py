@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
-from coarse.errors import OutOfDeviceMemoryError
+from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES, CudaKernels
 from coarse.proxy.memory.host import HostMemory
@@ -22,7 +23,8 @@ class CudaMemory:
         device: The GPU's ordinal.
 
     Raises:
-        ValueError: As check_cuda().
+        ValueError: As check_cuda(), or if CUDA refuses to share memory.
+        OutOfDeviceMemoryError: If there is not a page of it left.
         CoarseError: If kernels cannot be compiled here.
     """
 
@@ -38,18 +40,36 @@ class CudaMemory:
         self._uuid = _native.cuda_device_uuid(device)
         self._context = _native.CudaContext(device)
         self._stream = _native.CudaStream(self._context)
+        self._try_sharing()
         self._host = HostMemory()
         self._kernels = CudaKernels(device)  # must outlive the next, which has handles of them
         self._tensor_memory: _native.CudaTensorMemory | None = None
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
-        try:
-            memory = _native.CudaMemory.allocate(self._context, num_bytes)
-        except _native.CudaOutOfMemoryError as error:
-            raise OutOfDeviceMemoryError(self.shortage(label, num_bytes)) from error
+        memory = self._take(label, num_bytes)
         self._stream.fill(memory.address, 0, memory.num_bytes)
         self._stream.synchronize()
         return Segment(memory.export_fd(), num_bytes, Extent(0, memory.num_bytes, self._uuid))
+
+    def _take(self, label: str, num_bytes: int) -> _native.CudaMemory:
+        try:
+            return _native.CudaMemory.allocate(self._context, num_bytes)
+        except _native.CudaOutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(self.shortage(label, num_bytes)) from error
+
+    def _try_sharing(self) -> None:
+        """Takes a page, passes it on as to another process, maps it from there, and gives all back."""
+        try:
+            memory = self._take("a trial", self.page_bytes())
+            fd = memory.export_fd()
+            try:
+                _native.CudaMemory.import_region(
+                    self._context, _native.Region(fd, 0, memory.num_bytes, self._uuid)
+                )
+            finally:
+                os.close(fd)
+        except _native.CudaError as error:
+            raise ValueError(_unshared(self.device, f": {error}")) from error
 
     def allocate_host(self, label: str, num_bytes: int) -> Segment:
         return self._host.allocate(label, num_bytes)
@@ -82,6 +102,15 @@ class CudaMemory:
 
     def cores(self) -> tuple[int, ...]:
         return ()
+
+    def try_compiler(self) -> None:
+        """Compiles and loads the shortest kernels: compilers can lack a part of their own.
+
+        Raises:
+            CoarseError: If they cannot be compiled.
+            _native.CudaError: If they cannot be loaded.
+        """
+        self._kernels.function("hold_until")
 
     def tensor_memory(self) -> _native.CudaTensorMemory:
         if self._tensor_memory is None:
@@ -133,7 +162,7 @@ class CudaMemory:
 
 
 def check_cuda(device: int) -> None:
-    """Whether a GPU can be a memory device; takes nothing of it.
+    """Whether a GPU can be a memory device, as far as its driver says; takes nothing of it, and makes no context.
 
     Raises:
         ValueError: If it cannot; says why, and what to do.
@@ -146,7 +175,39 @@ def check_cuda(device: int) -> None:
         gpus = ", ".join(f"cuda:{each} ({_native.cuda_device_name(each)})" for each in range(count))
         raise ValueError(f"{name}: there is no such GPU; CUDA finds {gpus or 'none'} in this process")
     if not _native.cuda_device_attribute(device, _POSIX_FD_SUPPORTED):
-        raise ValueError(
-            f"{name} ({_native.cuda_device_name(device)}) cannot share memory with other processes by file "
-            "descriptors; use memory devices on the host"
-        )
+        raise ValueError(_unshared(device, ", by its driver"))
+
+
+def describe_gpus() -> tuple[str, str]:
+    """GPUs that CUDA finds, by the names that memory devices have, and what is missing for them to be such.
+
+    Has a context on each in its turn, and compiles what is shortest: for a process that ends soon.
+
+    Returns:
+        Both as people read them; "" for none, and for nothing.
+    """
+    if _native.cuda_unavailable_reason():
+        return "", ""
+    ordinals = range(_native.cuda_num_devices())
+    gpus = [f"cuda:{gpu} ({_native.cuda_device_name(gpu)})" for gpu in ordinals]
+    missing = dict.fromkeys(filter(None, map(_missing_for, ordinals)))  # the same for all is said once
+    return ", ".join(gpus), "; ".join(missing)
+
+
+def _missing_for(device: int) -> str:
+    """Why a GPU can be no memory device; "" if it can."""
+    try:
+        CudaMemory(device).try_compiler()
+    except (CoarseError, ValueError) as error:
+        return str(error)
+    except _native.CudaError as error:
+        return f"memory device cuda:{device}: {error}"
+    return ""
+
+
+def _unshared(device: int, reason: str) -> str:
+    return (
+        f"memory device cuda:{device} ({_native.cuda_device_name(device)}) cannot share memory with other processes "
+        f"by file descriptors{reason}. In a container, its runtime and seccomp profile have to allow it; memory "
+        "devices on the host work without"
+    )

@@ -169,6 +169,21 @@ def try_memory(name: str) -> None:
         memory.close()
 
 
+def require_compiler(name: str) -> None:
+    """Looks for what compiles the kernels of a memory's GPU; compiles nothing, and makes no CUDA context.
+
+    Loads libraries, of versions that a framework in this process may not want: for processes without one.
+
+    Raises:
+        CoarseError: If there is none; says what to install.
+    """
+    memory = MemoryName.parse(name)
+    if memory.kind == "cuda":
+        from coarse.kernels.cuda_kernels import find_compiler
+
+        find_compiler(int(memory.place))
+
+
 def available_bytes(name: str) -> int:
     """How much a memory can give, for whoever does not own it.
 
