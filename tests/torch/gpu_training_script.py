@@ -21,7 +21,7 @@ from torch import nn
 
 import coarse.torch
 
-STEPS = 6
+STEPS = 4
 WIDTH = 300
 
 
