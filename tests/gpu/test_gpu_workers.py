@@ -42,6 +42,7 @@ OPTIMIZER_PARITY = (
     "clamps_weights_in_step",
     "unscales_and_clips_within_the_update",
 )
+LOSS_SCRIPT = ROOT / "tests" / "torch" / "gpu_loss_script.py"
 WORKERS = 2
 LIMIT_S = 300
 
@@ -60,8 +61,9 @@ def coarse_pool(cuda):
     pool.close()
 
 
-def run(script: Path, *arguments: str) -> str:
+def run(script: Path, *arguments: str, **variables: str) -> str:
     """What two workers print."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "coarse", "run", "-n", str(WORKERS), str(script), *arguments],
@@ -69,7 +71,7 @@ def run(script: Path, *arguments: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, "PYTHONPATH": path, **variables},
         )
     except subprocess.TimeoutExpired as expired:
         pytest.fail(f"not done after {LIMIT_S} s:\n{(expired.output or b'').decode(errors='replace')}")
@@ -104,7 +106,22 @@ def test_the_capture_of_a_step_is_refused(cuda):
     assert printed.count("capture: refused") == WORKERS, printed
 
 
-def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda):
-    printed = run(ROOT / "tests" / "torch" / "gpu_loss_script.py", "cuda:0")
+# On the host, and on the workers' GPU: there gradients are slots, which memory devices have exported.
+EVERYWHERE = pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:0"])
+UPDATES = {"averaging": (), "in step": ("offload",), "overlapped": ("offload", "overlap")}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
+def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda, memory_devices, options):
+    printed = run(LOSS_SCRIPT, "cuda:0", *options, COARSE_MEMORY_DEVICES=memory_devices)
     assert printed.count("raised MemoryDeviceLostError after ") == WORKERS, printed
     assert printed.count("all streams have ended") == WORKERS, printed
+    assert "SIGKILL" in printed
+
+
+@EVERYWHERE
+def test_a_worker_that_is_killed_in_a_step_is_told_by_its_type(cuda, memory_devices):
+    printed = run(LOSS_SCRIPT, "cuda:0", "worker", COARSE_MEMORY_DEVICES=memory_devices)
+    assert "raised WorkerLostError after " in printed
+    assert "all streams have ended" in printed
