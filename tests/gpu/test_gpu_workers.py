@@ -42,6 +42,15 @@ OPTIMIZER_PARITY = (
     "clamps_weights_in_step",
     "unscales_and_clips_within_the_update",
 )
+CHECKPOINTS = (
+    "adamw_resumed_on_workers",
+    "adamw_resumed_in_memory_devices",
+    "adamw_resumed_overlapped",
+    "sgd_resumed_in_memory_devices",
+    "master_weights_come_back",
+    "snapshots_hold_what_a_copy_would_hold",
+    "what_is_loaded_does_not_get_into_a_snapshot",
+)
 LOSS_SCRIPT = ROOT / "tests" / "torch" / "gpu_loss_script.py"
 WORKERS = 2
 LIMIT_S = 300
@@ -57,6 +66,13 @@ def ddp_pool(cuda):
 @pytest.fixture(scope="module")
 def coarse_pool(cuda):
     pool = parity_pool.WorkerPool("coarse, cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def slots_too_pool(cuda):
+    pool = parity_pool.WorkerPool("coarse, slots too, cuda")
     yield pool
     pool.close()
 
@@ -88,6 +104,18 @@ def test_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
 def test_an_optimizer_in_the_memory_devices_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
     tolerance = optimizer_scenarios.OPTIMIZER_SCENARIOS[name].tolerance
     comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_an_optimizer_in_the_memory_devices_comes_back_from_a_checkpoint(name, coarse_pool):
+    coarse_pool.submit(name)
+    coarse_pool.collect()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_an_optimizer_in_memory_devices_on_the_gpu_comes_back_from_a_checkpoint(name, slots_too_pool):
+    slots_too_pool.submit(name)
+    slots_too_pool.collect()
 
 
 @pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams"])
