@@ -118,7 +118,7 @@ def test_an_optimizer_in_memory_devices_on_the_gpu_comes_back_from_a_checkpoint(
     slots_too_pool.collect()
 
 
-@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams"])
+@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams", "graphed"])
 def test_parameters_stay_those_of_torch_ddp(cuda, what):
     printed = run(Path(__file__).with_name("worker_script.py"), what)
     assert printed.count(f"{what}: equal") == WORKERS, printed
