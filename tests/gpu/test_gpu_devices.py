@@ -202,6 +202,13 @@ def test_survivors_of_a_worker_are_told(cuda, tmp_path, algorithm):
     assert told[1] is None
 
 
+def test_what_does_not_fit_is_refused_with_both_numbers(cuda, tmp_path):
+    told = told_by_loss(tmp_path, "nobody")
+    assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2
+    needs = r"workers need [\d.]+ MiB of device memory for 1 tensors, [\d.]+ MiB are available on cuda:0"
+    assert re.search(needs, told[0]["text"])
+
+
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are(cuda, tmp_path):
     ended = run_job(tmp_path, "cuda:77", "reduce_script.py", new_folder(tmp_path, "store"), "host")
     assert ended.returncode != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ CHECKPOINTS = (
     "what_is_loaded_does_not_get_into_a_snapshot",
 )
 LOSS_SCRIPT = ROOT / "tests" / "torch" / "gpu_loss_script.py"
+SHORTAGE_SCRIPT = ROOT / "tests" / "torch" / "gpu_shortage_script.py"
 WORKERS = 2
 LIMIT_S = 300
 
@@ -153,3 +155,12 @@ def test_a_worker_that_is_killed_in_a_step_is_told_by_its_type(cuda, memory_devi
     printed = run(LOSS_SCRIPT, "cuda:0", "worker", COARSE_MEMORY_DEVICES=memory_devices)
     assert "raised WorkerLostError after " in printed
     assert "all streams have ended" in printed
+
+
+def test_a_model_too_large_for_its_gpus_memory_devices_is_refused_with_both_numbers(cuda):
+    printed = run(SHORTAGE_SCRIPT, "cuda:0", COARSE_MEMORY_DEVICES="cuda:0,cuda:0")
+    refusal = (
+        r"OutOfDeviceMemoryError: .* need [\d.]+ MiB of device memory for 1 tensors, [\d.]+ MiB are available"
+    )
+    assert len(re.findall(refusal, printed)) == WORKERS, printed
+    assert printed.count("trains as before") == WORKERS, printed
