@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.algorithms import check_nccl
 
 HERE = Path(__file__).parent
 LIMIT_S = 300
+LIMIT_OF_LOSSES_S = 120
 SHARES_GPUS = (2, 30, 0)
 
 
@@ -158,6 +160,53 @@ def test_emulated_machines_take_their_time_and_change_no_bit(cuda, tmp_path):
     assert [each["hash"] for each in found] == [each["hash"] for each in expected]
     for each in found:
         assert each["shortest_s"] >= each["dilation"] * each["least_s"] - 1e-6
+
+
+def told_by_loss(tmp_path, who, **environment):
+    """What each of two workers says it was told, None if it was killed; nobody ends them for each other."""
+    memory_devices = "cuda:0,cuda:1" if _native.cuda_num_devices() > 1 else "cuda:0,cuda:0"
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COARSE_MEMORY_DEVICES": memory_devices}
+    folder = new_folder(tmp_path, "store")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "loss_script.py"), folder, who],
+            env=os.environ | shared | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [worker.communicate(timeout=LIMIT_OF_LOSSES_S)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    return [json.loads(text.splitlines()[-1]) if text else None for text in printed]
+
+
+LOSSES = pytest.mark.parametrize("algorithm", ["exchange", "direct", "ring"])
+
+
+@LOSSES
+def test_survivors_of_a_memory_device_are_told(cuda, tmp_path, algorithm):
+    told = told_by_loss(tmp_path, "device", COARSE_ALGORITHM=algorithm)
+    assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2
+    assert all("md1" in each["text"] for each in told)
+
+
+@LOSSES
+def test_survivors_of_a_worker_are_told(cuda, tmp_path, algorithm):
+    told = told_by_loss(tmp_path, "worker", COARSE_ALGORITHM=algorithm)
+    assert told[0]["error"] == "WorkerLostError"
+    assert told[1] is None
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(cuda, tmp_path):
+    told = told_by_loss(tmp_path, "nobody")
+    assert [each["error"] for each in told] == ["OutOfDeviceMemoryError"] * 2
+    needs = r"workers need [\d.]+ MiB of device memory for 1 tensors, [\d.]+ MiB are available on cuda:0"
+    assert re.search(needs, told[0]["text"])
 
 
 def test_a_gpu_that_is_not_there_is_named_with_those_that_are(cuda, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,17 @@ OPTIMIZER_PARITY = (
     "clamps_weights_in_step",
     "unscales_and_clips_within_the_update",
 )
+CHECKPOINTS = (
+    "adamw_resumed_on_workers",
+    "adamw_resumed_in_memory_devices",
+    "adamw_resumed_overlapped",
+    "sgd_resumed_in_memory_devices",
+    "master_weights_come_back",
+    "snapshots_hold_what_a_copy_would_hold",
+    "what_is_loaded_does_not_get_into_a_snapshot",
+)
+LOSS_SCRIPT = ROOT / "tests" / "torch" / "gpu_loss_script.py"
+SHORTAGE_SCRIPT = ROOT / "tests" / "torch" / "gpu_shortage_script.py"
 WORKERS = 2
 LIMIT_S = 300
 
@@ -60,8 +72,16 @@ def coarse_pool(cuda):
     pool.close()
 
 
-def run(script: Path, *arguments: str) -> str:
+@pytest.fixture(scope="module")
+def slots_too_pool(cuda):
+    pool = parity_pool.WorkerPool("coarse, slots too, cuda")
+    yield pool
+    pool.close()
+
+
+def run(script: Path, *arguments: str, **variables: str) -> str:
     """What two workers print."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "coarse", "run", "-n", str(WORKERS), str(script), *arguments],
@@ -69,7 +89,7 @@ def run(script: Path, *arguments: str) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=LIMIT_S,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, "PYTHONPATH": path, **variables},
         )
     except subprocess.TimeoutExpired as expired:
         pytest.fail(f"not done after {LIMIT_S} s:\n{(expired.output or b'').decode(errors='replace')}")
@@ -88,7 +108,19 @@ def test_an_optimizer_in_the_memory_devices_equals_torch_on_a_gpu(name, ddp_pool
     comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
 
 
-@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_an_optimizer_in_the_memory_devices_comes_back_from_a_checkpoint(name, coarse_pool):
+    coarse_pool.submit(name)
+    coarse_pool.collect()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_an_optimizer_in_memory_devices_on_the_gpu_comes_back_from_a_checkpoint(name, slots_too_pool):
+    slots_too_pool.submit(name)
+    slots_too_pool.collect()
+
+
+@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams", "graphed"])
 def test_parameters_stay_those_of_torch_ddp(cuda, what):
     printed = run(Path(__file__).with_name("worker_script.py"), what)
     assert printed.count(f"{what}: equal") == WORKERS, printed
@@ -104,7 +136,31 @@ def test_the_capture_of_a_step_is_refused(cuda):
     assert printed.count("capture: refused") == WORKERS, printed
 
 
-def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda):
-    printed = run(ROOT / "tests" / "torch" / "gpu_loss_script.py", "cuda:0")
+# On the host, and on the workers' GPU: there gradients are slots, which memory devices have exported.
+EVERYWHERE = pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:0"])
+UPDATES = {"averaging": (), "in step": ("offload",), "overlapped": ("offload", "overlap")}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("options", UPDATES.values(), ids=UPDATES)
+def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda, memory_devices, options):
+    printed = run(LOSS_SCRIPT, "cuda:0", *options, COARSE_MEMORY_DEVICES=memory_devices)
     assert printed.count("raised MemoryDeviceLostError after ") == WORKERS, printed
     assert printed.count("all streams have ended") == WORKERS, printed
+    assert "SIGKILL" in printed
+
+
+@EVERYWHERE
+def test_a_worker_that_is_killed_in_a_step_is_told_by_its_type(cuda, memory_devices):
+    printed = run(LOSS_SCRIPT, "cuda:0", "worker", COARSE_MEMORY_DEVICES=memory_devices)
+    assert "raised WorkerLostError after " in printed
+    assert "all streams have ended" in printed
+
+
+def test_a_model_too_large_for_its_gpus_memory_devices_is_refused_with_both_numbers(cuda):
+    printed = run(SHORTAGE_SCRIPT, "cuda:0", COARSE_MEMORY_DEVICES="cuda:0,cuda:0")
+    refusal = (
+        r"OutOfDeviceMemoryError: .* need [\d.]+ MiB of device memory for 1 tensors, [\d.]+ MiB are available"
+    )
+    assert len(re.findall(refusal, printed)) == WORKERS, printed
+    assert printed.count("trains as before") == WORKERS, printed

@@ -140,8 +140,8 @@ class Training:
 
 
 def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+    if isinstance(one, torch.Tensor):  # wherever they lie: states may be in the host's memory alone
+        return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return bool(one == other)
@@ -277,7 +277,7 @@ def what_is_loaded_does_not_get_into_a_snapshot(context: Context) -> None:
     assert offloaded is not None
     states = offloaded.state()
     expected = [
-        (tensor, array, (states[parameter][state] if state else parameter.detach()).numpy().tobytes())
+        (tensor, array, (states[parameter][state] if state else parameter.detach()).cpu().numpy().tobytes())
         for parameter, state, tensor, array in offloaded.places()
     ]
     with offloaded.snapshot() if context.rank == 0 else nullcontext() as snapshot:

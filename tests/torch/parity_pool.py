@@ -19,6 +19,7 @@ _ON_CUDA = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # the same order of additions
 _GPU_ENVIRONMENTS = {
     "ddp, cuda": _ON_CUDA,
     "coarse, cuda": _ON_CUDA,
+    "coarse, slots too, cuda": {**_ON_CUDA, "COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
     "coarse, stand-in GPU that has slots": {"COARSE_MEMORY_DEVICES": "cuda:0,cuda:0"},
     "coarse, stand-in GPU beside slots": {"COARSE_MEMORY_DEVICES": "cuda:1,cuda:1", "STAND_IN_GPUS": "2"},
     "coarse, stand-in GPU apart from slots": {
@@ -73,7 +74,7 @@ class WorkerPool(ProcessPool):
     on both, and a worker that sees the second GPU alone; ", partly apart" has such pages, and slots on a third GPU
     too, which the first cannot reach; ", by NCCL" has the workers reduce everything themselves after the first steps,
     with memory devices on the host, ", slots by NCCL" with these on the GPUs. "ddp, cuda" and "coarse, cuda" have
-    both models on the first GPU.
+    both models on the first GPU, "coarse, slots too, cuda" the memory devices too.
 
     `stand_ins` is the folder of libraries that stand in for CUDA's.
     """

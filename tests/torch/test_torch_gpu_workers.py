@@ -16,6 +16,7 @@ from coarse.torch.gpu_gradients import find_gpu
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 WAITS_SCRIPT = Path(__file__).with_name("gpu_waits_script.py")
+SHORTAGE_SCRIPT = Path(__file__).with_name("gpu_shortage_script.py")
 LIMIT_S = 200
 
 
@@ -37,6 +38,15 @@ def check_loss(printed: str, reason: str = "SIGKILL") -> None:
     assert printed.count("raised MemoryDeviceLostError after ") == 2, printed
     assert printed.count("all streams have ended") == 2, printed
     assert reason in printed
+
+
+def check_shortage(printed: str) -> None:
+    refusal = (
+        r"raised OutOfDeviceMemoryError: .*: 2 workers need [\d.]+ MiB of device memory for 1 tensors, "
+        r"[\d.]+ MiB are available on cuda:0"
+    )
+    assert len(re.findall(refusal, printed)) == 2, printed
+    assert printed.count("trains as before") == 2, printed
 
 
 def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand_ins):
@@ -124,3 +134,12 @@ def test_who_is_killed_while_workers_reduce_by_nccl_is_told_by_type(cuda_stand_i
         return check_loss(printed)
     assert "raised WorkerLostError after " in printed
     assert "all streams have ended" in printed
+
+
+def test_a_model_too_large_for_its_gpus_memory_devices_is_refused_with_both_numbers(cuda_stand_ins):
+    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}
+    printed = run_script(
+        "stand-in", script=SHORTAGE_SCRIPT, COARSE_MEMORY_DEVICES="cuda:0,cuda:0", **libraries
+    )
+    check_shortage(printed)
+    assert "1024.0 MiB are available on cuda:0 (stand-in)" in printed

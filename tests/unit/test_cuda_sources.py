@@ -185,20 +185,38 @@ def test_without_a_compiler_it_is_told_what_to_install():
         choose_compiler([], (13, 0), 90)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
+@pytest.fixture(scope="module")
+def nvcc():
+    """The compiler on PATH, or that of the wheels."""
+    wheels = (str(Path(entry) / "nvidia" / "cu13" / "bin") for entry in sys.path)
+    path = shutil.which("nvcc") or shutil.which("nvcc", path=os.pathsep.join(wheels))
+    if path is None:
+        pytest.skip("nvcc was not found: pip install -e '.[dev]', or a CUDA toolkit on PATH")
+    return path
+
+
+# sm_90 by the PTX of sm_80, which is most of the work and the same: sources ask for no more than that.
+CODE_OF = {70: (70,), 80: (80, 90)}
+
+
+def test_nvcc_has_code_for_every_gpu():
+    assert sorted(code for codes in CODE_OF.values() for code in codes) == sorted(ARCHITECTURES)
+
+
 @pytest.mark.parametrize("file", sorted(kernel_names()))
-def test_nvcc_compiles_without_warnings(file, tmp_path):
-    command = [
-        "nvcc",
-        "-std=c++17",
-        "-arch=sm_90",
-        "-Werror",
-        "all-warnings",
-        "-Xcompiler",
-        "-Wall,-Wextra",
-        "-c",
+def test_nvcc_compiles_without_warnings(nvcc, file, tmp_path):
+    known = subprocess.run(
+        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    targets = [
+        f"-gencode=arch=compute_{virtual},code=[{','.join(f'sm_{code}' for code in codes)}]"
+        for virtual, codes in CODE_OF.items()
+        if f"compute_{virtual}" in known
     ]
+    assert targets, known
+    # Which GPUs and compilers of C++ NVIDIA is about to leave behind is no fault of a source.
+    strict = ["-Werror", "all-warnings", "-Wno-deprecated-gpu-targets", "-allow-unsupported-compiler"]
+    command = [nvcc, "-std=c++17", *targets, *strict, "-Xcompiler", "-Wall,-Wextra", "-c"]
     subprocess.run(
         [*command, "-o", str(tmp_path / "kernels.o"), str(SOURCES / f"{file}.cu")], check=True, timeout=400
     )

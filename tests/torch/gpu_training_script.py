@@ -1,0 +1,55 @@
+"""Trains a small model whose worker has a GPU, and says what parameters came to; run by `coarse run`.
+
+    gpu_training_script.py FOLDER GPU,...
+
+Worker i is on the i-th of the GPUs, which are those of the stand-in that must be on LD_LIBRARY_PATH; without any it
+is on the processor. FOLDER/end-RANK has a hash of the parameters, and the class of the gradients' path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import fast_torch  # noqa: F401, before the next one
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import coarse.torch
+
+STEPS = 4
+WIDTH = 300
+
+
+def main() -> None:
+    folder, gpus = Path(sys.argv[1]), sys.argv[2:]
+    rank = int(os.environ["RANK"])
+    logging.basicConfig(format="%(message)s")
+    torch.set_num_threads(1)
+    if gpus:
+        import gpu_stand_in
+
+        gpu_stand_in.install(int(gpus[0].split(",")[rank]))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)]
+    model = coarse.torch.DistributedDataParallel(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(STEPS, 16, 64, generator=torch.Generator().manual_seed(1 + rank))
+    for batch in inputs:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy())
+    (folder / f"end-{rank}").write_text(f"{digest.hexdigest()} {type(model._gradients._path).__name__}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
