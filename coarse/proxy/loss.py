@@ -176,6 +176,6 @@ def workers_departed(ranks: Iterable[int], failed: Iterable[int]) -> Loss:
     else:
         text = (
             f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise. "
-            "Give every worker the same number of steps, or train inside model.join()."
+            "Give every worker the same number of steps, or, in PyTorch, train inside `with model.join():`."
         )
     return Loss(error="WorkerLostError", text=text)

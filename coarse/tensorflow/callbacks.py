@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 _WRITERS = {
     "ModelCheckpoint": ("_save_model",),
     "BackupAndRestore": ("_save_model", "on_train_end"),
     "CSVLogger": ("on_train_begin", "on_epoch_end", "on_train_end"),
-    "TensorBoard": (
-        "set_model",
-        "on_train_begin",
-        "on_train_end",
-        "on_train_batch_begin",
-        "on_train_batch_end",
-        "on_epoch_begin",
-        "on_epoch_end",
-        "on_test_begin",
-        "on_test_end",
-    ),
+    "TensorBoard": ("set_model", "on_*"),
 }
-"""Methods of each of Keras's callbacks that write."""
+"""Methods of each of Keras's callbacks that write; "on_*" for all that are called while training."""
 
 _MARK = "_is_guarded_by_coarse"
 
@@ -34,11 +26,15 @@ def guard(callback_classes: Any, strategy_class: Any) -> None:
         strategy_class: Of the strategies that it is done for.
     """
     for name, methods in _WRITERS.items():
-        callback_class = getattr(callback_classes, name, None)
-        for method in methods:
-            original = getattr(callback_class, method, None)
-            if original is not None and not hasattr(original, _MARK):
+        callback_class = getattr(callback_classes, name)
+        for method in _named(callback_class, methods):
+            original = getattr(callback_class, method)
+            if not hasattr(original, _MARK):
                 setattr(callback_class, method, _guarded(original, strategy_class))
+
+
+def _named(callback_class: Any, methods: Sequence[str]) -> list[str]:
+    return [name for method in methods for name in fnmatch.filter(vars(callback_class), method)]
 
 
 def _guarded(original: Any, strategy_class: Any) -> Any:

@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from coarse.tensorflow.callbacks import guard
+from coarse.tensorflow.saving import write_whole_files
 
 logger = logging.getLogger(__name__)
 
 _MARK = "_is_patched_by_coarse"
+_ADVICE = "Build the model and compile it within `with strategy.scope():`."
 
 
 def apply(strategy_class: Any) -> None:
@@ -30,39 +32,64 @@ def apply(strategy_class: Any) -> None:
     try:
         import keras
         from keras.src.backend.tensorflow import trainer
+        from keras.src.losses import loss
+        from keras.src.trainers.trainer import Trainer
     except ImportError:  # tf.distribute works without Keras
         return
     if not hasattr(trainer, "reduce_per_replica"):
         raise ImportError(
             f"coarse.tensorflow does not know Keras {keras.__version__}: it was tested with 3.15. Install that"
         )
-    _patch_predict(trainer, strategy_class)
+    _patch_outputs(trainer, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
+    _patch_compile(Trainer, strategy_class)
     _patch_build(trainer.TensorFlowTrainer, strategy_class)
     _patch_gradients(keras.optimizers.Optimizer, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
+    _patch_empty_losses(loss, strategy_class)
     guard(keras.callbacks, strategy_class)
+    write_whole_files(strategy_class)
 
 
-def _patch_predict(trainer: Any, strategy_class: Any) -> None:
-    """Keras concatenates what replicas predict over processes for MultiWorkerMirroredStrategy only."""
+def _patch_outputs(trainer: Any, strategy_class: Any) -> None:
+    """What replicas predict, and what they log, Keras puts together for MultiWorkerMirroredStrategy only."""
     original = trainer.reduce_per_replica
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
     def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if (
-            reduction == "concat"
-            and isinstance(strategy, strategy_class)
-            and strategy.num_replicas_in_sync > 1
-        ):
+        if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
+            return original(values, strategy, reduction)
+        if reduction == "concat":
             return tf.nest.map_structure(lambda value: strategy.gather(value, axis=0), values)
+        if reduction in ("auto", "mean"):
+            return _averaged_numbers(values, strategy)
         return original(values, strategy, reduction)
 
     setattr(reduce_per_replica, _MARK, True)
     trainer.reduce_per_replica = reduce_per_replica
+
+
+def _averaged_numbers(logs: Any, strategy: Any) -> Any:
+    """Means over the workers of all floating-point numbers in `logs`, all by one reduction; the rest as it is."""
+    flat = tf.nest.flatten(logs)
+    numbers = [i for i, value in enumerate(flat) if _is_number(value)]
+    if not numbers:
+        return logs
+    own = [tf.convert_to_tensor(flat[i]) for i in numbers]
+    dtype = tf.float64 if any(value.dtype == tf.float64 for value in own) else tf.float32
+    means = strategy.reduce("MEAN", tf.stack([tf.cast(value, dtype) for value in own]), axis=None)
+    for place, (i, value) in enumerate(zip(numbers, own, strict=True)):
+        flat[i] = tf.cast(means[place], value.dtype)
+    return tf.nest.pack_sequence_as(logs, flat)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tf.Tensor):
+        return bool(value.dtype.is_floating and value.shape.rank == 0)
+    return isinstance(value, float)
 
 
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
@@ -84,18 +111,17 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
 
 
 def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
-    advice = "Build and compile it within `with strategy.scope():`."
     if isinstance(current, strategy_class) and current.num_replicas_in_sync > 1:
         raise ValueError(
             f"model {model.name!r} was built outside of strategy.scope(): its variables have other values on each "
-            f"worker. {advice}"
+            f"worker. {_ADVICE}"
         )
     if strategy_class.has_workers():
         logger.warning(
             "coarse.tensorflow: model %r was built outside of strategy.scope(): each worker trains one of its own. "
             "%s",
             model.name,
-            advice,
+            _ADVICE,
         )
 
 
@@ -107,6 +133,34 @@ def _check_compilable(model: Any) -> None:
         )
 
 
+def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
+    """What compile() makes to count losses belongs to no strategy where it is called outside of scope().
+
+    Args:
+        trainer_class: The one that has compile(): Keras takes it for the user's in any other.
+        strategy_class: As for apply().
+    """
+    original = trainer_class.compile
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def compile_in_scope(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(self._distribute_strategy, strategy_class):
+            return original(self, *arguments, **keywords)
+        with self._distribute_strategy.scope():
+            original(self, *arguments, **keywords)
+        strategy_of_optimizer = getattr(self.optimizer, "_distribution_strategy", self._distribute_strategy)
+        if strategy_of_optimizer is not self._distribute_strategy:
+            raise ValueError(
+                f"optimizer {self.optimizer.name!r} of model {self.name!r} was made outside of strategy.scope(). "
+                f"{_ADVICE}"
+            )
+
+    setattr(compile_in_scope, _MARK, True)
+    trainer_class.compile = compile_in_scope
+
+
 def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
     """Keras averages the first batch over workers to build by its shapes: they may have unlike numbers of rows."""
     original = trainer_class._maybe_symbolic_build
@@ -116,16 +170,48 @@ def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
     @functools.wraps(original)
     def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = self._distribute_strategy
-        if iterator is None or not isinstance(strategy, strategy_class):
+        if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
-        batches = next(iter(iterator))[-1]
-        batch = tf.nest.map_structure(
-            lambda each: strategy.experimental_local_results(each)[0], next(batches)
-        )
-        return original(self, data_batch=batch)
+        if iterator is not None:
+            batches = next(iter(iterator))[-1]
+            data_batch = tf.nest.map_structure(
+                lambda each: strategy.experimental_local_results(each)[0], next(batches)
+            )
+        built = original(self, data_batch=data_batch)
+        _check_metrics(self, strategy)
+        return built
 
     setattr(maybe_symbolic_build, _MARK, True)
     trainer_class._maybe_symbolic_build = maybe_symbolic_build
+
+
+def _check_metrics(model: Any, strategy: Any) -> None:
+    if strategy.num_replicas_in_sync == 1:
+        return
+    metrics = [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
+    for metric in metrics:
+        if not all(strategy.extended.variable_created_in_scope(v.value) for v in metric.variables):
+            raise ValueError(
+                f"metric {metric.name!r} of model {model.name!r} was made outside of strategy.scope(): each worker "
+                f"would see its own rows alone. {_ADVICE}"
+            )
+
+
+def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
+    """Eagerly, Keras has no loss for no rows, of which the mean is NaN: a worker may have none in a small batch."""
+    original = losses.reduce_values
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def reduce_values(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
+        has_none = isinstance(tf.distribute.get_strategy(), strategy_class) and tuple(values.shape) == (0,)
+        if has_none and reduction not in (None, "none"):
+            return tf.reduce_sum(values)
+        return original(values, sample_weight, reduction)
+
+    setattr(reduce_values, _MARK, True)
+    losses.reduce_values = reduce_values
 
 
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:

@@ -140,8 +140,11 @@ def fewer_rows_than_workers(strategy: Any) -> dict[str, Any]:
     for rows in (5, 1):
         model.fit(x[:rows], y[:rows], verbose=0)
     reader.fit(tf.constant([["a"], ["b"], ["a"]]), y[:3], verbose=0)
+    model.compile("sgd", "mse", run_eagerly=True)
+    eager = model.fit(x[:1], y[:1], verbose=0).history
     return {
         "evaluated": [np.asarray(each, "f8").tolist() for each in evaluated],
+        "eager": eager,
         "predicted": list(np.shape(model.predict(x[:1], verbose=0))),
         "digest": digest(model) + digest(reader),
     }
@@ -469,6 +472,43 @@ def mixed_precision(strategy: Any) -> dict[str, Any]:
     }
 
 
+class LossOfItsOwn(keras.Model):  # type: ignore[misc,unused-ignore]
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            of_all = loss / self.distribute_strategy.num_replicas_in_sync
+        self.optimizer.apply(tape.gradient(of_all, self.trainable_variables), self.trainable_variables)
+        return {"mine": loss, "exact": tf.cast(loss, tf.float64), "rows": tf.shape(x)[0]}
+
+
+def logs(strategy: Any) -> dict[str, Any]:
+    """What callbacks are told: of each batch, of a step of one's own, and of a loss that is NaN on one worker."""
+    x, y = inputs()
+    seen: dict[str, list[float]] = {}
+
+    def told(_: int, logs: dict[str, Any]) -> None:
+        for name, value in logs.items():
+            seen.setdefault(name, []).append(float(value))
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=told)
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse", metrics=["mae"])
+        own = LossOfItsOwn(model.inputs, model.outputs)
+        own.compile(keras.optimizers.SGD(1e-2))
+    own.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[callback])
+    own.compile("sgd", run_eagerly=True)  # outside of the scope
+    eager = own.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=[callback])
+    y[BATCH + BATCH // 2 + 1] = np.nan  # in the second worker's half of the second batch
+    batches: list[int] = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+    ends = [count, keras.callbacks.TerminateOnNaN()]
+    model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=ends)
+    return {"seen": seen, "eager": eager, "batches": batches}
+
+
 def own_loop(strategy: Any) -> dict[str, Any]:
     """strategy.run, reduce, gather and both ways to distribute a dataset, in a function and eagerly."""
     x, y = inputs()
@@ -520,8 +560,10 @@ def saving(strategy: Any) -> dict[str, Any]:
             keras.callbacks.ModelCheckpoint(str(folder / "best.keras")),
             keras.callbacks.BackupAndRestore(str(folder / "backup"), delete_checkpoint=False),
             keras.callbacks.CSVLogger(str(folder / "log.csv")),
+            keras.callbacks.TensorBoard(str(folder / "board"), update_freq="batch"),
         ]
-        model.fit(x, y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0, callbacks=callbacks)
+        options = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
+        model.fit(x, y, validation_data=(x, y), callbacks=callbacks, **options)
         written = sorted(path.name for path in folder.iterdir() if path.is_file() or any(path.rglob("*.*")))
         if strategy.rank == 0:
             tf.train.Checkpoint(model=model).write(str(folder / "checkpoint"))
@@ -532,6 +574,30 @@ def saving(strategy: Any) -> dict[str, Any]:
         else:
             digests = [digest(model)]
     return {"digest": digest(model), "written": written, "digests": digests}
+
+
+def saved_by_all(strategy: Any) -> dict[str, Any]:
+    """All workers save to the same files at once, again and again."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(100_000), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+    folder = Path(tempfile.gettempdir(), "of all workers")  # of the job
+    folder.mkdir(exist_ok=True)
+    for _ in range(5):
+        model.save(folder / "whole.keras")
+        model.save(folder / "whole.h5")
+        model.save_weights(folder / "whole.weights.h5")
+        # Nobody waits: another worker may be about to save each of them again.
+        loaded = [
+            keras.models.load_model(folder / name, compile=False) for name in ("whole.keras", "whole.h5")
+        ]
+        model.load_weights(folder / "whole.weights.h5")
+    strategy.gather(tf.zeros(1), axis=0)  # until all have
+    return {
+        "digest": digest(model),
+        "digests": [digest(each) for each in loaded],
+        "left": sorted(path.name for path in folder.iterdir()),
+    }
 
 
 @contextlib.contextmanager
@@ -591,12 +657,17 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
     x, y = inputs()
     outside = perceptron()
     outside.compile(keras.optimizers.SGD(1e-2), "mse")
+    optimizer_outside = keras.optimizers.SGD(1e-2)
     variable = tf.Variable(tf.ones(2), name="of_each_worker")
+    metric = keras.metrics.MeanAbsoluteError(name="of_each_worker")
     said = {}
     with strategy.scope():
         optimizer = keras.optimizers.SGD(1e-2)
         for name, action in (
             ("fit in scope", lambda: outside.fit(x, y, batch_size=BATCH, verbose=0)),
+            ("optimizer", lambda: perceptron().compile(optimizer_outside, "mse")),
+            ("metric", lambda: with_metric(metric).fit(x, y, batch_size=BATCH, verbose=0)),
+            ("metric of one batch", lambda: with_metric(metric).test_on_batch(x, y)),
             ("update", lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))),
             ("jit_compile", lambda: compiled_by_xla().fit(x, y, batch_size=BATCH, verbose=0)),
             ("MAX", lambda: strategy.run(lambda: all_reduce("MAX"))),
@@ -610,6 +681,12 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
         outside.fit(x, y, batch_size=BATCH, verbose=0)
     said["fit"] = text.getvalue()
     return said
+
+
+def with_metric(metric: Any) -> Any:
+    model = perceptron()
+    model.compile(keras.optimizers.SGD(1e-2), "mse", metrics=[metric])
+    return model
 
 
 def compiled_by_xla() -> Any:
@@ -639,8 +716,10 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         eager,
         shuffled_and_clipped,
         mixed_precision,
+        logs,
         own_loop,
         saving,
+        saved_by_all,
         without_compiler,
         many_in_flight,
         scope_missing,

@@ -33,6 +33,7 @@ SCENARIOS = [
     "shuffled_and_clipped",
     "mixed_precision",
     "saving",
+    "saved_by_all",
 ]
 
 
@@ -92,6 +93,28 @@ def test_predictions_have_all_rows_in_order_on_every_worker(results, name):
     for worker in workers:
         assert worker["rows in order"]
         assert worker["predicted"] == pytest.approx(alone["predicted"], rel=1e-3, abs=1e-4)
+
+
+def test_what_is_logged_is_the_mean_over_the_workers(results):
+    alone, workers = scenario_of(results, "logs")
+    assert workers[0] == workers[1]
+    for worker in workers:
+        assert worker["seen"]["rows"] == [16, 16, 13]  # whole numbers are each worker's own
+        for name in ("mine", "exact", "loss", "mae"):
+            assert worker["seen"][name] == pytest.approx(alone["seen"][name], rel=1e-5), name
+        assert worker["eager"]["mine"] == pytest.approx(alone["eager"]["mine"], rel=1e-5)
+
+
+def test_a_loss_that_is_nan_on_one_worker_ends_training_on_all(results):
+    alone, workers = scenario_of(results, "logs")
+    assert [each["batches"] for each in (alone, *workers)] == [[0, 1]] * 3
+
+
+def test_files_that_all_workers_save_at_once_are_whole(results):
+    _, workers = scenario_of(results, "saved_by_all")
+    for worker in workers:
+        assert worker["digests"] == [worker["digest"]] * 2
+        assert worker["left"] == ["whole.h5", "whole.keras", "whole.weights.h5"]
 
 
 def test_an_infinity_on_one_worker_skips_the_step_on_all(results):
@@ -231,7 +254,7 @@ def test_an_optimizer_that_memory_devices_do_not_know_stays_and_says_so(results)
 
 def test_callbacks_write_on_the_first_worker_alone(results):
     _, (first, second) = scenario_of(results, "saving")
-    assert {"best.keras", "backup", "log.csv"} <= set(first["written"])
+    assert {"best.keras", "backup", "log.csv", "board"} <= set(first["written"])
     assert second["written"] == []
 
 
@@ -259,6 +282,10 @@ def test_what_was_built_outside_of_scope_is_named(results):
     _, workers = scenario_of(results, "scope_missing")
     for said in workers:
         assert "was built outside of strategy.scope()" in said["fit in scope"]
+        for made, by in (("metric 'of_each_worker'", "metric"), ("optimizer 'sgd", "optimizer")):
+            assert said[by].startswith(made)
+            assert "made outside of strategy.scope()" in said[by]
+        assert said["metric of one batch"].startswith("metric 'of_each_worker'")
         assert "'of_each_worker:0' was created outside of strategy.scope()" in said["update"]
         assert "each worker trains one of its own" in said["fit"]
 
@@ -276,6 +303,7 @@ def test_workers_may_have_unlike_numbers_of_rows_or_none(results):
         assert worker["predicted"] == [1, 1]
         for theirs, ours in zip(alone["evaluated"], worker["evaluated"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
+        assert np.isfinite([*worker["eager"]["loss"], *worker["eager"]["mae"]]).all()
 
 
 def test_an_unknown_operation_is_refused_in_replicas_too(results):

@@ -1,0 +1,53 @@
+"""Files of models that several workers save at once under one name: whichever comes last, it is whole."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from typing import Any
+
+_MARK = "_writes_whole_files_for_coarse"
+
+
+def write_whole_files(strategy_class: Any) -> None:
+    """Has model.save(), save_weights() and keras.saving write beside a file and then take its place, once.
+
+    Args:
+        strategy_class: Of the strategies for whose models that is done.
+    """
+    from keras.src.legacy.saving import legacy_h5_format
+    from keras.src.saving import saving_lib
+
+    for module, name in (
+        (saving_lib, "save_model"),
+        (saving_lib, "save_weights_only"),
+        (legacy_h5_format, "save_model_to_hdf5"),
+    ):
+        original = getattr(module, name)
+        if not hasattr(original, _MARK):
+            setattr(module, name, _written_whole(original, strategy_class))
+
+
+def _written_whole(original: Any, strategy_class: Any) -> Any:
+    @functools.wraps(original)
+    def save(model: Any, filepath: Any, *arguments: Any, **keywords: Any) -> Any:
+        strategy = getattr(model, "_distribute_strategy", None)
+        if not isinstance(strategy, strategy_class) or not _is_file_of_folder(filepath, keywords):
+            return original(model, filepath, *arguments, **keywords)
+        folder, name = os.path.split(os.path.abspath(filepath))
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as beside:
+            own = os.path.join(beside, name)
+            returned = original(model, own, *arguments, **keywords)
+            os.replace(own, filepath)
+        return returned
+
+    setattr(save, _MARK, True)
+    return save
+
+
+def _is_file_of_folder(path: Any, keywords: dict[str, Any]) -> bool:
+    """Whether one file is saved, in a folder that there is."""
+    if not isinstance(path, str | os.PathLike) or "://" in str(path) or keywords.get("zipped") is False:
+        return False
+    return os.path.isdir(os.path.dirname(os.path.abspath(path)))
