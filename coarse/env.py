@@ -19,6 +19,10 @@ from coarse.machine.memory_name import MemoryName, parse_memory_devices
 _SIZE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+MOST_WORKERS_OF_A_NODE = 256
+"""As many as a memory device serves."""
+
+
 def parse_bytes(text: str, *, what: str = "size") -> int:
     """Reads a size such as "4MB", "256KiB" or "65536" as a number of bytes.
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from coarse.cli.arguments import folder_to_write
 from experiments.common import Experiment, Options, run_experiment, write_tables
 from experiments.fig08_bandwidth_matrix.run import EXPERIMENT as FIG08
 from experiments.fig09_timeline.run import EXPERIMENT as FIG09
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"of {', '.join(names)}; default: {', '.join(by_default)}",
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that they work")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write results below it, no tables")
+    parser.add_argument(
+        "--results", type=folder_to_write, metavar="FOLDER", help="write results below it, no tables"
+    )
     arguments = parser.parse_args(argv)
     unknown = sorted(set(arguments.names) - set(names))
     if unknown:

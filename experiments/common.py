@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from coarse.bench.record import Provenance
+from coarse.cli.arguments import folder_to_write
 from coarse.profiler.figures import save_figure
 from coarse.profiler.profile import PROFILE_KINDS
 
@@ -165,7 +166,9 @@ def parse_options(argv: Sequence[str] | None, *, prog: str) -> Options:
         help="machine profile, or host; may be given several times (default: the paper's three and host)",
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats, to see that it works")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write results there instead")
+    parser.add_argument(
+        "--results", type=folder_to_write, metavar="FOLDER", help="write results there instead"
+    )
     arguments = parser.parse_args(argv)
     if (arguments.quick or arguments.machine) and arguments.results is None:
         parser.error("the results in the tables are of full runs; say with --results FOLDER where these go")

@@ -196,6 +196,19 @@ def check_device(device: str) -> None:
         raise ValueError(f"device {device!r} is neither cpu nor cuda nor one such as cuda:0")
 
 
+def missing_gpu(device: str) -> str:
+    """Why a device that check_device() lets pass is not there, in words; "" if it is."""
+    if device == CPU:
+        return ""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        return f"--device {device}: PyTorch {torch.__version__} finds no GPU here; see `coarse doctor`"
+    number = gpu_of_worker(device, rank=0, num_gpus=num_gpus)
+    return "" if number < num_gpus else f"--device {device}: there are {num_gpus} GPUs, numbered from 0"
+
+
 def gpu_of_worker(device: str, *, rank: int, num_gpus: int) -> int:
     """Which GPU a worker has: that of "cuda:N", or by "cuda" its share of those that there are."""
     return int(device.removeprefix("cuda:")) if ":" in device else rank % max(1, num_gpus)

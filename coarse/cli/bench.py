@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from coarse.cli.arguments import file_to_write, folder_to_write, num_workers, seconds
 from coarse.env import ALGORITHM_CHOICES, Settings, parse_bytes
 
 if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --help`
@@ -65,7 +66,7 @@ def _add_sync_parser(benches: Any) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=seconds,
         default=2.0,
         metavar="S",
         help="seconds per system and size; default: %(default)s",
@@ -95,7 +96,7 @@ def _add_train_step_parser(benches: Any) -> None:
         "--steps", type=int, default=0, metavar="N", help="steps per round; default: what the budget allows"
     )
     parser.add_argument(
-        "--budget", type=float, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
+        "--budget", type=seconds, default=20.0, metavar="S", help="seconds per system; default: %(default)s"
     )
     parser.add_argument(
         "--offload-optimizer",
@@ -135,11 +136,11 @@ def _add_replay_parser(benches: Any) -> None:
     parser.add_argument(
         "--no-compute", action="store_true", help="all gradients at once: the bandwidth of synchronisation"
     )
-    parser.add_argument("--workers", type=int, default=4, metavar="N", help="default: %(default)s")
+    parser.add_argument("--workers", type=num_workers, default=4, metavar="N", help="default: %(default)s")
     parser.add_argument("--memory-devices", type=int, default=0, metavar="K", help="default: one per worker")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="per round; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="append one record a line to FILE")
 
 
 def _add_checkpoint_parser(benches: Any) -> None:
@@ -159,7 +160,10 @@ def _add_checkpoint_parser(benches: Any) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     parser.add_argument("--saves", type=int, default=5, metavar="N", help="per round; default: %(default)s")
     parser.add_argument(
-        "--folder", default="", metavar="PATH", help="where to save; default: the temporary folder"
+        "--folder",
+        type=folder_to_write,
+        metavar="PATH",
+        help="where to save; default: the temporary folder",
     )
     _add_common_arguments(parser, peers=_SAVE_PEERS, default="coarse-workers,torch,dcp", rounds=1)
 
@@ -191,12 +195,12 @@ def _add_common_arguments(
         metavar="PEERS",
         help=f'of {", ".join(peers)}, separated by commas, or ""; default: %(default)s',
     )
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="default: %(default)s")
+    parser.add_argument("--workers", type=num_workers, default=2, metavar="N", help="default: %(default)s")
     if rounds is not None:
         parser.add_argument(
             "--rounds", type=int, default=rounds, help="turns of each system; default: %(default)s"
         )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one record a line to FILE")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="append one record a line to FILE")
 
 
 def run_sync_command(arguments: argparse.Namespace) -> int:
@@ -246,6 +250,7 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
         return _usage_error(complaint)
     from coarse.bench import report
     from coarse.bench.train import TrainPlan, num_progress_steps, run_train
+    from coarse.bench.training import missing_gpu
 
     peers = arguments.against
     if arguments.offload_optimizer:
@@ -270,6 +275,8 @@ def run_train_step_command(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _usage_error(str(error))
+    if complaint := missing_gpu(plan.device):
+        return _usage_error(complaint)
     comparison = _with_progress(lambda progress: run_train(plan, progress), num_progress_steps(plan))
     turns = "all systems up, in turns" if comparison.side_by_side else "started anew for each turn"
     table = report.single_table(comparison) if arguments.single else report.train_table(comparison)
@@ -341,7 +348,7 @@ def run_checkpoint_command(arguments: argparse.Namespace) -> int:
             num_workers=arguments.workers,
             threads=arguments.threads,
             optimizer=arguments.optimizer,
-            folder=arguments.folder,
+            folder=str(arguments.folder or ""),
             saves=arguments.saves,
             rounds=arguments.rounds,
         )
@@ -443,21 +450,21 @@ def _publish(
     *,
     kind: str = "measured",
 ) -> None:
-    """Prints the tables, and appends the records to `json_path` if there is one."""
+    """Appends the records to `json_path` if there is one, and prints the tables."""
     from rich.console import Console
 
     from coarse.bench.record import Provenance, append_records
     from coarse.bench.report import heading
 
     provenance = Provenance.here()
+    if json_path is not None:  # first: whoever reads the tables may stop reading
+        append_records(json_path, records, provenance, kind=kind)
     # A table that is cut off is no record: lines longer than the terminal wrap there.
     console = Console(width=_TABLE_WIDTH)
     print(heading(provenance.machine, what, kind=kind))
     print(f"commit {provenance.commit}")
     for table in tables:
         _print_table(console, table)
-    if json_path is not None:
-        append_records(json_path, records, provenance, kind=kind)
 
 
 def _print_table(console: Console, table: TextTable) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,8 +33,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 """Module of each sub-command, in the order of the help text."""
 
-_EXIT_USAGE = 2
+_EXIT_FAILED, _EXIT_USAGE = 1, 2
 _EXIT_INTERRUPTED = 130
+_EXIT_NOBODY_READS = 128 + signal.SIGPIPE
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -47,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of this process by default.
     """
+    _open_standard_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser(_commands_needed(argv))
     arguments, unknown = parser.parse_known_args(argv)
@@ -55,10 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(_EXIT_USAGE, f"{prog}: error: unrecognized arguments: {names} (see `{prog} --help`)\n")
     handler: Callable[[argparse.Namespace], int] = arguments.handler
     try:
-        return handler(arguments)
+        code = handler(arguments)
+        sys.stdout.flush()
+        return code
     except CoarseError as error:
         print(f"coarse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
-        return _EXIT_USAGE if isinstance(error, SettingsError) else 1
+        return _EXIT_USAGE if isinstance(error, SettingsError) else _EXIT_FAILED
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads_output():
+            return _EXIT_NOBODY_READS
+        _flush_or_discard_output()
+        print(f"coarse {arguments.command}: {error}", file=sys.stderr)
+        return _EXIT_FAILED
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
 
@@ -73,6 +86,39 @@ def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     for name in commands:
         importlib.import_module(COMMANDS[name]).add_parser(subparsers)
     return parser
+
+
+def _open_standard_streams() -> None:
+    """Opens those that the shell has closed (`>&-`), lest other files and sockets get their numbers."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            _lead_nowhere(number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def _nobody_reads_output() -> bool:
+    """Whether standard output is a pipe that was closed at its other end; then nothing more goes there."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    _lead_nowhere(sys.stdout.fileno())
+    return True
+
+
+def _flush_or_discard_output() -> None:
+    """Writes what is still to be written; where that fails, the interpreter would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _lead_nowhere(sys.stdout.fileno())
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def _commands_needed(argv: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coarse.cli.arguments import file_to_write
 from coarse.env import Settings
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
@@ -88,7 +89,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--show-routing", action="store_true", help="the times behind each worker's table, too"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan to FILE")
+    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the plan to FILE")
     parser.set_defaults(handler=run)
 
 

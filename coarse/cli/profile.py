@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coarse.cli.arguments import file_to_write, folder_to_write, num_workers
+
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.cli.plan import Basis
     from coarse.machine.emulation import Emulation
@@ -56,7 +58,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Measures latency and bandwidth of every path between workers and memory devices by size, and "
         "what follows from them. The result is kept and used by sessions of as many workers and memory devices.",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="default: the partition table's, or 2")
+    parser.add_argument(
+        "--workers", type=num_workers, metavar="N", help="default: the partition table's, or 2"
+    )
     parser.add_argument(
         "--memory-devices",
         metavar="K",
@@ -95,11 +99,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
     parser.add_argument(
         "--json",
-        type=Path,
+        type=file_to_write,
         metavar="FILE",
         help="write the profile, which `coarse plan` reads; with --gpus the figures of all copies",
     )
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="draw pictures into DIR, as PNG and SVG")
+    parser.add_argument(
+        "--figures", type=folder_to_write, metavar="DIR", help="draw pictures into DIR, PNG and SVG"
+    )
     parser.set_defaults(handler=run)
 
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from coarse.cli.arguments import num_workers, whole_number
 from coarse.env import ALGORITHM_CHOICES, ROUTING_CHOICES, SCHEDULING_CHOICES, Settings
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
+from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -302,6 +304,10 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
         settings = Settings.from_environment(environment)
         if settings.machine:
             load_machine(settings.machine)
+        if settings.profile not in (OFF, CACHED, AUTO, REFRESH) and not Path(settings.profile).is_file():
+            raise ValueError(
+                f"COARSE_PROFILE={settings.profile} is neither off, cached, auto, refresh nor a file"
+            )
         if num_nodes > 1:
             from coarse.session_checks import check_nodes
 
@@ -360,18 +366,8 @@ def _free_port() -> int:
         return port
 
 
-def _number(text: str, what: str, low: int, high: float) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
-
-
 def _port(text: str) -> int:
-    return _number(text, "a port from 1 to 65535", 1, 65535)
+    return whole_number(text, "a port from 1 to 65535", 1, 65535)
 
 
 def _num_nodes(text: str) -> int:
@@ -379,18 +375,18 @@ def _num_nodes(text: str) -> int:
     low, _, high = text.partition(":")
     if high not in ("", low):
         raise argparse.ArgumentTypeError(f"{text!r}: the number of nodes cannot change; write one number")
-    return _number(low, "a whole number from 1 on", 1, float("inf"))
+    return whole_number(low, "a whole number from 1 on", 1, float("inf"))
 
 
 def _node_rank(text: str) -> int:
-    return _number(text, "a whole number from 0 on", 0, float("inf"))
+    return whole_number(text, "a whole number from 0 on", 0, float("inf"))
 
 
 def _num_restarts(text: str) -> int:
-    return _number(text, "a whole number from 0 on", 0, float("inf"))
+    return whole_number(text, "a whole number from 0 on", 0, float("inf"))
 
 
 def _num_workers(text: str) -> int:
     if text == "cpu":
         return read_cpu().num_cores_granted
-    return _number(text, "a whole number from 1 on", 1, float("inf"))
+    return num_workers(text)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from coarse import __version__
+from coarse.env import MOST_WORKERS_OF_A_NODE
 from coarse.errors import ProfileError
 from coarse.machine.emulation import Emulation
 from coarse.machine.host import Host
@@ -42,7 +43,7 @@ PATH_KINDS = (PUSH, PULL, BOTH, DEVICES, WORKERS)
 _ADVICE = "Measure again with `coarse profile --refresh`."
 _BOTH_MARGIN = 1.25  # peaks of separate measurements differ by noise
 _MAX_FILE_BYTES = 64 << 20
-_MAX_WORKERS, _MAX_DEVICES = 256, 64  # of a session, too
+_MAX_DEVICES = 64  # of a session, too
 
 Value = TypeVar("Value")
 
@@ -98,8 +99,10 @@ class ProfileKey:
         object.__setattr__(self, "versions", MappingProxyType(dict(sorted(self.versions.items()))))
         if not self.local_devices:
             raise ValueError("a profile needs at least one worker")
-        if len(self.local_devices) > _MAX_WORKERS or self.num_devices > _MAX_DEVICES:
-            raise ValueError(f"{_counts(self)}: a node has at most {_MAX_WORKERS} and {_MAX_DEVICES}")
+        if len(self.local_devices) > MOST_WORKERS_OF_A_NODE or self.num_devices > _MAX_DEVICES:
+            raise ValueError(
+                f"{_counts(self)}: a node has at most {MOST_WORKERS_OF_A_NODE} and {_MAX_DEVICES}"
+            )
         for worker, device in enumerate(self.local_devices):
             if not 0 <= device < self.num_devices:
                 raise ValueError(

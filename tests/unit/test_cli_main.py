@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -41,8 +42,17 @@ def test_version_names_the_release(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["run", "-n", "0", "train.py"], "'0' is not a whole number from 1 on"),
-        (["run", "-n", "two", "train.py"], "'two' is not a whole number from 1 on"),
+        (["run", "-n", "0", "train.py"], "'0' is not a number of workers of one node, from 1 to 256"),
+        (["run", "-n", "two", "train.py"], "'two' is not a number of workers"),
+        (["run", "-n", "257", "train.py"], "'257' is not a number of workers"),
+        (["run", "-n", "2", "--profile", "missing.toml", "-m", "this"], "auto, refresh nor a file"),
+        (["bench", "sync", "--json", "missing/it.jsonl"], "there is no folder missing"),
+        (["bench", "sync", "--json", "/"], "/: is a folder; name a file"),
+        (["bench", "sync", "--workers", "1000"], "'1000' is not a number of workers"),
+        (["bench", "train-step", "--budget", "nan"], "'nan' is not a time in seconds"),
+        (["bench", "checkpoint", "--folder", "/proc/missing"], "/proc/missing: No such file or directory"),
+        (["profile", "--figures", "/proc/missing"], "/proc/missing: No such file or directory"),
+        (["plan", "--json", "missing/plan.json"], "there is no folder missing"),
         (["run", "-n", "2"], "required: SCRIPT"),
         (["run", "-n", "2", "missing.py"], "missing.py: no such file"),
         (["run", "--no-python", "no-such-program"], "no-such-program: no such program"),
@@ -91,6 +101,11 @@ def test_help_names_every_command(capsys):
     ("error", "exit_code", "stderr"),
     [
         (RendezvousError("rank 1 never came"), 1, "coarse fail: RendezvousError: rank 1 never came\n"),
+        (
+            PermissionError(13, "Permission denied", "/a/b"),
+            1,
+            "coarse fail: [Errno 13] Permission denied: '/a/b'\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
@@ -105,6 +120,21 @@ def test_expected_errors_of_a_command_give_one_line(error, exit_code, stderr, mo
     monkeypatch.setitem(sys.modules, "fail_module", SimpleNamespace(add_parser=add_parser))
     assert main(["fail"]) == exit_code
     assert capsys.readouterr().err == stderr
+
+
+@pytest.mark.parametrize(
+    ("redirection", "exit_code", "stderr"),
+    [
+        ("| true", 128 + signal.SIGPIPE, ""),
+        ("> /dev/full", 1, "coarse machine: [Errno 28] No space left on device\n"),
+        (">&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(redirection, exit_code, stderr):
+    # What reads the pipe has gone before anything is written.
+    command = f"set -o pipefail; (sleep 1; exec {sys.executable} -m coarse machine list --json) {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (exit_code, stderr, "")
 
 
 @pytest.mark.parametrize("bench", ["sync", "train-step"])

@@ -152,8 +152,10 @@ def test_wrong_arguments(capsys, arguments, message):
 
 def test_a_plan_that_cannot_be_written(tmp_path, capsys):
     path = tmp_path / "none" / "plan.json"
-    assert main(["plan", "--machine", "sdsc-p100", "--json", str(path)]) == 1
-    assert f"coarse plan: --json {path}: No such file or directory" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--machine", "sdsc-p100", "--json", str(path)])
+    assert end.value.code == 2
+    assert f"--json: {path}: there is no folder {path.parent}" in capsys.readouterr().err
 
 
 def test_the_workers_own_all_reduce(tmp_path, capsys):

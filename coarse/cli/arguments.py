@@ -1,0 +1,81 @@
+"""Types of arguments that several commands take, for argparse."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from coarse.env import MOST_WORKERS_OF_A_NODE
+
+
+def whole_number(text: str, what: str, low: int, high: float) -> int:
+    """Reads a whole number from `low` to `high`.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not `what`.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def num_workers(text: str) -> int:
+    """Reads how many workers a node has.
+
+    Raises:
+        argparse.ArgumentTypeError: If no node can have as many.
+    """
+    most = MOST_WORKERS_OF_A_NODE
+    return whole_number(text, f"a number of workers of one node, from 1 to {most}", 1, most)
+
+
+def seconds(text: str) -> float:
+    """Reads a time in seconds, from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return value
+
+
+def file_to_write(text: str) -> Path:
+    """Reads where a result goes, before anything is done for it.
+
+    Raises:
+        argparse.ArgumentTypeError: If no file can be written there.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written")
+    return path
+
+
+def folder_to_write(text: str) -> Path:
+    """Reads where results go, and makes that folder if there is none.
+
+    Raises:
+        argparse.ArgumentTypeError: If nothing can be written there.
+    """
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written")
+    return path
