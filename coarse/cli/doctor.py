@@ -92,14 +92,15 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 def examine(host: Host) -> list[Finding]:
     """Returns all findings, in the order of the table. Starts processes and waits for them."""
+    cuda = cuda_findings()
     return [
         *_software(host),
         *_peers(),
         *cpu_findings(host.cpu),
         *memory_findings(host.memory),
         *numa_findings(host.numa_nodes),
-        *device_findings(host.dax_devices, host.gpus, host.gpus_note),
-        *cuda_findings(),
+        *device_findings(host.dax_devices, host.gpus, host.gpus_note, has_cuda=bool(cuda)),
+        *cuda,
         *nccl_findings(host.gpus),
         *settings_findings(host.memory),
         *limit_findings(host.limits),
@@ -315,9 +316,16 @@ def describe_access(access: MemoryAccess) -> list[str]:
 
 
 def device_findings(
-    dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu], gpus_note: str = ""
+    dax_devices: Sequence[DaxDevice], gpus: Sequence[Gpu], gpus_note: str = "", *, has_cuda: bool = False
 ) -> list[Finding]:
-    """DAX devices and GPUs; having none is no fault. `gpus_note` says why GPUs are missing."""
+    """DAX devices and GPUs; having none is no fault.
+
+    Args:
+        dax_devices: All of them.
+        gpus: Those that NVML shows.
+        gpus_note: Why there are no others; "" if these are all.
+        has_cuda: Whether CUDA finds some here.
+    """
     topic = "devices"
     dax = [Finding(topic=topic, name=device.name, value=_dax_device(device)) for device in dax_devices]
     cards = [
@@ -330,8 +338,17 @@ def device_findings(
     ]
     return [
         *(dax or [Finding(topic=topic, name="DAX", value="none")]),
-        *(cards or [Finding(topic=topic, name="GPU", value=gpus_note or "none")]),
+        *cards,
+        *_gpus_not_seen(len(gpus), gpus_note, has_cuda),
     ]
+
+
+def _gpus_not_seen(num_seen: int, note: str, has_cuda: bool) -> list[Finding]:
+    topic, name = "devices", "GPU"
+    if num_seen or has_cuda:
+        advice = "without NVML workers are paired with memory devices by their numbers alone"
+        return [Finding(topic=topic, name=name, value=note, status=NOTE, advice=advice)] if note else []
+    return [Finding(topic=topic, name=name, value=note or "none")]
 
 
 def cuda_findings() -> list[Finding]:

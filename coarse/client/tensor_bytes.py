@@ -124,7 +124,7 @@ def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
         return import_memory(segment, gpu)
     except _native.CudaError as error:
         _ordinal(segment.gpu)
-        _warn_of_distance(segment, gpu, error)
+        _warn_of_distance(gpu, tuple(segment.gpus), str(error))
         return None
 
 
@@ -136,13 +136,21 @@ def try_to_reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
         return None
 
 
-def _warn_of_distance(segment: Segment, gpu: str, error: _native.CudaError) -> None:
+@cache  # once for all groups of tensors
+def _warn_of_distance(gpu: str, owners: tuple[str, ...], reason: str) -> None:
     logger.warning(
         "%s cannot reach the memory of %s, so tensors go through the host (coarse profile --gpus measures that): %s",
-        gpu,
-        " and ".join(segment.gpus),
-        error,
+        _name_of(gpu),
+        " and ".join(map(_name_of, owners)),
+        reason,
     )
+
+
+def _name_of(gpu: str) -> str:
+    try:
+        return f"cuda:{_ordinal(gpu)}"
+    except GpuUnavailableError:
+        return gpu
 
 
 def gpu_uuid(device: int) -> str:

@@ -119,6 +119,16 @@ def test_devices_are_listed():
     }
 
 
+@pytest.mark.parametrize(
+    ("gpus", "has_cuda", "status"),
+    [([], False, doctor.GOOD), ([], True, doctor.NOTE), ([GPU], True, doctor.NOTE)],
+)
+def test_gpus_that_nvml_does_not_show_are_noted_where_there_are_some(gpus, has_cuda, status):
+    note = "nvidia-ml-py is not installed"
+    *_, finding = doctor.device_findings([], gpus, note, has_cuda=has_cuda)
+    assert (finding.name, finding.value, finding.status) == ("GPU", note, status)
+
+
 def test_gpus_are_shown_by_the_names_that_memory_devices_have(monkeypatch, cuda_stand_ins):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(cuda_stand_ins))
     monkeypatch.setenv("STAND_IN_GPUS", "2")
