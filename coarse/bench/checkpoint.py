@@ -170,6 +170,8 @@ def _check_memory(plan: SavePlan) -> None:
 
 
 def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memory: bool) -> None:
+    if plan.folder:
+        Path(plan.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="coarse-bench-save-", dir=plan.folder or None))
     try:
         options = {

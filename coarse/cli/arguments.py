@@ -66,16 +66,15 @@ def file_to_write(text: str) -> Path:
 
 
 def folder_to_write(text: str) -> Path:
-    """Reads where results go, and makes that folder if there is none.
+    """Reads where results go: a folder, which is still to be made if there is none.
 
     Raises:
         argparse.ArgumentTypeError: If nothing can be written there.
     """
     path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise argparse.ArgumentTypeError(f"{text}: cannot be written")
+    there_is = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not there_is.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: {there_is} is no folder")
+    if not os.access(there_is, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {there_is} cannot be written to")
     return path

@@ -19,7 +19,7 @@ def run(json_file: Path | None) -> int:
     """Measures, prints, and writes the figures to `json_file`; returns an exit code."""
     from coarse.errors import CoarseError
     from coarse.kernels import _native
-    from coarse.machine.gpu_topology import read_gpu_topology
+    from coarse.machine.gpu_topology import is_nvlink_disabled, read_gpu_topology
 
     if reason := _native.cuda_unavailable_reason():
         print(f"coarse profile: --gpus: {reason}", file=sys.stderr)
@@ -29,6 +29,8 @@ def run(json_file: Path | None) -> int:
         print_topology(read_gpu_topology(), uuids)
     except (CoarseError, ValueError) as error:
         print(f"coarse profile: topology of GPUs: {error}", file=sys.stderr)
+    if is_nvlink_disabled():
+        print("NVLink is disabled in the driver (NVreg_NvLinkDisable=1): GPUs have PCIe alone")
     try:
         links = _measure(len(uuids))
     except _native.CudaError as error:

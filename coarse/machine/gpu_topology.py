@@ -275,6 +275,15 @@ def read_gpu_topology(root: Path = Path("/")) -> GpuTopology:
         pynvml.nvmlShutdown()
 
 
+def is_nvlink_disabled(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver was told to do without NVLink (NVreg_NvLinkDisable=1), which takes a reboot."""
+    try:
+        parameters = (root / "proc/driver/nvidia/params").read_text(errors="replace")
+    except OSError:
+        return False
+    return "NvLinkDisable: 1" in parameters.splitlines()
+
+
 def topology_of(nvml: Any, root: Path) -> GpuTopology:
     """The topology by an initialised `pynvml`, or what answers like it, and sysfs below `root`."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]

@@ -23,6 +23,7 @@ from typing import Any
 from coarse.bench.record import Provenance, append_records
 from coarse.bench.systems import find_program
 from coarse.kernels import _native
+from coarse.machine.gpu_topology import is_nvlink_disabled
 from coarse.machine.partition_table import PartitionTable
 from experiments.aws.instances import INSTANCES, Instance
 
@@ -81,7 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(failures[-1], file=sys.stderr, flush=True)
             continue
         done.append((run, result))
-        record = {"bench": "aws", "instance": arguments.instance, **_as_json(run, result)}
+        record = {
+            "bench": "aws",
+            "instance": arguments.instance,
+            "is_nvlink_disabled": is_nvlink_disabled(),
+            **_as_json(run, result),
+        }
         append_records(arguments.results / "runs.jsonl", [record | {"is_checked": is_checked}], provenance)
         if not is_checked:
             print(f"{run}: there is no run of ddp to compare it with", file=sys.stderr)

@@ -5,6 +5,7 @@
 #     experiments/aws/setup.sh --cpu      # any machine, without GPUs
 #     experiments/aws/setup.sh --horovod  # builds Horovod too (some 15 minutes); where there are GPUs it is with NCCL,
 #                                         # for which nvcc and nccl.h must be there
+#     experiments/aws/setup.sh --without-nvlink   # as the paper has it: GPUs with PCIe alone; --with-nvlink again with both
 #
 # Run it in a checkout. It may be run again. A driver that is newly installed needs a reboot, and then another run.
 # V100 (p3) and T4 (g4dn) need PyTorch built for CUDA 12: wheels for CUDA 13 have no code for V100 any more.
@@ -13,11 +14,17 @@ cd "$(dirname "$0")/../.."
 
 cpu_only=false
 with_horovod=false
+nvlink_disabled=
 for flag in "$@"; do
     case $flag in
         --cpu) cpu_only=true ;;
         --horovod) with_horovod=true ;;
-        *) echo "setup.sh: unknown flag $flag; there are --cpu and --horovod" >&2; exit 2 ;;
+        --without-nvlink) nvlink_disabled=1 ;;
+        --with-nvlink) nvlink_disabled=0 ;;
+        *)
+            echo "setup.sh: unknown flag $flag; there are --cpu, --horovod, --without-nvlink and --with-nvlink" >&2
+            exit 2
+            ;;
     esac
 done
 python=${PYTHON:-python3}
@@ -38,6 +45,16 @@ install_driver() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "linux-headers-$(uname -r)" "$driver"
     if ! nvidia-smi; then
         echo "setup.sh: the driver is installed; reboot, and run this again" >&2
+        exit 3
+    fi
+}
+
+# The driver reads this when it is loaded, maybe from the initial RAM disk.
+set_nvlink() {
+    echo "options nvidia NVreg_NvLinkDisable=$nvlink_disabled" | as_root tee /etc/modprobe.d/coarse-nvlink.conf >/dev/null
+    as_root update-initramfs -u
+    if ! grep -qx "NvLinkDisable: $nvlink_disabled" /proc/driver/nvidia/params; then
+        echo "setup.sh: NVLink will be $([[ $nvlink_disabled = 1 ]] && echo off || echo on) after a reboot" >&2
         exit 3
     fi
 }
@@ -71,5 +88,6 @@ $cpu_only || install_driver
 install_python
 if $with_horovod; then install_horovod; fi
 "$venv/bin/coarse" doctor
+if [[ -n $nvlink_disabled ]]; then set_nvlink; fi
 instance=$($cpu_only && echo cpu || echo "p3.16xlarge (or g4dn.metal)")
 echo "ready: $venv/bin/python -m experiments.aws.run --instance $instance"

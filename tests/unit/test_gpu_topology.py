@@ -11,6 +11,7 @@ from coarse.machine.gpu_topology import (
     Distance,
     GpuPlace,
     GpuTopology,
+    is_nvlink_disabled,
     normal_bus_id,
     pair_gpus,
     topology_of,
@@ -190,3 +191,14 @@ def test_tables_that_contradict_themselves_are_refused():
         )
     with pytest.raises(ValueError, match="distances are no square of 2 GPUs"):
         GpuTopology(gpus=gpus, distances=((Distance.SAME,),), nvlinks=zeros)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"), [("NvLinkDisable: 1\n", True), ("NvLinkDisable: 0\n", False), (None, False)]
+)
+def test_nvlink_that_the_driver_was_told_to_do_without(tmp_path, parameters, expected):
+    if parameters is not None:
+        file = tmp_path / "proc/driver/nvidia/params"
+        file.parent.mkdir(parents=True)
+        file.write_text(f'Mobile: 4294967295\n{parameters}RmMsg: ""\n')
+    assert is_nvlink_disabled(tmp_path) is expected
