@@ -37,9 +37,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     What differs where it does run in memory devices:
         - Every parameter is a view of memory that the workers of the node share: what one of them writes to it
-          between two steps, all of them read. Parameters are whole and constant between the end of a worker's
-          step() and the beginning of its next one (with overlap=True: of its next backward()). A thread of its own
-          that reads during step() may see some tensors, or parts of one, from before and some from after.
+          between two steps, all of them read. Weights that are swapped for an evaluation (a moving average) are
+          swapped for all: evaluate a copy, or on all workers at once. Parameters are whole and constant between the
+          end of a worker's step() and the beginning of its next one (with overlap=True: of its next backward()). A
+          thread of its own that reads during step() may see some tensors, or parts of one, from before and some
+          from after.
         - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
           update brings anew. What is written to them between two steps has to be written by all workers alike, and
           not to `parameter.data`, which torch does not count.
@@ -222,16 +224,25 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "memory devices cannot call a closure; compute the loss before step(), or use the optimizer without "
                 "DistributedOptimizer"
             )
+        # Of the optimizer itself, whose own step() is not called; torch calls those of this one.
+        for pre_hook in self._optimizer._optimizer_step_pre_hooks.values():
+            pre_hook(self._optimizer, (), {})
+        self._update(self._offloaded)
+        for post_hook in self._optimizer._optimizer_step_post_hooks.values():
+            post_hook(self._optimizer, (), {})
+        self._optimizer._opt_called = True  # for schedulers, which warn of an order else
+        return None
+
+    def _update(self, offloaded: OffloadedParameters) -> None:
         if self._overlaps:
             self._check_updated()
             self._model.end_overlapped_step()
-            return None
+            return
         scale = self._gradient_scale()
         if scale is not None:
-            self._offloaded.wait()
+            offloaded.wait()
             self._prepare_update()
             self._model.update_parameters(gradient_scale=scale)
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too.

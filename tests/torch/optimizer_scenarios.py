@@ -816,6 +816,27 @@ def strided_parameters(context: Context) -> Any:
     return everything(module, optimizer)
 
 
+@offloaded_scenario(tolerance=TOLERANCE)
+def schedulers_and_hooks_of_the_optimizer_that_was_given(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    called: list[str] = []
+    given.register_step_pre_hook(lambda optimizer, args, kwargs: called.append("before"))
+    given.register_step_post_hook(lambda optimizer, args, kwargs: called.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5)
+    optimizer = offload(context, given, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            model(context.inputs(step, 4, 8)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+    assert called == ["before", "after"] * 3
+    return everything(module, optimizer)
+
+
 # ---- state dicts ----
 
 
