@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import accelerate
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.distributed.algorithms.join import Join, Joinable
 
 from coarse.torch import DistributedDataParallel
@@ -40,21 +40,26 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             NotImplementedError: If the handler names another communication hook.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
-        if is_prepared or self.distributed_type not in _DATA_PARALLEL:
+        parallelism = getattr(self, "parallelism_config", None)
+        has_other_parallelism = parallelism is not None and parallelism.tp_enabled
+        if is_prepared or has_other_parallelism or self.distributed_type not in _DATA_PARALLEL:
             return super().prepare_model(model, device_placement, evaluation_mode)
         placed = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return placed
         handler = self.ddp_handler
-        arguments = handler.to_kwargs() if handler is not None else {}
+        arguments = {} if handler is None else {**handler.to_kwargs(), **self._view_of_gradients(handler)}
         device_ids = None if self.device.type == "cpu" else [self.device]
         wrapped = DistributedDataParallel(placed, device_ids=device_ids, **arguments)
         if handler is not None:
             handler.register_comm_hook(wrapped)
         del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
         wrapped._is_accelerate_prepared = True
-        self._models[-1] = wrapped
-        return wrapped
+        return wrapped  # accelerate knows models as they were: what it saves has no wrapper
+
+    def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
+        """Arguments that to_kwargs() leaves out where they are accelerate's defaults, which are not COARSE's."""
+        return {"gradient_as_bucket_view": handler.gradient_as_bucket_view}
 
     @contextlib.contextmanager
     def join_uneven_inputs(

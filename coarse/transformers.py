@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 import transformers
+from accelerate.utils import DistributedDataParallelKwargs
 
 from coarse.accelerate import Accelerator
 
@@ -19,4 +20,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Called by the constructor; not meant for users."""
         super().create_accelerator_and_postprocess()
         # transformers names the class it makes; COARSE's adds no state to it.
-        self.accelerator.__class__ = Accelerator
+        self.accelerator.__class__ = _TrainersAccelerator
+
+
+class _TrainersAccelerator(Accelerator):
+    def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
+        """transformers has no setting for it, and nobody else sees the gradients of its loop."""
+        return {"gradient_as_bucket_view": True}

@@ -46,7 +46,7 @@ from coarse.torch.training_state import (
     optimizer_settings,
     training_state,
 )
-from coarse.torch.worker_state import RandomState, WorkerState, checked, load_resharded, rank_here
+from coarse.torch.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded, rank_here
 
 __all__ = ["Checkpointer", "RandomState", "WorkerState", "load_state_dicts"]
 
@@ -104,10 +104,10 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._every = every
-        self._state = checked(state)
         self._num_steps = first_step
         self._num_saves = 0
         self._workers = _Workers()
+        self._state = {**checked(state), **OwnTensors.of(model, self._workers.world_size)}
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
         self._parent = parent
@@ -212,7 +212,8 @@ class Checkpointer:
             with checkpoint:
                 states = self._worker_states(checkpoint)
                 load_training_state(checkpoint, self._model, self._optimizer, progress)
-                for name, target in self._state.items():
+                for name in self._state.keys() & (states[0].keys() if states else ()):
+                    target = self._state[name]
                     load_resharded(
                         name,
                         target,
@@ -362,11 +363,10 @@ class Checkpointer:
             CheckpointError: If it is not that of the same things.
         """
         states = [from_json(state, translate=from_small_tensor) for state in checkpoint.worker_states()]
-        known = set(states[0]) if states else set()
-        if known != set(self._state):
+        known, wanted = (set(each) - {OwnTensors.NAME} for each in (states[0] if states else (), self._state))
+        if known != wanted:
             raise CheckpointError(
-                f"{checkpoint.path} has the workers' state of {sorted(known)}, wanted is that of "
-                f"{sorted(self._state)}"
+                f"{checkpoint.path} has the workers' state of {sorted(known)}, wanted is that of {sorted(wanted)}"
             )
         return states
 

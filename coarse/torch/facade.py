@@ -52,6 +52,9 @@ class ReducerFacade(_Facade):
     def _remove_autograd_hooks(self) -> None:
         self._model._remove_autograd_hooks()
 
+    def _delay_all_reduce(self) -> None:
+        """Nothing to delay: in the first backward of a static graph, too, gradients are averaged as it ends."""
+
     def _set_static_graph(self) -> None:
         self._model._set_static_graph()
 

@@ -149,7 +149,8 @@ class CopiedState:
             for name, copy in copies.items():
                 copy.copy_(values[name])
         for name, version in self._versions.items():
-            if self._originals[name]._version != version:
+            original = self._originals[name]
+            if original._version != version or _differs(copies[name], original):
                 raise CheckpointError(
                     f"{name} was changed by something else than the optimizer's step() just after a save had begun; "
                     "call checkpointer.step() after such changes"
@@ -157,3 +158,11 @@ class CopiedState:
         return ArraySource(
             self.step, {described(name, copy): as_bytes(copy).numpy() for name, copy in copies.items()}
         )
+
+
+def _differs(copy: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether an original in the host's memory was changed since, or while, it was copied.
+
+    What is written to `.data`, as moving averages often are, torch does not count.
+    """
+    return original.is_cpu and not torch.equal(as_bytes(copy), as_bytes(original))

@@ -51,8 +51,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         - No closures, no add_param_group(), no DistributedDataParallel.join().
 
     Args:
-        optimizer: Holds exactly the trainable parameters of `model`. From now on it is only asked for its settings;
-            use this one instead. State that it has is taken over.
+        optimizer: Holds exactly the trainable parameters of `model`. From now on use this one instead: of the other
+            one settings are read, and state dicts are those of this one. State that it has is taken over.
         model: Whose gradients it is for.
         overlap: Whether each parameter is updated during backward(), as soon as all workers have its gradient,
             instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
@@ -110,6 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._offloaded: OffloadedParameters | None = None
         self._before_update: list[Callable[[], None]] = []
         self._share_groups()
+        self._taken: dict[str, Any] = {}  # of a state dict that is being loaded
         model.ensure_registered()
         rule = find_rule(optimizer)
         reason = model.agree_on_obstacle(_obstacle(optimizer, rule, model))
@@ -129,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             staleness=staleness,
             before_update=_weakly(self._prepare_update),
         )
+        self._stand_in_for_state(optimizer)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -253,19 +255,35 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        state_dict = self._state_dict()
+        state_dict = dict(self._optimizer.state_dict())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state_dict = _replaced(state_dict, post_hook(self, state_dict))
         return state_dict
 
-    def _state_dict(self) -> dict[str, Any]:
-        if self._offloaded is None:
-            return dict(self._optimizer.state_dict())
-        self._optimizer.state.update(self._offloaded.state())
-        try:
-            return dict(self._optimizer.state_dict())
-        finally:
-            self._optimizer.state.clear()
+    def _stand_in_for_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has state dicts of the optimizer that was given hold the state in the memory devices, and go there."""
+        optimizer.register_state_dict_pre_hook(_weakly(self._lend_state))
+        optimizer.register_state_dict_post_hook(_weakly(self._take_state_back))
+        optimizer.register_load_state_dict_pre_hook(_weakly(self._take_state))
+        optimizer.register_load_state_dict_post_hook(_weakly(self._adopt_state))
+
+    def _lend_state(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._offloaded is not None
+        optimizer.state.update(self._offloaded.state())
+
+    def _take_state_back(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+        optimizer.state.clear()
+
+    def _take_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._taken = state_dict
+        return {**state_dict, "state": {}}  # torch would round it, and copy it to the parameters' device
+
+    def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._offloaded is not None
+        taken, self._taken = self._taken, {}
+        self._share_groups()
+        self._offloaded.keep_snapshots()
+        self._offloaded.adopt_state(_state_by_parameter(optimizer, taken))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this or of the bare optimizer. Every worker must load the same.
@@ -274,29 +292,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(state_dict, pre_hook(self, state_dict))
-        self._load_state_dict(state_dict)
+        self._optimizer.load_state_dict(state_dict)
+        self._share_groups()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._offloaded is None:
-            self._optimizer.load_state_dict(state_dict)
-            self._share_groups()
-            return
-        given = dict(state_dict)
-
-        def take_state(_: torch.optim.Optimizer, last: dict[str, Any]) -> dict[str, Any]:
-            given.update(last)
-            return {**last, "state": {}}  # torch would round it, and copy it to the parameters' device
-
-        taking = self._optimizer.register_load_state_dict_pre_hook(take_state)
-        try:
-            self._optimizer.load_state_dict(state_dict)
-        finally:
-            taking.remove()
-        self._share_groups()
-        self._offloaded.keep_snapshots()
-        self._offloaded.adopt_state(_state_by_parameter(self._optimizer, given))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused where memory devices run the optimizer: parameters are registered with them once.
@@ -409,14 +408,13 @@ def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness:
         )
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `method` as long as its object lives. Hooks of parameters would keep the object, and all it refers to."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*arguments: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive()
+        return None if alive is None else alive(*arguments)
 
     return call
 

@@ -100,7 +100,11 @@ def optimizer_settings(optimizer: DistributedOptimizer, names: Sequence[str]) ->
         optimizer: Whose they are.
         names: Of its parameters, in the order of its groups: names_of_parameters().
     """
-    return _settings(optimizer, optimizer.wrapped.state_dict()["param_groups"], names, {})
+    numbers = iter(range(len(names)))
+    numbered = [
+        {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
+    ]
+    return _settings(optimizer, numbered, names, {})
 
 
 def names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -158,18 +162,46 @@ def load_training_state(
     """
     model_destinations = model_tensors(model)
     wanted = {described(name, tensor): tensor for name, tensor in model_destinations.items()}
+    parameters = dict(bare(model).named_parameters())
     states = {
-        tensor: empty_tensor(tensor)
+        tensor: _empty_state(tensor, parameters)
         for tensor in checkpoint.tensors
         if tensor.name.startswith(OPTIMIZER_PREFIX)
     }
     _check_model(checkpoint, wanted)
     if optimizer is None:
         load_tensors(checkpoint, wanted, progress)
+        _tell_loaded(model, model_destinations)
         return
     state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
     load_tensors(checkpoint, {**wanted, **states}, progress)
+    _tell_loaded(model, model_destinations)
     optimizer.load_state_dict(state_dict)
+
+
+def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Has the model take its own tensors, which were filled in place: by this it hears of it, and so do its hooks."""
+    module = bare(model)
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    loaded = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    # What is itself is not copied.
+    module.load_state_dict(
+        {
+            name: own[name] if name in own and own[name].is_set_to(tensor) else tensor
+            for name, tensor in loaded.items()
+        }
+    )
+
+
+def _empty_state(tensor: SavedTensor, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
+    """Memory of the host for a state of an optimizer, in the order of its parameter's if it has the shape of that."""
+    parameter = parameters.get(tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")[2])
+    if parameter is None or tuple(parameter.shape) != tensor.shape:
+        return empty_tensor(tensor)
+    return torch.empty_like(parameter, dtype=DTYPE_OF[tensor.dtype], device="cpu", requires_grad=False)
 
 
 def as_small_tensor(value: Any) -> Any:
@@ -314,9 +346,17 @@ def load_tensors(
     with torch.no_grad():
         for tensor, memory in destinations.items():
             if staged[tensor] is not memory:
-                memory.copy_(staged[tensor])
+                _once(memory, memory).copy_(_once(staged[tensor], memory))
             else:
                 torch.autograd.graph.increment_version(memory)
+
+
+def _once(tensor: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
+    """Those elements of `tensor` that have memory of their own in `repeats`, which may be an expanded one."""
+    for dimension, stride in enumerate(repeats.stride()):
+        if stride == 0 and repeats.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def empty_tensor(tensor: SavedTensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -66,6 +66,55 @@ class RandomState:
         rank = rank_here()
         if rank < len(states):
             self.load_state_dict(states[rank])
+
+
+class OwnTensors:
+    """What of a model each worker has of its own: buffers that are not broadcast, and what is left alone.
+
+    Args:
+        model: Wrapped.
+        names: Of the tensors, in the module that it wraps.
+    """
+
+    NAME = "tensors of each worker"
+    """Among the states of a worker."""
+
+    def __init__(self, model: torch.nn.parallel.DistributedDataParallel, names: Collection[str]) -> None:
+        self._module = model.module
+        self._names = names
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, world_size: int) -> dict[str, WorkerState]:
+        """By name; nothing where all workers have the same."""
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or world_size == 1:
+            return {}
+        are_broadcast = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True))
+        own = set(getattr(model, "parameters_to_ignore", ()))
+        if not are_broadcast:
+            own |= {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
+        names = own & model.module.state_dict().keys()
+        return {cls.NAME: cls(model, names)} if names else {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of them, in the host's memory."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Writes to those that there are."""
+        with torch.no_grad():
+            for name, tensor in self._tensors():
+                if name in state_dict:
+                    tensor.copy_(state_dict[name])
+
+    def load_state_dicts(self, states: list[Mapping[str, torch.Tensor]]) -> None:
+        """Writes to them where this worker was there before; new workers have worker 0's."""
+        rank = rank_here()
+        if rank < len(states):
+            self.load_state_dict(states[rank])
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for named in (self._module.named_parameters, self._module.named_buffers):
+            yield from ((name, each) for name, each in named(remove_duplicate=False) if name in self._names)
 
 
 def rank_here() -> int:

@@ -210,6 +210,103 @@ def what_is_made_on_the_host_is_there_whatever_the_default_device(context: Conte
         interrupt_and_go_on(context, make=OPTIMIZERS["sgd"], offloads=False)
 
 
+def steps(context: Context, model: nn.Module, optimizer: Any, first: int, end: int) -> None:
+    for step in range(first, end):
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+
+
+@checkpoint_scenario
+def parameters_that_may_be_stale_go_on_from_what_was_restored(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    def begin(seed: int) -> tuple[nn.Module, Any, Any]:
+        torch.manual_seed(seed)
+        module = nn.Linear(8, 4)
+        model = context.wrap(module)
+        return (
+            module,
+            model,
+            offload(context, OPTIMIZERS["adamw"](model.parameters()), model, staleness=1),
+        )
+
+    with shared_folder(context) as folder:
+        module, model, optimizer = begin(0)
+        with Checkpointer(folder, model, optimizer, first_step=3) as checkpointer:
+            steps(context, model, optimizer, 0, 3)
+            checkpointer.save()
+        restored, other, its_optimizer = begin(1)
+        with Checkpointer(folder, other, its_optimizer) as checkpointer:
+            assert checkpointer.restore() == 3
+        for each, its in ((model, optimizer), (other, its_optimizer)):
+            its.pull()
+            steps(context, each, its, 3, 6)
+            its.pull()
+        assert equal(module.state_dict(), restored.state_dict())
+        model.close()
+        other.close()
+
+
+@checkpoint_scenario
+def the_optimizer_that_was_given_has_the_state_in_the_memory_devices(context: Context) -> None:
+    """Its own state dicts too, by which scripts and libraries save it."""
+    from coarse.torch.checkpoint import Checkpointer
+
+    def begin(seed: int) -> tuple[nn.Module, Any, Any, Any]:
+        torch.manual_seed(seed)
+        module = nn.Linear(8, 4)
+        model = context.wrap(module)
+        given = OPTIMIZERS["adamw"](model.parameters())
+        return module, model, given, offload(context, given, model)
+
+    with shared_folder(context) as folder:
+        module, model, given, optimizer = begin(0)
+        steps(context, model, optimizer, 0, 3)
+        saved, weights = given.state_dict(), {k: v.clone() for k, v in module.state_dict().items()}
+        assert sorted(saved["state"][0]) == ["exp_avg", "exp_avg_sq", "step"]
+        assert not given.state
+        with Checkpointer(folder, model, given) as checkpointer:
+            checkpointer.step()
+            checkpointer.save()
+        steps(context, model, optimizer, 3, 6)
+        lives = [begin(1), begin(2)]
+        lives[0][2].load_state_dict(saved)
+        lives[0][0].load_state_dict(weights)
+        with Checkpointer(folder, lives[1][1], lives[1][2]) as checkpointer:
+            assert checkpointer.restore() == 1
+        for its_module, its_model, _, its_optimizer in lives:
+            steps(context, its_model, its_optimizer, 3, 6)
+            assert equal(its_module.state_dict(), module.state_dict())
+            its_model.close()
+        model.close()
+
+
+@checkpoint_scenario
+def buffers_that_each_worker_has_of_its_own_come_back_to_it(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    def begin() -> tuple[nn.Module, Any]:
+        module = nn.BatchNorm1d(8)
+        return module, context.wrap(module, broadcast_buffers=False)
+
+    with shared_folder(context) as folder:
+        module, model = begin()
+        with Checkpointer(folder, model) as checkpointer:
+            model(context.inputs(context.rank, 16, 8))
+            checkpointer.step()
+            checkpointer.save()
+        means = [torch.empty(8) for _ in range(context.world_size)]
+        dist.all_gather(means, module.running_mean.cpu())
+        assert not torch.equal(means[0], means[1])
+        restored, other = begin()
+        with Checkpointer(folder, other) as checkpointer:
+            assert checkpointer.restore() == 1
+        assert equal(restored.state_dict(), module.state_dict())
+        model.close()
+        other.close()
+
+
 class Odd(nn.Module):
     """A kernel that does not lie row-major, a parameter that is frozen, one that is never used, and tied ones."""
 

@@ -30,9 +30,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from coarse.cli.main import main
 from coarse.errors import CheckpointError
+from coarse.torch import host_copies
 from coarse.torch.checkpoint import Checkpointer, RandomState, load_state_dicts
 from coarse.torch.checkpoint_export import export_torch
 from coarse.torch.host_copies import CopiedState
+from coarse.torch.layout import as_bytes
 
 
 @pytest.mark.parametrize(
@@ -237,6 +239,75 @@ def test_what_else_changes_a_parameter_while_it_is_copied_is_named():
     state.copy(state.order())
     with pytest.raises(CheckpointError, match=r"model\.weight was changed by something else"):
         list(state.tensors)
+
+
+def test_what_is_written_to_data_while_it_is_copied_is_named(monkeypatch):
+    average = torch.zeros(3)
+
+    def look(tensor):
+        average.data.fill_(1)  # what has been copied is older
+        return as_bytes(tensor)
+
+    monkeypatch.setattr(host_copies, "as_bytes", look)
+    state = CopiedState(
+        1, {"model.average": average}, {"model.average"}, lambda n: torch.empty(n, dtype=torch.uint8)
+    )
+    state.copy(state.order())
+    assert average._version == 0
+    with pytest.raises(CheckpointError, match=r"model\.average was changed by something else"):
+        list(state.tensors)
+
+
+class Derived(nn.Module):
+    """Has extra state that is a tensor, a value that is derived from loaded weights, and an expanded buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("expanded", torch.full((1,), value).expand(4))
+        self.scale, self.double = value, torch.zeros(3)
+        self.register_load_state_dict_post_hook(Derived.derive)
+
+    def derive(self, _: object = None) -> None:
+        self.double = 2 * self.weight.detach()
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.scale], dtype=torch.float64)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = float(state)
+
+
+def test_a_model_hears_of_what_is_restored(tmp_path):
+    with Checkpointer(tmp_path, Derived(7.0)) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+    restored = Derived(1.0)
+    with Checkpointer(tmp_path, restored) as checkpointer:
+        assert checkpointer.restore() == 1
+    assert restored.weight.tolist() == [7.0] * 3
+    assert restored.expanded.tolist() == [7.0] * 4
+    assert restored.double.tolist() == [14.0] * 3
+    assert restored.scale == 7.0
+
+
+def test_states_lie_in_memory_as_their_parameters_do(tmp_path):
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = make()
+    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+    restored, its_optimizer = make()
+    with Checkpointer(tmp_path, restored, its_optimizer) as checkpointer:
+        checkpointer.restore()
+    momentum = its_optimizer.state[restored.weight]["momentum_buffer"]
+    assert momentum.stride() == restored.weight.stride() == (27, 1, 9, 3)
+    assert torch.equal(momentum, optimizer.state[model.weight]["momentum_buffer"])
 
 
 def test_a_save_that_comes_too_early_is_skipped(tmp_path):

@@ -53,6 +53,21 @@ def all_reduce_takes_every_operator() -> Any:
     return results
 
 
+def all_reduce_averages_whole_numbers() -> Any:
+    """Also those whose sum is none of their type; gloo averages none, and says here what they are."""
+    results = []
+    for dtype in INTEGERS:
+        tensor = torch.full((1000,), 100 + 3 * _rank(), dtype=dtype)
+        if dist.get_backend() == "coarse":
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+        else:
+            total = tensor.long()
+            dist.all_reduce(total)
+            tensor = (total // _size()).to(dtype)
+        results.append(tensor)
+    return results
+
+
 def all_reduce_adds_complex_and_strided_tensors() -> Any:
     numbers = torch.complex(_values(50), _values(50))
     dist.all_reduce(numbers)
@@ -226,6 +241,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
     for scenario in (
         all_reduce_sums_every_dtype,
         all_reduce_takes_every_operator,
+        all_reduce_averages_whole_numbers,
         all_reduce_adds_complex_and_strided_tensors,
         strided_tensors_and_barriers_whatever_the_default_device,
         all_reduce_adds_sparse_tensors,

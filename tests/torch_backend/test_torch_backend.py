@@ -42,6 +42,34 @@ def test_an_example_that_imports_nothing_of_coarse_runs_to_its_end(coarse: RankP
     assert float(done.stdout.split()[-1].rstrip("%")) > 90
 
 
+def test_a_group_can_be_made_again_where_the_launcher_keeps_its_store(
+    coarse: RankPool, site: Path, tmp_path: Path
+) -> None:
+    coarse.run("sub_groups")  # whose start compiles the backend
+    script = tmp_path / "thrice.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "for _ in range(3):\n"
+        "    dist.init_process_group('coarse')\n"
+        "    tensor = torch.ones(2)\n"
+        "    dist.all_reduce(tensor)\n"
+        "    print(tensor.tolist())\n"
+        "    dist.destroy_process_group()\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            str(script),
+        ],
+        env=environment(site),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2.0, 2.0]") == 6
+
+
 def test_mismatches_name_rank_and_sequence_number_and_the_group_goes_on(coarse: RankPool) -> None:
     for rank, (errors, after) in enumerate(coarse.run("mismatches_are_told_and_survived")):
         for what, (kind, text) in errors.items():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from transformers import TrainingArguments
@@ -36,6 +37,18 @@ class Regression(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class StepsByHand(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self(batch).square().mean())
+        optimizer.step()
 
 
 class Loss(nn.Module):
@@ -74,7 +87,8 @@ def with_accelerate() -> None:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert type(model) is coarse.torch.DistributedDataParallel
     assert model.find_unused_parameters
-    assert accelerator._models == [model]
+    assert not model.gradient_as_bucket_view  # as the handler says
+    check_saved_state(accelerator, model)
     assert accelerator.prepare(model) is model
     for inputs in data(accelerator.process_index).split(2):
         with accelerator.accumulate(model):
@@ -93,6 +107,18 @@ def with_accelerate() -> None:
     assert accelerator.prepare_model(frozen) is frozen
     assert type(accelerator.unwrap_model(model)) is nn.Linear
     model.close()
+
+
+def check_saved_state(accelerator: Accelerator, model: nn.Module) -> None:
+    """That what accelerate saves, and hands to hooks, is the model as it was before it was wrapped."""
+    handed: list[nn.Module] = []
+    hook = accelerator.register_save_state_pre_hook(lambda models, *_: handed.extend(models))
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator.save_state(folder)
+        if accelerator.is_main_process:
+            assert sorted(load_file(f"{folder}/model.safetensors")) == ["bias", "weight"]
+    hook.remove()
+    assert handed == [model.module]
 
 
 def join_with(accelerator: Accelerator) -> None:
@@ -123,6 +149,7 @@ def with_transformers() -> None:
         trainer = Trainer(module, arguments, train_dataset=samples)
         trainer.train()
     assert type(trainer.model_wrapped) is coarse.torch.DistributedDataParallel
+    assert trainer.model_wrapped.gradient_as_bucket_view
     check_agreement(module, "transformers")
     trainer.model_wrapped.close()
 
@@ -139,6 +166,11 @@ def with_lightning() -> None:
     trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
     check_agreement(module, "Lightning")
     check_rounding(module)
+    module = StepsByHand()
+    strategy = CoarseStrategy(static_graph=True)
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **flags)
+    trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+    check_agreement(module, "Lightning by hand")
     with pytest.raises(NotImplementedError, match="does not support the communication hook print"):
         CoarseStrategy(ddp_comm_hook=print)
     with pytest.raises(ValueError, match="average tensor by tensor"):

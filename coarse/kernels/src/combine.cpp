@@ -126,9 +126,23 @@ void accumulate(Combine op, T* total, const T* in, std::size_t count) {
   }
 }
 
+/// Means of whole numbers, towards zero: sums of narrow ones are wider than these.
+template <typename T>
+void averageWholeNumbers(const void* const* inputs, std::size_t numInputs, void* out, std::size_t numElements) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;
+  for (std::size_t i = 0; i < numElements; ++i) {
+    Wide total = 0;
+    for (std::size_t k = 0; k < numInputs; ++k) total = add<Wide>(total, static_cast<const T*>(inputs[k])[i]);
+    static_cast<T*>(out)[i] = static_cast<T>(total / static_cast<Wide>(numInputs));
+  }
+}
+
 template <typename T>
 void combineAs(Combine op, const void* const* inputs, std::size_t numInputs, void* out,
                std::size_t numElements) {
+  if constexpr (std::is_integral_v<T>) {
+    if (op == Combine::kMean) return averageWholeNumbers<T>(inputs, numInputs, out, numElements);
+  }
   T total[kTile];
   for (std::size_t first = 0; first < numElements; first += kTile) {
     const std::size_t count = std::min(kTile, numElements - first);

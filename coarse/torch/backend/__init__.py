@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from coarse.env import Settings
+from coarse.socket_store import PrefixStore
 from coarse.torch.backend.building import BuildError, load_extension
 from coarse.torch.backend.meeting import open_group
 from coarse.torch.store import TorchStore
@@ -43,8 +44,11 @@ def create_backend(options: Any) -> Any:
     )
     settings = Settings.from_environment()
     rank, size = options.group_rank, options.group_size
+    store = TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group))
+    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
+    generation = store.add(f"generations/{rank}", 1)
     collectives = open_group(
-        TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group)),
+        PrefixStore(store, f"generation{generation}"),
         rank=rank,
         size=size,
         settings=replace(
