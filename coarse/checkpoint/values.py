@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,11 @@ class SmallTensor:
 
 
 def to_json(value: Any, *, translate: Translate = lambda value: value, path: str = "state") -> Any:
-    """What the json module writes for `value`; from_json() gives an equal value of the same types back.
+    """What the json module writes for `value`; from_json() gives an equal value back.
 
     Args:
-        value: None, numbers, strings, bytes, lists, tuples, dictionaries, numpy arrays and SmallTensors.
+        value: None, numbers, strings, bytes, lists, tuples, dictionaries, Counters, numpy arrays without fields and
+            SmallTensors. Subclasses of them become what they are subclasses of.
         translate: Called first with each value: a framework's tensor becomes a SmallTensor.
         path: Where it stands, for errors.
 
@@ -71,13 +73,15 @@ def to_json(value: Any, *, translate: Translate = lambda value: value, path: str
         return [inner(part, index) for index, part in enumerate(value)]
     if isinstance(value, tuple):
         return {"$tuple": [inner(part, index) for index, part in enumerate(value)]}
+    if isinstance(value, Counter):  # as the milestones of torch's MultiStepLR
+        return {"$counter": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: inner(part, key) for key, part in value.items()}
         return {"$dict": [[inner(key, "key"), inner(part, key)] for key, part in value.items()]}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": _text(bytes(value))}
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+    if isinstance(value, (np.ndarray, np.generic)) and _has_plain_elements(value.dtype):
         return {"$array": [value.dtype.str, list(value.shape), _text(value.tobytes())]}
     if isinstance(value, SmallTensor):
         return {"$tensor": [value.dtype, list(value.shape), _text(value.data)]}
@@ -123,6 +127,8 @@ def _from_json(value: Any, translate: Translate, level: int) -> Any:
         return tuple(inner(part) for part in contents)
     if kind == "$dict":
         return {inner(key): inner(part) for key, part in contents}
+    if kind == "$counter":
+        return Counter({inner(key): inner(part) for key, part in contents})
     if kind == "$bytes":
         return _bytes(contents)
     if kind == "$array":
@@ -137,10 +143,15 @@ def _from_json(value: Any, translate: Translate, level: int) -> Any:
 
 def _array(dtype: str, shape: list[int], data: str) -> Any:
     kind = np.dtype(dtype)
-    if kind.hasobject or min(shape, default=0) < 0:
+    if not _has_plain_elements(kind) or min(shape, default=0) < 0:
         raise ValueError(f"no array {dtype!r} of shape {shape}")
     array = np.frombuffer(_bytes(data), dtype=kind).reshape(shape).copy()
     return array if shape else array[()]
+
+
+def _has_plain_elements(dtype: np.dtype[Any]) -> bool:
+    """Whether its name says all of it: not what the fields of a record are, nor what an object is."""
+    return not dtype.hasobject and dtype.fields is None
 
 
 def _text(data: bytes) -> str:

@@ -1,12 +1,14 @@
 """Checkpoints of a training loop: saved in the background, restored on any number of workers.
 
 Example:
-    >>> state = {"random": RandomState(), "scheduler": scheduler}
+    >>> position = DataPosition()
+    >>> state = {"random": RandomState(), "scheduler": scheduler, "position": position}
     >>> with Checkpointer("checkpoints", model, optimizer, every=50, keep=3, state=state) as checkpointer:
     ...     checkpointer.restore()
-    ...     for batch in loader:
-    ...         train(batch)
-    ...         checkpointer.step()
+    ...     for epoch in position.epochs(num_epochs):
+    ...         for batch in position.batches(loader):
+    ...             train(batch)
+    ...             checkpointer.step()
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.errors import CheckpointError, SnapshotsBusyError, WorkerLostError
+from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.snapshot_saves import SnapshotSaves
@@ -48,7 +51,7 @@ from coarse.torch.training_state import (
 )
 from coarse.torch.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded, rank_here
 
-__all__ = ["Checkpointer", "RandomState", "WorkerState", "load_state_dicts"]
+__all__ = ["Checkpointer", "DataPosition", "RandomState", "WorkerState", "load_state_dicts"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +75,8 @@ class Checkpointer:
         optimizer: One of torch's, or a DistributedOptimizer; None to save the model alone.
         every: How many steps lie between two saves; 0 saves only on demand.
         keep: How many of the newest checkpoints stay. Pinned ones stay as well.
-        state: What else belongs to each worker, by names: RandomState(), a scheduler, a loader with a
-            state_dict().
+        state: What else belongs to each worker, by names: RandomState(), DataPosition(), a scheduler, a
+            loader with a state_dict().
         most_failures: So many failed saves in a row are an error.
         options: How files are written.
         on_signal: Whether SIGUSR1 saves; needs the main thread.
@@ -212,8 +215,11 @@ class Checkpointer:
             with checkpoint:
                 states = self._worker_states(checkpoint)
                 load_training_state(checkpoint, self._model, self._optimizer, progress)
-                for name in self._state.keys() & (states[0].keys() if states else ()):
-                    target = self._state[name]
+                for name, target in self._state.items():
+                    if (
+                        not states or name not in states[0]
+                    ):  # tensors that workers had in common when it was saved
+                        continue
                     load_resharded(
                         name,
                         target,

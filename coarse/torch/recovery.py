@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from coarse.checkpoint.values import from_json, to_json
+from coarse.torch.data_position import DataPosition
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.training_state import as_small_tensor, from_small_tensor
@@ -67,9 +68,7 @@ class Recovery:
         self._optimizer = optimizer
         self._state = checked(state)
         self._after_step = after_step
-        self._epoch = 0
-        self._num_batches = 0
-        self._epoch_generators: dict[str, Any] | None = None
+        self._position = DataPosition()
         self._resumed_generators: dict[str, Any] | None = None
         self._num_steps = 0
         self._num_updates = optimizer.recovered_step  # of those that memory devices have seen
@@ -97,9 +96,7 @@ class Recovery:
         """This worker's state, for a checkpoint; to be taken directly after step(), before what `after_step` does."""
         return {
             "step": self._num_steps,
-            "epoch": self._epoch,
-            "num_batches": self._num_batches,
-            "epoch_generators": self._epoch_generators,
+            "position": self._position.state_dict(),
             "generators": _generators.state_dict(),
             "buffers": dict(self._model.module.named_buffers()),
             "settings": [_settings(group) for group in self._optimizer.param_groups],
@@ -114,8 +111,7 @@ class Recovery:
                 f"{sorted(self._state)}; restart the job with the script that it was started with"
             )
         self.step = self._num_steps = saved["step"]
-        self._epoch, self._num_batches = saved["epoch"], saved["num_batches"]
-        self._epoch_generators = saved["epoch_generators"]
+        self._position.load_state_dict(saved["position"])
         for name, buffer in self._model.module.named_buffers():
             buffer.copy_(saved["buffers"][name])
         for group, settings in zip(self._optimizer.param_groups, saved["settings"], strict=True):
@@ -126,18 +122,17 @@ class Recovery:
         if self._after_step is not None:
             self._after_step()
         self._resumed_generators = _generators.state_dict()
-        logger.info("goes on from step %d, epoch %d, batch %d", self.step, self._epoch, self._num_batches)
+        place = self._position
+        logger.info("goes on from step %d, epoch %d, batch %d", self.step, place.epoch, place.num_batches)
 
     @property
     def epoch(self) -> int:
         """The epoch that training is in, from 0."""
-        return self._epoch
+        return self._position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are not finished, of `count`."""
-        for epoch in range(self._epoch, count):
-            self._epoch = epoch
-            yield epoch
+        return self._position.epochs(count)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of this epoch that no committed step has used.
@@ -145,19 +140,9 @@ class Recovery:
         Those before are loaded again and thrown away, so that random numbers that loading takes are the same.
         """
         resumed, self._resumed_generators = self._resumed_generators, None
-        if resumed is None:
-            self._num_batches = 0
-            self._epoch_generators = _generators.state_dict()
-        elif self._epoch_generators is not None:
-            _generators.load_state_dict(self._epoch_generators)
-        iterator = iter(loader)
-        for _ in range(self._num_batches):
-            next(iterator)
-        if resumed is not None:
+        if resumed is not None:  # whatever the script has drawn meanwhile
             _generators.load_state_dict(resumed)
-        for batch in iterator:
-            self._num_batches += 1
-            yield batch
+        return self._position.batches(loader)
 
     def _count_step(self, *_: object) -> None:
         self._num_steps += 1

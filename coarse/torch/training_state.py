@@ -80,6 +80,10 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     values: dict[str, dict[str, Any]] = {}
     for number, entries in saved["state"].items():
         for state, value in entries.items():
+            if not isinstance(state, str):
+                raise CheckpointError(
+                    f"the optimizer's state of {names[number]} has an entry {state!r}, whose name is no string"
+                )
             if isinstance(value, torch.Tensor):
                 name = f"{OPTIMIZER_PREFIX}{state}.{names[number]}"
                 tensors[name] = value
@@ -89,7 +93,7 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     return TrainingState(
         tensors=tensors,
         only_optimizer_changes=frozenset(steady & tensors.keys()),
-        optimizer=_settings(optimizer, saved["param_groups"], names, values),
+        optimizer=_settings(optimizer, saved["param_groups"], names, values, _beside(saved)),
     )
 
 
@@ -104,7 +108,7 @@ def optimizer_settings(optimizer: DistributedOptimizer, names: Sequence[str]) ->
     numbered = [
         {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
     ]
-    return _settings(optimizer, numbered, names, {})
+    return _settings(optimizer, numbered, names, {}, {})
 
 
 def names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -221,11 +225,17 @@ def from_small_tensor(value: SmallTensor) -> torch.Tensor:
     return flat.reshape(value.shape)
 
 
+def _beside(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict has that torch's own optimizers have not."""
+    return {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
+
+
 def _settings(
     optimizer: torch.optim.Optimizer,
     numbered: Sequence[Mapping[str, Any]],
     names: Sequence[str],
     values: Mapping[str, Mapping[str, Any]],
+    beside: Mapping[str, Any],
 ) -> Any:
     """An optimizer's settings as JSON.
 
@@ -234,9 +244,12 @@ def _settings(
         numbered: Its groups, with parameters by number.
         names: Of the parameters, by number.
         values: What its state has beside tensors.
+        beside: What its state dict has beside state and groups.
     """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in numbered]
     settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
+    if beside:
+        settings["beside"] = beside
     encoded = to_json(settings, translate=as_small_tensor, path="optimizer")
     for group, source in zip(encoded["param_groups"], numbered, strict=True):
         group["params"] = [names[number] for number in source["params"]]
@@ -302,7 +315,7 @@ def _optimizer_state_dict(
         raise CheckpointError(f"{checkpoint.path} does not fit the optimizer; {'; '.join(wrong[:20])}")
     for parameter, values in settings["values"].items():
         state.setdefault(numbers[parameter], {}).update(values)
-    return {"state": state, "param_groups": groups}
+    return {**settings.get("beside", {}), "state": state, "param_groups": groups}
 
 
 def _groups(

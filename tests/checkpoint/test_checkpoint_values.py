@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -66,7 +67,9 @@ def test_foreign_json_is_read_or_refused(value):
         from_json(json.loads(text))
 
 
-@pytest.mark.parametrize("kind", ["$float", "$tuple", "$dict", "$bytes", "$array", "$tensor", "$else"])
+@pytest.mark.parametrize(
+    "kind", ["$float", "$tuple", "$dict", "$bytes", "$array", "$tensor", "$counter", "$else"]
+)
 @given(
     contents=scalars.filter(lambda value: not isinstance(value, bytes)) | st.lists(st.integers() | st.text())
 )
@@ -93,6 +96,17 @@ def test_arrays_come_back(array):
 def test_tensors_come_back():
     tensor = SmallTensor(dtype="BF16", shape=(2, 1), data=b"abcd")
     assert there_and_back({"lr": tensor}) == {"lr": tensor}
+
+
+def test_counters_come_back():
+    back = there_and_back({"milestones": Counter({30: 1, 60: 2})})["milestones"]
+    assert type(back) is Counter
+    assert sorted(back.elements()) == [30, 60, 60]
+
+
+def test_arrays_of_records_are_refused():
+    with pytest.raises(CheckpointError, match=r"state is a numpy\.ndarray"):
+        to_json(np.zeros(2, dtype=[("index", "<i4"), ("weight", "<f8")]))
 
 
 def test_pythons_generator_comes_back():

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from coarse.cli.main import main
 from coarse.errors import CheckpointError
 from coarse.torch import host_copies
-from coarse.torch.checkpoint import Checkpointer, RandomState, load_state_dicts
+from coarse.torch.checkpoint import Checkpointer, DataPosition, RandomState, load_state_dicts
 from coarse.torch.checkpoint_export import export_torch
 from coarse.torch.host_copies import CopiedState
 from coarse.torch.layout import as_bytes
@@ -126,6 +126,46 @@ class Recorder:
 
     def load_state_dict(self, state):
         self.loaded = state
+
+
+class Counting(torch.optim.SGD):
+    """Has something in its state dict that torch's own optimizers have not."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "calls": self.calls}
+
+    def load_state_dict(self, state_dict):
+        self.calls = state_dict["calls"]
+        super().load_state_dict(state_dict)
+
+
+def test_what_stands_beside_an_optimizers_state_comes_back(tmp_path):
+    model = with_buffers()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    take_steps(model, optimizer, steps=2)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.save()
+    restored = Counting(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model, restored) as checkpointer:
+        checkpointer.restore()
+    assert restored.calls == 2
+
+
+def test_states_without_a_name_are_refused(tmp_path):
+    model = with_buffers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight][0] = torch.zeros(1)
+    with (
+        Checkpointer(tmp_path, model, optimizer) as checkpointer,
+        pytest.raises(CheckpointError, match=r"state of 0\.weight has an entry 0, whose name is no string"),
+    ):
+        checkpointer.save()
 
 
 @pytest.mark.parametrize(
@@ -348,6 +388,32 @@ def test_random_numbers_go_on(tmp_path):
         drawn = draw()
         checkpointer.restore()
         assert draw() == drawn
+
+
+@pytest.mark.parametrize("stop", [5, 8, 11], ids=["in an epoch", "at its end", "in the next one"])
+def test_a_loader_that_shuffles_goes_on_where_it_was(tmp_path, stop):
+    def life(until: int) -> list[list[int]]:
+        model, position, seen = nn.Linear(1, 1), DataPosition(), []
+        loader = torch.utils.data.DataLoader(torch.arange(16.0).unsqueeze(1), batch_size=2, shuffle=True)
+        state = {"random": RandomState(), "position": position}
+        with Checkpointer(tmp_path, model, state=state) as checkpointer:
+            checkpointer.restore()
+            for _ in position.epochs(2):
+                for batch in position.batches(loader):
+                    seen.append([*batch.flatten().tolist(), float(torch.rand(1))])
+                    checkpointer.step()
+                    if checkpointer.num_steps == until:
+                        checkpointer.save()
+                        return seen
+        return seen
+
+    torch.manual_seed(3)
+    undisturbed = life(16)
+    shutil.rmtree(tmp_path)
+    torch.manual_seed(3)
+    first = life(stop)
+    torch.manual_seed(99)
+    assert first + life(16) == undisturbed
 
 
 @pytest.mark.parametrize("values", [[], [1.5, 2.5]])
