@@ -70,6 +70,10 @@ class CheckpointError(CoarseError):
     """A checkpoint could not be written, is torn or damaged, or does not fit what it is loaded into."""
 
 
+class FolderClaimedError(CheckpointError):
+    """Another job saves its checkpoints to the folder."""
+
+
 class SnapshotLostError(CoarseError):
     """A snapshot was given up because the memory for old versions was full, or was released already."""
 

@@ -175,6 +175,15 @@ class Folder:
         finally:
             os.close(descriptor)
 
+    def open_lock(self, name: str) -> int:
+        """A descriptor of an empty file that is there to be locked, and stays; the caller closes it.
+
+        Raises:
+            OSError: If it can be neither made nor opened.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(check_name(name), flags, 0o600, dir_fd=self._descriptor)
+
     def replace(self, name: str, contents: bytes) -> None:
         """Makes `contents` those of a small file, at once: a reader sees the old ones or the new ones, whole.
 

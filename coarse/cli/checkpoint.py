@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coarse.errors import CheckpointError
+from coarse.errors import CheckpointError, FolderClaimedError
 
 if TYPE_CHECKING:  # what these import is not for `coarse --help`
     from coarse.checkpoint.catalogue import Listed
@@ -141,14 +141,21 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_prune(arguments: argparse.Namespace) -> int:
     """Removes old checkpoints; returns 0."""
     from coarse.checkpoint.catalogue import prune, remove_unfinished, superseded, unfinished_in
+    from coarse.checkpoint.claim import Claim
 
     if arguments.keep < 1:
         raise CheckpointError(f"--keep {arguments.keep}: at least one checkpoint is kept")
     with _open(arguments) as folder:
         look = arguments.dry_run
+        claim = Claim(folder)
+        if arguments.unfinished and not look and not claim.take():
+            raise FolderClaimedError(
+                f"a job saves to {folder.path}, so that what is unfinished may be its own"
+            )
         gone = [str(n) for n in (superseded if look else prune)(folder, keep=arguments.keep)]
         if arguments.unfinished:
             gone += (unfinished_in if look else remove_unfinished)(folder)
+        claim.release()
     if arguments.json:
         print(_json({"removed": [] if look else gone, "removable": gone if look else []}))
     else:

@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from coarse.checkpoint.catalogue import find_newest, names_of, open_verified, remove_unfinished
+from coarse.checkpoint.claim import Claim
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
@@ -35,7 +37,7 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError, SnapshotsBusyError, WorkerLostError
+from coarse.errors import CheckpointError, FolderClaimedError, SnapshotsBusyError, WorkerLostError
 from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer
@@ -114,8 +116,9 @@ class Checkpointer:
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
         self._parent = parent
+        self._claim = Claim(parent)
         if self._workers.rank == 0:
-            remove_unfinished(parent)
+            self._tidy_up()
         newest_step = self._find_newest_step()  # others go on when worker 0 has tidied up
         # Steps that were taken before are of the training that these checkpoints are of.
         self._newest_left = _NO_CHECKPOINT if first_step else newest_step
@@ -252,6 +255,7 @@ class Checkpointer:
     def _close(self, *, alone: bool) -> None:
         self._signal.close()
         self._saver.close()
+        self._claim.release()
         self._copies.close()
         if self._step_hook is not None:
             self._step_hook.remove()
@@ -284,13 +288,27 @@ class Checkpointer:
         own_state = self._own_state()
         if self._workers.rank == 0:
             try:
+                self._claim_folder()
                 writing = self._writing()
-            except SnapshotsBusyError as error:
+            except (SnapshotsBusyError, FolderClaimedError, OSError) as error:
                 return functools.partial(self._saver.fail, error)
             return functools.partial(self._start, writing, own_state)
         if own_state is not None:
             return functools.partial(self._saver.start_worker_state, own_state)
         return lambda: None
+
+    def _claim_folder(self) -> None:
+        if not self._claim.take():
+            raise FolderClaimedError(
+                f"another job saves to {self._parent.path}; end it, or have this one save to another folder"
+            )
+
+    def _tidy_up(self) -> None:
+        """Removes what killed saves have left, unless somebody saves there, or nothing can be removed."""
+        with contextlib.suppress(OSError):
+            if self._claim.take():
+                remove_unfinished(self._parent)
+        self._claim.release()  # who only restores leaves it to who saves
 
     def _start(self, writing: Writing, own_state: OwnState | None) -> None:
         if self._snapshots is None:

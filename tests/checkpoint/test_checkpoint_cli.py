@@ -96,7 +96,7 @@ def test_prune_and_pin(folder, capsys):
     assert run(capsys, "pin", folder, "1", "--undo")[0] == 0
     code, output = run(capsys, "prune", folder, "--keep", "1", "--unfinished")
     assert (code, output) == (0, "removed step-1\nremoved step-4.tmp\n")
-    assert {path.name for path in folder.iterdir()} == {"step-3", "step-5"}
+    assert {path.name for path in folder.iterdir()} == {"saving.lock", "step-3", "step-5"}
 
 
 def test_prune_keeps_at_least_one(folder, capsys):

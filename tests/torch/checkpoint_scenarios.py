@@ -408,7 +408,7 @@ def a_signal_to_any_worker_saves_the_same_step(context: Context) -> None:
             checkpointer.wait()
             assert checkpointer.counts.num_failed == 0, checkpointer.counts.last_error
         dist.barrier()
-        assert sorted(os.listdir(folder)) == ["latest", "step-3"]
+        assert sorted(os.listdir(folder)) == ["latest", "saving.lock", "step-3"]
     assert signal.getsignal(signal.SIGUSR1) is previous
 
 

@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -360,6 +362,38 @@ def test_a_save_that_comes_too_early_is_skipped(tmp_path):
         assert checkpointer.counts.num_skipped == 2
         may_go_on.set()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
+
+
+HOLDS_A_FOLDER = """
+import sys
+from coarse.checkpoint.claim import Claim
+from coarse.checkpoint.folder import Folder
+assert Claim(Folder.open(sys.argv[1])).take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_saved_to_by_one_job(tmp_path, capsys):
+    command = [sys.executable, "-c", HOLDS_A_FOLDER, str(tmp_path)]
+    unfinished = tmp_path / "step-1.tmp"
+    unfinished.mkdir()
+    model = with_buffers()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "taken\n"
+        with Checkpointer(tmp_path, model) as checkpointer:
+            assert checkpointer.restore() == 0
+            checkpointer.step()
+            with pytest.raises(CheckpointError, match="another job saves to"):
+                checkpointer.save()
+            assert unfinished.exists()
+            assert main(["checkpoint", "prune", "--keep", "1", "--unfinished", str(tmp_path)]) == 1
+            assert "a job saves to" in capsys.readouterr().err
+            other.kill()
+            other.wait()
+            checkpointer.save()
+    assert Checkpointer(tmp_path, model).restore() == 1
+    assert not unfinished.exists()
 
 
 def test_a_signal_saves(tmp_path):
