@@ -128,7 +128,8 @@ void accumulate(Combine op, T* total, const T* in, std::size_t count) {
 
 /// Means of whole numbers, towards zero: sums of narrow ones are wider than these.
 template <typename T>
-void averageWholeNumbers(const void* const* inputs, std::size_t numInputs, void* out, std::size_t numElements) {
+void averageWholeNumbers(const void* const* inputs, std::size_t numInputs, void* out,
+                         std::size_t numElements) {
   using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;
   for (std::size_t i = 0; i < numElements; ++i) {
     Wide total = 0;
