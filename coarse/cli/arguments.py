@@ -65,6 +65,15 @@ def file_to_write(text: str) -> Path:
     return path
 
 
+def file_of_new_folder(text: str) -> Path:
+    """As file_to_write(), where its folder is still to be made if there is none."""
+    path = Path(text)
+    if not path.parent.exists():
+        folder_to_write(os.fspath(path.parent))
+        return path
+    return file_to_write(text)
+
+
 def folder_to_write(text: str) -> Path:
     """Reads where results go: a folder, which is still to be made if there is none.
 

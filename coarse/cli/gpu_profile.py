@@ -40,6 +40,7 @@ def run(json_file: Path | None) -> int:
     if json_file is None:
         return 0
     try:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(links.to_json() + "\n")
     except OSError as error:
         print(f"coarse profile: {error.filename}: {error.strerror}", file=sys.stderr)

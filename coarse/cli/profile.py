@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coarse.cli.arguments import file_to_write, folder_to_write, num_workers
+from coarse.cli.arguments import file_of_new_folder, folder_to_write, num_workers
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.cli.plan import Basis
@@ -99,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--refresh", action="store_true", help="measure, even if there is a kept result")
     parser.add_argument(
         "--json",
-        type=file_to_write,
+        type=file_of_new_folder,
         metavar="FILE",
         help="write the profile, which `coarse plan` reads; with --gpus the figures of all copies",
     )
