@@ -91,6 +91,12 @@ class Folder:
             raise CheckpointError(f"{self.path / name}: {_what_is_wrong(error)}") from None
         return Folder(self.path / name, descriptor, self._observe)
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode, by which folders are the same however they were opened."""
+        found = os.fstat(self._descriptor)
+        return found.st_dev, found.st_ino
+
     def names(self) -> list[str]:
         """What is in the folder, in no particular order."""
         return os.listdir(self._descriptor)

@@ -396,6 +396,19 @@ def test_a_folder_is_saved_to_by_one_job(tmp_path, capsys):
     assert not unfinished.exists()
 
 
+def test_who_only_restores_takes_no_folder_from_who_saves(tmp_path):
+    model = with_buffers()
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save()
+        with Checkpointer(tmp_path, with_buffers()) as other:
+            other.restore()
+        command = [sys.executable, "-c", HOLDS_A_FOLDER, str(tmp_path)]
+        beside = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert beside.returncode == 1
+        assert "AssertionError" in beside.stderr
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+
+
 def test_a_signal_saves(tmp_path):
     model = with_buffers()
     heard = []
