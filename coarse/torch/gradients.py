@@ -298,7 +298,12 @@ class GradientSynchroniser:
         Args:
             outputs: What forward() returned. The end of a backward is noticed through the tensors found in
                 it, so that it belongs to the outermost backward also where checkpointing runs others inside.
+
+        Raises:
+            RuntimeError: As check_finished(); no forward of the model need come before, as with accelerate's
+                trigger_sync_in_backward().
         """
+        self.check_finished()
         self.finish_update()
         self._restart()
         self._armed_in = None

@@ -80,6 +80,8 @@ def names_parameters_without_gradient(context: Context) -> Any:
             model(context.inputs(1, 4, 8))
     with raises(RuntimeError, "heads.1.weight"):
         model._check_reducer_finalized()
+    with raises(RuntimeError, "heads.1.weight"):
+        model.reducer.prepare_for_backward([])  # as accelerate's trigger_sync_in_backward() does
 
 
 @contract
