@@ -50,6 +50,7 @@ def main() -> None:
         if step == KILLED_AT_STEP and "alone" not in options:
             began_s = time.monotonic()
             print(*session.decisions(), sep="\n", flush=True)
+            dist.barrier()  # or the other worker might miss it in the step before
             if "worker" in options:
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
