@@ -57,7 +57,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         overlap: Whether each parameter is updated during backward(), as soon as all workers have its gradient,
             instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
             no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
-            one averaging backward() for each step(). Settings are those at the beginning of backward().
+            one averaging backward() for each step(). Settings are those at the beginning of backward(). Parameters
+            that it does not use are left alone, after zero_grad(set_to_none=False) too.
         max_grad_norm: Averaged gradients whose 2-norm over all parameters is longer are scaled down to it, as by
             torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the reduction, and costs no
             pass over memory. After GradScaler it is that of the unscaled gradients. What is written to a gradient's

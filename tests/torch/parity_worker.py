@@ -67,6 +67,7 @@ def main() -> None:
     from scenario import Context
     from staleness_scenarios import STALENESS_SCENARIOS
     from table_scenarios import TABLE_SCENARIOS
+    from training_loops import TrainingLoop, run
 
     scenarios = {
         **PARITY_SCENARIOS,
@@ -89,10 +90,11 @@ def main() -> None:
     )
     connection = Connection(int(pipe))
     connection.send(("result", "ready"))
-    while (name := connection.recv()) is not None:
+    while (what := connection.recv()) is not None:
         torch.manual_seed(1234)
         try:
-            connection.send(("result", scenarios[name].run(context)))
+            result = run(context, what) if isinstance(what, TrainingLoop) else scenarios[what].run(context)
+            connection.send(("result", result))
         except Exception:
             connection.send(("error", traceback.format_exc()))
     connection.close()

@@ -1,0 +1,61 @@
+"""Training loops of any parts give under COARSE what they give under torch DDP and torch's optimizers.
+
+Scenarios elsewhere are each about one thing; here things meet that nobody thought of together.
+"""
+
+from __future__ import annotations
+
+import pytest
+from comparison import assert_same
+from hypothesis import HealthCheck, given, settings
+from parity_pool import WorkerPool
+from tiers import IS_THOROUGH
+from training_loops import TrainingLoop, training_loops
+
+# Beside the most usual one: where gradients and parameters take other ways. Nodes share no tables of rows.
+POOLS = {
+    "own_path_pool": training_loops(),
+    "two_node_pool": training_loops(has_rows=False),
+    "stand_in_gpu_pool": training_loops(has_rows=False),
+    "stand_in_gpu_with_slots_pool": training_loops(has_rows=False),
+    "nccl_pool": training_loops(has_rows=False),
+}
+
+any_loops = settings(
+    max_examples=300 if IS_THOROUGH else 30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+
+
+def check(loop: TrainingLoop, ddp_pool: WorkerPool, pool: WorkerPool) -> None:
+    for each in (ddp_pool, pool):
+        each.request(loop)
+    try:
+        expected = ddp_pool.collect()
+    finally:
+        found = pool.collect()
+    for rank, (theirs, ours) in enumerate(zip(expected, found, strict=True)):
+        assert_same(ours, theirs, loop.tolerance, f"worker {rank}")
+
+
+@any_loops
+@given(loop=training_loops())
+def test_any_loop_equals_torch(loop: TrainingLoop, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
+    check(loop, ddp_pool, coarse_pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POOLS)
+def test_any_loop_equals_torch_elsewhere(
+    name: str, ddp_pool: WorkerPool, request: pytest.FixtureRequest
+) -> None:
+    pool = request.getfixturevalue(name)
+
+    @any_loops
+    @given(loop=POOLS[name])
+    def check_all(loop: TrainingLoop) -> None:
+        check(loop, ddp_pool, pool)
+
+    check_all()
