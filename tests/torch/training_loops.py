@@ -214,8 +214,14 @@ WRITES = ("clamp", "lr", "load model", "load optimizer", "data", "look at state"
 
 
 @st.composite
-def training_loops(draw: st.DrawFn, *, has_rows: bool = True) -> TrainingLoop:
-    """Loops that torch DDP takes; some with sparse gradients, unless `has_rows` says that there are to be none."""
+def training_loops(draw: st.DrawFn, *, has_rows: bool = True, writes_data: bool = True) -> TrainingLoop:
+    """Loops that torch DDP takes.
+
+    Args:
+        draw: Hypothesis gives it.
+        has_rows: Whether some have sparse gradients.
+        writes_data: Whether some write to `parameter.data`, which torch does not count.
+    """
     offloads = draw(st.sampled_from(["no", "in step", "overlapped"]))
     # Memory devices have float32 copies of narrow parameters, torch's optimizers have none.
     known = [name for name in PIECES if name != "narrow" or offloads == "no"]
@@ -256,6 +262,7 @@ def training_loops(draw: st.DrawFn, *, has_rows: bool = True) -> TrainingLoop:
         zeroes.remove("not")
     if is_overlapped:  # nothing stays
         zeroes = ["to none"]
+    writes = [name for name in WRITES if name != "data" or writes_data or offloads == "no"]
     some_changes = st.lists(st.sampled_from(CHANGES_OF_ROWS if has_rows else CHANGES), max_size=2).map(tuple)
     step = st.builds(
         Step,
@@ -265,7 +272,7 @@ def training_loops(draw: st.DrawFn, *, has_rows: bool = True) -> TrainingLoop:
         evaluates_between=st.just(False) if is_overlapped else st.booleans(),
         changes=st.just(()) if is_overlapped else some_changes,
         steps=st.just(True) if is_overlapped else st.sampled_from([True, True, True, False]),
-        writes=st.lists(st.sampled_from(WRITES), max_size=2).map(tuple),
+        writes=st.lists(st.sampled_from(writes), max_size=2).map(tuple),
     )
     return TrainingLoop(
         pieces=tuple(pieces),
@@ -405,7 +412,7 @@ class _Training:
             having[-1].grad = None
 
     def _write(self, write: str) -> None:
-        """Changes what all workers of a node share where memory devices have the parameters, so all meet around it."""
+        """Changes what workers may share: where memory devices have parameters. So all meet before and after."""
         dist.barrier()
         self._write_alone(write)
         dist.barrier()
