@@ -25,6 +25,7 @@ from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
+from coarse.proxy.socket_directory import short_address
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
@@ -76,7 +77,8 @@ class Fleet:
         self._directory = Path(tempfile.mkdtemp(prefix="coarse-bench-"))
         socket_path = os.fspath(self._directory / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(socket_path)
+            with short_address(socket_path) as address:
+                listener.bind(address)
             listener.listen(self._num_workers)
             self._spawn(socket_path)
             self._accept_all(listener, time.monotonic() + timeout_s)

@@ -23,7 +23,7 @@ from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
-from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, short_address, socket_path
 from coarse.rendezvous import NodeMap
 
 _BACKLOG = 256
@@ -83,6 +83,7 @@ class DeviceProcesses:
                         node=node,
                         nodes=nodes.ranks,
                         emulation="" if emulation is None else emulation.to_json(),
+                        directory=self.directory,
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         link_fds=links.fds_of_device(device),
@@ -218,6 +219,7 @@ def _job_of(
     node: int,
     nodes: tuple[tuple[int, ...], ...],
     emulation: str,
+    directory: str,
     listen_fd: int,
     peer_fds: tuple[int, ...],
     link_fds: tuple[tuple[int, ...], ...],
@@ -243,6 +245,7 @@ def _job_of(
         has_nccl=NCCL in algorithms and num_devices > 1,
         snapshot_pool_bytes=settings.snapshot_pool_bytes,
         emulation=emulation,
+        directory=directory,
         listen_fd=listen_fd,
         peer_fds=peer_fds,
         link_fds=link_fds,
@@ -282,7 +285,8 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
 def _listen(path: str) -> socket.socket:
     Path(path).unlink(missing_ok=True)  # of a device that was lost
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    with short_address(path) as address:
+        listener.bind(address)
     listener.listen(_BACKLOG)
     return listener
 

@@ -338,6 +338,16 @@ def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
     workers[1].finish()
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_all_processes_of_a_job_is_for_the_workers(job, number):
+    """As batch systems send them: workers may still want to save what memory devices have."""
+    workers, device_pids = started(job, 2, training(before_push=True, memory_devices=2))
+    for pid in device_pids:
+        job.signal_device(pid, signal.Signals[number])
+    workers[1].tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
 @pytest.mark.parametrize("use", ["all_reduce", "register", "pull"])
 def test_the_death_of_an_idle_memory_device_is_told_at_the_next_use(job, use):
     def worker(me):

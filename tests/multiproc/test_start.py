@@ -267,6 +267,13 @@ def test_the_directory_of_a_session_is_private_while_it_starts(job):
     assert [running.finish().details for running in workers] == ["", ""]
 
 
+@pytest.mark.parametrize("keep_devices", [0.0, 5.0])
+def test_the_temporary_directory_may_be_too_deep_for_addresses_of_sockets(job, keep_devices):
+    job.temporary /= "of_a_cluster" * 12
+    job.temporary.mkdir(mode=0o700)
+    job.run(2, lambda me: me.join(keep_devices=keep_devices).close())
+
+
 def test_a_second_session_in_the_same_store_is_refused(job):
     def worker(me):
         join_and_stay(me)

@@ -19,7 +19,7 @@ from coarse.proxy.kept_directory import (
     make_session_directory,
     session_directory,
 )
-from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, short_address, socket_path
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +78,8 @@ def test_distinct_memories_are_not_kept(other):
 def listening(directory, device=0):
     """As a memory device does; returns the place, and the socket to be closed."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    within = os.open(directory, os.O_RDONLY)  # a temporary directory's path may be too long for a socket's
-    listener.bind(socket_path(f"/proc/self/fd/{within}", device))
-    os.close(within)
+    with short_address(socket_path(directory, device)) as address:
+        listener.bind(address)
     return OwnSocket(Path(socket_path(directory, device))), listener
 
 
