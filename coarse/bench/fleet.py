@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -275,17 +274,3 @@ class Fleet:
 
 def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-@contextlib.contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """Within this context SIGTERM raises SystemExit: a terminated benchmark cleans up as after Ctrl-C."""
-
-    def leave(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 
+from coarse.cli.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
 from coarse.store import DirectoryStore
 
@@ -58,6 +61,7 @@ def _run_job(directory: str, limit_s: float) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
     )
     try:
         _, stderr = launcher.communicate(timeout=limit_s)
@@ -66,6 +70,10 @@ def _run_job(directory: str, limit_s: float) -> None:
         raise SyncProbeError(
             f"no result within {limit_s:.0f} s: {_last_words(launcher.communicate()[1])}"
         ) from None
+    except BaseException:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate()
+        raise
     if launcher.returncode != 0:
         raise SyncProbeError(_last_words(stderr))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -509,6 +510,8 @@ def run_device(job_fd: int) -> None:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
     job = DeviceJob.read(job_fd)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         opened = open_memories(job.memories, job.device)
     except _REASONS as error:
