@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +22,7 @@ from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
 from coarse.proxy.socket_directory import short_address
+from coarse.scratch import Scratch
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
@@ -63,7 +61,7 @@ class Fleet:
         self._threads = threads
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._directory: Path | None = None
+        self._scratch: Scratch | None = None
         self._healthy = False
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -73,8 +71,8 @@ class Fleet:
             WorkerLostError: If one dies or reports an error; the message ends with its standard error.
             SyncTimeoutError: If they are not all there within `timeout_s`.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="coarse-bench-"))
-        socket_path = os.fspath(self._directory / "socket")
+        self._scratch = Scratch("bench")
+        socket_path = os.fspath(self._scratch.path / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             with short_address(socket_path) as address:
                 listener.bind(address)
@@ -114,7 +112,7 @@ class Fleet:
 
     def close(self, leave_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Ends every process, politely unless a command was left unanswered, and removes what they left."""
-        if self._directory is None:
+        if self._scratch is None:
             return
         try:
             if self._healthy:
@@ -123,8 +121,8 @@ class Fleet:
             self._kill_all()
             for channel in self._channels:
                 channel.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._processes, self._channels, self._directory = [], [], None
+            self._scratch.remove()
+            self._processes, self._channels, self._scratch = [], [], None
 
     def __enter__(self) -> Fleet:
         return self
@@ -135,11 +133,11 @@ class Fleet:
         self.close(_CLOSE_TIMEOUT_S if error is None else _INTERRUPTED_TIMEOUT_S)
 
     def _spawn(self, socket_path: str) -> None:
-        assert self._directory is not None
+        assert self._scratch is not None
         job = WorkerJob(
             rank=RANK_FROM_LAUNCHER,
             num_workers=self._num_workers,
-            directory=self._directory,
+            directory=self._scratch.path,
             options=self._options,
         )
         plan = launch(self.system, job, socket_path)
@@ -150,7 +148,7 @@ class Fleet:
             **plan.environment,
         }
         for index, command in enumerate(plan.commands):
-            with (self._directory / f"stderr-{index}").open("wb") as log:
+            with (self._scratch.path / f"stderr-{index}").open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
                         command,
@@ -239,9 +237,9 @@ class Fleet:
 
     def _stderr_tail(self) -> str:
         """The last lines that the system's processes wrote, indented, process by process."""
-        assert self._directory is not None
+        assert self._scratch is not None
         tails = []
-        for log in sorted(self._directory.glob("stderr-*")):
+        for log in sorted(self._scratch.path.glob("stderr-*")):
             lines = log.read_text(errors="replace").splitlines()[-_STDERR_TAIL_LINES:]
             if lines:
                 tails.append("\n".join((f"  {log.name.replace('stderr-', 'process ')}:", *lines)))

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
 from coarse.cli.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
+from coarse.scratch import Scratch
 from coarse.store import DirectoryStore
 
 SCRIPT_MODULE = "coarse.cli.sync_probe"
@@ -43,8 +43,8 @@ def probe_sync(*, limit_s: float = 60.0) -> SyncLatency:
     Raises:
         SyncProbeError: If a worker fails, a sum is wrong, or `limit_s` seconds pass. No process is left then.
     """
-    with tempfile.TemporaryDirectory(prefix="coarse-doctor-") as directory:
-        _run_job(directory, limit_s)
+    with Scratch("doctor") as directory:
+        _run_job(os.fspath(directory), limit_s)
         try:
             result = DirectoryStore(directory).get(_RESULT_KEY, timeout_s=0.0)
         except TimeoutError:

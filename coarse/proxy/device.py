@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from coarse.errors import CoarseError, ProtocolError
@@ -46,6 +47,7 @@ from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
 from coarse.proxy.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
+from coarse.scratch import hold
 
 logger = logging.getLogger(__name__)
 
@@ -512,6 +514,8 @@ def run_device(job_fd: int) -> None:
     job = DeviceJob.read(job_fd)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
+        hold(Path(job.directory))  # to the end of this process
     try:
         opened = open_memories(job.memories, job.device)
     except _REASONS as error:

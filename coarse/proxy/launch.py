@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
 from coarse.proxy.socket_directory import TOKEN_FILE, short_address, socket_path
 from coarse.rendezvous import NodeMap
+from coarse.scratch import Scratch
 
 _BACKLOG = 256
 _MOST_DEFAULT_SYNC_CORES = 4
@@ -66,7 +66,8 @@ class DeviceProcesses:
         replaces: frozenset[int] | None = None,
         introduce: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        self.directory = tempfile.mkdtemp(prefix="coarse-") if kept_in is None else str(kept_in)
+        self._scratch = Scratch("session") if kept_in is None else None
+        self.directory = str(kept_in if self._scratch is None else self._scratch.path)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         started = range(table.num_devices) if replaces is None else sorted(replaces)
         token_file = Path(self.directory) / TOKEN_FILE
@@ -124,7 +125,10 @@ class DeviceProcesses:
 
     def hide(self) -> None:
         """Removes the directory with the sockets. Idempotent."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._scratch is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self._scratch.remove()
 
     def fate(self, device: int, timeout_s: float = 1.0) -> str:
         """How a device that closed its connection ended, in words."""

@@ -15,6 +15,7 @@ from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, registe
 from coarse.client import join as join_module
 from coarse.errors import RendezvousError, SchemaMismatchError
 from coarse.proxy.socket_directory import socket_path
+from coarse.scratch import remove_if_abandoned
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +283,15 @@ def test_all_that_wait_are_ended_before_a_new_run_starts(job, undisturbed, monke
     assert job.run(WORKERS, train_anew)[0] == [0, None, undisturbed]
     for pid in pids:
         job.await_end(pid)
+
+
+def test_the_next_job_leaves_those_that_wait_alone(job, undisturbed):
+    device_pids(job)
+    (token,) = job.temporary.rglob("token")
+    os.utime(token.parent, (1, 1))
+    remove_if_abandoned(token.parent)
+    first, _, found = finish(job, 1)
+    assert (first, found) == (2, undisturbed)
 
 
 def test_those_that_wait_end_when_they_are_told_to(job):
