@@ -193,7 +193,7 @@ class Supervisor:
             pipe.close()
             os.set_blocking(fd, False)
             tail = worker.tail if name == "stderr" else None
-            yield Channel(fd, prefix, self._console(name), log_fd, tail)
+            yield Channel(fd, prefix, self._console(name), log_fd, tail, instead=self._consoles[name])
 
     @property
     def _is_unmarked(self) -> bool:
