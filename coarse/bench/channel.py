@@ -9,6 +9,8 @@ import json
 import socket
 from typing import Any
 
+from coarse.proxy.socket_directory import short_address
+
 _CHUNK_BYTES = 1 << 16
 
 
@@ -31,7 +33,8 @@ class Channel:
             OSError: If nobody listens there.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(path)
+        with short_address(path) as address:
+            connection.connect(address)
         return cls(connection)
 
     def fileno(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.train import Progress
 from coarse.bench.training import OPTIMIZERS
+from coarse.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
 
@@ -172,8 +171,7 @@ def _check_memory(plan: SavePlan) -> None:
 def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memory: bool) -> None:
     if plan.folder:
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="coarse-bench-save-", dir=plan.folder or None))
-    try:
+    with Scratch("bench", parent=plan.folder or None) as folder:
         options = {
             "model": plan.model,
             "batch": plan.batch,
@@ -191,8 +189,6 @@ def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memor
                 raise BenchError(f"{system}: what was saved is not the model ({plan.model})")
             measured.saved_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             measured.add(fleet.ask("save", saves=plan.saves))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _extra_memory(fleet: Fleet) -> int:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import psutil
@@ -25,6 +21,8 @@ from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
+from coarse.proxy.socket_directory import short_address
+from coarse.scratch import Scratch
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
@@ -63,7 +61,7 @@ class Fleet:
         self._threads = threads
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._directory: Path | None = None
+        self._scratch: Scratch | None = None
         self._healthy = False
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -73,10 +71,11 @@ class Fleet:
             WorkerLostError: If one dies or reports an error; the message ends with its standard error.
             SyncTimeoutError: If they are not all there within `timeout_s`.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="coarse-bench-"))
-        socket_path = os.fspath(self._directory / "socket")
+        self._scratch = Scratch("bench")
+        socket_path = os.fspath(self._scratch.path / "socket")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(socket_path)
+            with short_address(socket_path) as address:
+                listener.bind(address)
             listener.listen(self._num_workers)
             self._spawn(socket_path)
             self._accept_all(listener, time.monotonic() + timeout_s)
@@ -113,7 +112,7 @@ class Fleet:
 
     def close(self, leave_timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Ends every process, politely unless a command was left unanswered, and removes what they left."""
-        if self._directory is None:
+        if self._scratch is None:
             return
         try:
             if self._healthy:
@@ -122,8 +121,8 @@ class Fleet:
             self._kill_all()
             for channel in self._channels:
                 channel.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._processes, self._channels, self._directory = [], [], None
+            self._scratch.remove()
+            self._processes, self._channels, self._scratch = [], [], None
 
     def __enter__(self) -> Fleet:
         return self
@@ -134,11 +133,11 @@ class Fleet:
         self.close(_CLOSE_TIMEOUT_S if error is None else _INTERRUPTED_TIMEOUT_S)
 
     def _spawn(self, socket_path: str) -> None:
-        assert self._directory is not None
+        assert self._scratch is not None
         job = WorkerJob(
             rank=RANK_FROM_LAUNCHER,
             num_workers=self._num_workers,
-            directory=self._directory,
+            directory=self._scratch.path,
             options=self._options,
         )
         plan = launch(self.system, job, socket_path)
@@ -149,7 +148,7 @@ class Fleet:
             **plan.environment,
         }
         for index, command in enumerate(plan.commands):
-            with (self._directory / f"stderr-{index}").open("wb") as log:
+            with (self._scratch.path / f"stderr-{index}").open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
                         command,
@@ -238,9 +237,9 @@ class Fleet:
 
     def _stderr_tail(self) -> str:
         """The last lines that the system's processes wrote, indented, process by process."""
-        assert self._directory is not None
+        assert self._scratch is not None
         tails = []
-        for log in sorted(self._directory.glob("stderr-*")):
+        for log in sorted(self._scratch.path.glob("stderr-*")):
             lines = log.read_text(errors="replace").splitlines()[-_STDERR_TAIL_LINES:]
             if lines:
                 tails.append("\n".join((f"  {log.name.replace('stderr-', 'process ')}:", *lines)))
@@ -273,17 +272,3 @@ class Fleet:
 
 def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-@contextlib.contextmanager
-def sigterm_as_exit() -> Iterator[None]:
-    """Within this context SIGTERM raises SystemExit: a terminated benchmark cleans up as after Ctrl-C."""
-
-    def leave(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

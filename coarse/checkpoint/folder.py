@@ -97,6 +97,14 @@ class Folder:
         found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder is still where it was opened."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
     def names(self) -> list[str]:
         """What is in the folder, in no particular order."""
         return os.listdir(self._descriptor)
@@ -197,9 +205,14 @@ class Folder:
         """
         temporary = f"{name}.tmp"
         self.remove(temporary)
-        with self.writing(temporary) as file:
-            file.write(contents)
-        self.rename(temporary, name)
+        try:
+            with self.writing(temporary) as file:
+                file.write(contents)
+            self.rename(temporary, name)
+        except BaseException:
+            with suppress(OSError):  # what stopped the write may stop this too
+                self.remove(temporary)
+            raise
 
     def rename(self, old: str, new: str) -> None:
         """Renames within the folder, and has the disk know of it."""

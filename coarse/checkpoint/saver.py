@@ -149,6 +149,7 @@ class Saver:
         self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", self._be_nice)
         self._under_way: Future[None] | None = None
         self._stop = threading.Event()
+        self._torn: set[str] = set()  # what saves have begun and not finished; of the saver's thread
         self._lock = threading.Lock()  # guards _counts
         self._counts: dict[str, Any] = {}
 
@@ -221,6 +222,7 @@ class Saver:
             self._stop.set()
         self.wait()
         self._executor.shutdown()
+        self._remove_torn()
         self._parent.close()
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -243,6 +245,8 @@ class Saver:
         """Counts and logs a save that could not be made."""
         counts = self.counts
         text = f"{type(error).__name__}: {error}"
+        if not self._parent.is_in_place:
+            text += " (the folder has been removed or renamed since training began)"
         self._count(
             num_failed=counts.num_failed + 1,
             num_failed_in_row=counts.num_failed_in_row + 1,
@@ -250,14 +254,24 @@ class Saver:
         )
         # Traces are for what should not happen; a full disk is no such thing.
         expected = isinstance(error, (OSError, CoarseError))
-        logger.warning("a checkpoint could not be saved; training goes on. %s", text, exc_info=not expected)
+        logger.warning(
+            "a checkpoint could not be saved to %s; training goes on. %s",
+            self._parent.path,
+            text,
+            exc_info=not expected,
+        )
 
     def _save(self, writing: Writing, own_state: WorkerState | None) -> None:
         began_s = time.monotonic()
+        temporary = CheckpointName(writing.step).temporary
         with contextlib.closing(writing), SaveProgress(f"step {writing.step}") as progress:
+            self._torn.discard(temporary)  # other workers may have written their state already
+            self._remove_torn()
+            self._torn.add(temporary)
             if own_state is not None:
                 self._write_state(own_state)
             name = writing.write(progress, self._stop.is_set)
+        self._torn.discard(temporary)
         save_s = time.monotonic() - began_s
         write_hint(self._parent, name)
         # Before older ones go: what was written must be there when the disk is asked.
@@ -268,6 +282,12 @@ class Saver:
         )
         logger.info("[step %d] saved %s: %.1f MiB in %.2f s", name.step, name, num_bytes / 2**20, save_s)
         self._remove_superseded(name)
+
+    def _remove_torn(self) -> None:
+        """Removes what is left of saves that failed, also by workers that were late with their own state."""
+        for name in self._torn:
+            with contextlib.suppress(OSError, CoarseError):  # they may fail for the same reason
+                self._parent.remove(name)
 
     def _remove_superseded(self, saved: CheckpointName) -> None:
         for name in superseded(self._parent, keep=self._keep):

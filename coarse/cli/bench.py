@@ -417,12 +417,10 @@ def _with_progress(work: Callable[[Callable[[str], None]], Result], num_steps: i
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from coarse.bench.fleet import sigterm_as_exit
-
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     # Four refreshes a second cost nothing measurable, more would be seen in the workers' times.
     bar = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4)
-    with sigterm_as_exit(), bar:
+    with bar:
         task = bar.add_task("starting", total=num_steps)
         begun = 0
 

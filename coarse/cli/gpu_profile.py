@@ -43,7 +43,7 @@ def run(json_file: Path | None) -> int:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(links.to_json() + "\n")
     except OSError as error:
-        print(f"coarse profile: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"coarse profile: {error.filename or json_file}: {error.strerror}", file=sys.stderr)
         return _EXIT_FAILED
     return 0
 

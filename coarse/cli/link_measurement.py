@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from coarse.cli.failure import last_traceback
 from coarse.cli.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
 from coarse.errors import CoarseError
+from coarse.scratch import Scratch
 from coarse.store import DirectoryStore
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class MeasurementJob:
         """
         from coarse.profiler.profile import Profile
 
-        with tempfile.TemporaryDirectory(prefix="coarse-profile-") as folder:
-            self._run_workers(Path(folder), progress)
-            return Profile.load(Path(folder) / _RESULT)
+        with Scratch("profile") as folder:
+            self._run_workers(folder, progress)
+            return Profile.load(folder / _RESULT)
 
     def _run_workers(self, folder: Path, progress: Progress) -> None:
         command = [sys.executable, "-m", "coarse", "run", "-n", str(self.num_workers), *self.flags]

@@ -7,13 +7,15 @@ A sub-command's module offers `add_parser(subparsers)`. It adds one parser, and 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
 from typing import NoReturn
 
 from coarse import __version__
@@ -34,7 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 """Module of each sub-command, in the order of the help text."""
 
 _EXIT_FAILED, _EXIT_USAGE = 1, 2
-_EXIT_INTERRUPTED = 130
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOBODY_READS = 128 + signal.SIGPIPE
 
 
@@ -60,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit(_EXIT_USAGE, f"{prog}: error: unrecognized arguments: {names} (see `{prog} --help`)\n")
     handler: Callable[[argparse.Namespace], int] = arguments.handler
     try:
-        code = handler(arguments)
+        with told_to_end_as_by_ctrl_c():
+            code = handler(arguments)
         sys.stdout.flush()
         return code
     except CoarseError as error:
@@ -72,8 +75,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flush_or_discard_output()
         print(f"coarse {arguments.command}: {error}", file=sys.stderr)
         return _EXIT_FAILED
-    except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+    except KeyboardInterrupt as told:
+        return 128 + (told.number if isinstance(told, ToldToEnd) else signal.SIGINT)
+
+
+class ToldToEnd(KeyboardInterrupt):
+    """Another signal than Ctrl-C's has told the command to end.
+
+    Args:
+        number: Which.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextlib.contextmanager
+def told_to_end_as_by_ctrl_c() -> Iterator[None]:
+    """Within this context SIGTERM and SIGHUP raise ToldToEnd, so that what was begun is cleaned up.
+
+    Unless they are ignored, or this is not the main thread.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise ToldToEnd(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [number for number in _ENDING_SIGNALS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in heard:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:

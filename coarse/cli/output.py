@@ -167,6 +167,7 @@ class Channel:
         console: None where the stream goes to the log only.
         log_fd: Gets the bytes as they are; None for no log. Not owned.
         tail: Remembers the last bytes; None where nobody will ask.
+        instead: Where a stream that goes to the log only goes on if the log cannot be written any more.
     """
 
     fd: int
@@ -174,6 +175,7 @@ class Channel:
     console: Console | None
     log_fd: int | None = None
     tail: Tail | None = None
+    instead: Console | None = None
     is_open: bool = True
     _splitter: LineSplitter = field(default_factory=LineSplitter)
 
@@ -214,8 +216,9 @@ class Channel:
                 view = view[os.write(log_fd, view) :]
         except OSError as error:
             self.log_fd = None
-            if self.console is not None:
-                self._show(iter([Piece(f"coarse run: log stopped: {error.strerror}\n".encode())]))
+            if self.console is None:
+                self.console = self.instead
+            self._show(iter([Piece(f"coarse run: log stopped: {error.strerror}\n".encode())]))
 
     def _show(self, pieces: Iterator[Piece]) -> None:
         if self.console is None:

@@ -24,7 +24,7 @@ FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What ends a job when the launcher gets it."""
 
 FRONT_PATIENCE_S = 4.0
-"""How long the supervisor may take to end a job after a signal before the front does it."""
+"""How much longer than it was given the supervisor may take to end a job before the front does it."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -101,10 +101,11 @@ def _reap(pid: int) -> bool:
         return False
 
 
-def run_guarded(supervise: Callable[[], int]) -> int:
+def run_guarded(supervise: Callable[[], int], *, shutdown_timeout_s: float) -> int:
     """Runs `supervise` in a child process and returns its exit code; afterwards no descendant is left.
 
-    `supervise` starts in a session of its own, as a subreaper, with this process's signal mask.
+    `supervise` starts in a session of its own, as a subreaper, with this process's signal mask. After a signal it
+    gets `shutdown_timeout_s` to end, after a second one it is to end at once.
     """
     spared = descendants(os.getpid())
     become_subreaper()
@@ -118,7 +119,7 @@ def run_guarded(supervise: Callable[[], int]) -> int:
     if supervisor == 0:
         _be_supervisor(front, mask, supervise)
     try:
-        return _attend(supervisor, forwarded)
+        return _attend(supervisor, forwarded, shutdown_timeout_s)
     finally:
         sweep(spared=spared)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -146,13 +147,15 @@ def _hold_signals() -> None:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
-def _attend(supervisor: int, forwarded: Collection[signal.Signals]) -> int:
+def _attend(supervisor: int, forwarded: Collection[signal.Signals], shutdown_timeout_s: float) -> int:
     deadline: float | None = None
+    patience_s = shutdown_timeout_s + FRONT_PATIENCE_S
     while (status := _status_of(supervisor)) is None:
         number = _next_signal(forwarded, deadline)
         if number is not None:
             os.kill(supervisor, number)
-            deadline = deadline or time.monotonic() + FRONT_PATIENCE_S
+            deadline = time.monotonic() + patience_s
+            patience_s = FRONT_PATIENCE_S
         elif deadline is not None and time.monotonic() >= deadline:
             os.kill(supervisor, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)

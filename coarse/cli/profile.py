@@ -138,14 +138,16 @@ def run(arguments: argparse.Namespace) -> int:
     basis = basis_of(profile, origin)
     print_profile(basis)
     print_memory_only_nodes()
+    place = arguments.json  # a write that fails names no file
     try:
         if arguments.json is not None:
             profile.save(arguments.json)
+        place = arguments.figures
         if arguments.figures is not None:
             for file in draw_figures(basis, arguments.figures):
                 print(file)
     except OSError as error:
-        print(f"coarse profile: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"coarse profile: {error.filename or place}: {error.strerror}", file=sys.stderr)
         return _EXIT_FAILED
     return 0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from coarse.cli.arguments import num_workers, whole_number
+from coarse.cli.arguments import num_workers, seconds, whole_number
 from coarse.env import ALGORITHM_CHOICES, ROUTING_CHOICES, SCHEDULING_CHOICES, Settings
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
@@ -24,6 +24,8 @@ Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZ
 set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code, or starts
 them again as often as --max-restarts says. A job over several nodes takes one such command on each, with the
 same --nnodes, --master-addr and --master-port and a --node-rank of its own."""
+
+_SHUTDOWN_TIMEOUT_S = 30.0
 
 _REDIRECTED_STREAMS: Mapping[str, frozenset[str]] = {
     "0": frozenset(),
@@ -149,6 +151,15 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how often all workers are started again after one has failed (default: 0)",
     )
+    group.add_argument(
+        "--shutdown-timeout",
+        "--shutdown_timeout",
+        default=_SHUTDOWN_TIMEOUT_S,
+        type=seconds,
+        metavar="SECONDS",
+        help="how long workers may take to end, such as for a last checkpoint, when this command is told to stop by "
+        "SIGINT, SIGTERM or SIGHUP; a second signal kills them at once (default: %(default)g)",
+    )
     group.add_argument("--standalone", action="store_true", help="accepted; one node is always standalone")
     kind = group.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -200,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
             log_dir=_prepare_log_dir(arguments),
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
             max_restarts=arguments.max_restarts,
+            shutdown_timeout_s=arguments.shutdown_timeout,
             restart_variables=lambda attempt: restart_variables(arguments, attempt),
         )
     except UsageError as error:
@@ -207,7 +219,7 @@ def run(arguments: argparse.Namespace) -> int:
     _announce_threads(plan.environments[0], plan.num_workers)
     _announce_machine(plan.environments[0])
     try:
-        return run_guarded(lambda: Supervisor(plan).run())
+        return run_guarded(lambda: Supervisor(plan).run(), shutdown_timeout_s=arguments.shutdown_timeout)
     finally:
         forget_job(plan.job)  # if the supervisor was killed
 

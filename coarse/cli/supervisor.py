@@ -29,8 +29,8 @@ TEARDOWN_GRACE_S = 2.0
 TERMINATE_GRACE_S = 5.0
 """After the first SIGTERM, how long workers may take to end."""
 
-INTERRUPT_GRACE_S = 1.2
-"""After the launcher was told to stop, how long workers may take to end."""
+ORPHANED_GRACE_S = 1.2
+"""After the launcher was killed, how long workers may take to end."""
 
 LEFTOVER_GRACE_S = 0.5
 """After the last worker, how long what it had started may take to end by itself, and then on SIGTERM."""
@@ -45,6 +45,7 @@ class JobPlan:
     Args:
         command: Program and arguments, the same for each worker.
         environments: The whole environment of each worker; their number is the number of workers.
+        shutdown_timeout_s: How long workers may take to end after the launcher was told to stop.
         first_rank: Rank of the first of them; the others follow.
         plain_first: Whether the first worker gets the launcher's own stdout and stderr.
         log_dir: An existing directory for one file per worker; None for none.
@@ -55,6 +56,7 @@ class JobPlan:
 
     command: tuple[str, ...]
     environments: tuple[Mapping[str, str], ...]
+    shutdown_timeout_s: float
     first_rank: int = 0
     plain_first: bool = False
     log_dir: Path | None = None
@@ -112,11 +114,12 @@ class Supervisor:
 
     A failure gives the other workers REPORT_GRACE_S to report, then SIGTERM (TEARDOWN_GRACE_S later for those
     that have reported an error of their own), and TERMINATE_GRACE_S after that SIGKILL. A signal to this
-    process goes to all workers at once, INTERRUPT_GRACE_S later comes SIGKILL; a second one kills at once.
+    process goes to all workers at once, and SIGKILL when their time to end is over; a second one kills at once.
     """
 
     def __init__(self, plan: JobPlan) -> None:
         self._plan = plan
+        self._launcher = os.getppid()
         self._consoles = dict(zip(("stdout", "stderr"), open_consoles(), strict=True))
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, _Worker] = {}
@@ -190,7 +193,7 @@ class Supervisor:
             pipe.close()
             os.set_blocking(fd, False)
             tail = worker.tail if name == "stderr" else None
-            yield Channel(fd, prefix, self._console(name), log_fd, tail)
+            yield Channel(fd, prefix, self._console(name), log_fd, tail, instead=self._consoles[name])
 
     @property
     def _is_unmarked(self) -> bool:
@@ -289,7 +292,8 @@ class Supervisor:
             self._kill_all()
             return
         self._interrupted_by = number
-        self._later(INTERRUPT_GRACE_S, self._kill_all)
+        is_orphaned = os.getppid() != self._launcher
+        self._later(ORPHANED_GRACE_S if is_orphaned else self._plan.shutdown_timeout_s, self._kill_all)
         _stop(self._running.values(), number)
 
     def _terminate_silent_workers(self) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
+from coarse.cli.processes import die_with_parent
 from coarse.env import WorkerIdentity, own_process_environment
+from coarse.scratch import Scratch
 from coarse.store import DirectoryStore
 
 SCRIPT_MODULE = "coarse.cli.sync_probe"
@@ -40,8 +43,8 @@ def probe_sync(*, limit_s: float = 60.0) -> SyncLatency:
     Raises:
         SyncProbeError: If a worker fails, a sum is wrong, or `limit_s` seconds pass. No process is left then.
     """
-    with tempfile.TemporaryDirectory(prefix="coarse-doctor-") as directory:
-        _run_job(directory, limit_s)
+    with Scratch("doctor") as directory:
+        _run_job(os.fspath(directory), limit_s)
         try:
             result = DirectoryStore(directory).get(_RESULT_KEY, timeout_s=0.0)
         except TimeoutError:
@@ -58,6 +61,7 @@ def _run_job(directory: str, limit_s: float) -> None:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
+        preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
     )
     try:
         _, stderr = launcher.communicate(timeout=limit_s)
@@ -66,6 +70,10 @@ def _run_job(directory: str, limit_s: float) -> None:
         raise SyncProbeError(
             f"no result within {limit_s:.0f} s: {_last_words(launcher.communicate()[1])}"
         ) from None
+    except BaseException:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.communicate()
+        raise
     if launcher.returncode != 0:
         raise SyncProbeError(_last_words(stderr))
 

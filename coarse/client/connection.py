@@ -19,6 +19,7 @@ from coarse.errors import (
     told_error,
 )
 from coarse.proxy.protocol import Channel, Message, Received
+from coarse.proxy.socket_directory import short_address
 
 _SILENCE_S = 0.25
 
@@ -43,7 +44,8 @@ class DeviceConnection:
         )  # a message may take several frames, and snapshots are asked for in a thread
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(path)
+            with short_address(path) as address:
+                connection.connect(address)
         except OSError as error:
             connection.close()
             raise MemoryDeviceLostError(f"memory device md{device} cannot be reached: {error}") from error

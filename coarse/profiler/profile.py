@@ -191,10 +191,16 @@ class Profile:
     def save(self, path: Path) -> None:
         """Writes the document; who reads `path` meanwhile finds the old file or the new one, whole.
 
+        Unless it is a device or a pipe, such as /dev/stdout may be.
+
         Raises:
             OSError: If it cannot be written.
         """
+        if path.exists() and not path.is_file():
+            path.write_text(json.dumps(as_json(self), indent=1))
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
+        path = path.resolve()  # a link stays one
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from coarse.errors import CoarseError, ProtocolError
@@ -44,10 +47,14 @@ from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
 from coarse.proxy.snapshot_service import SnapshotService
 from coarse.proxy.storage_service import StorageService
 from coarse.proxy.workers import WorkerConnection, Workers
+from coarse.scratch import hold
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOTIFYING_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _REASONS = (CoarseError, ValueError, OSError, _native.CudaError, _native.NcclError)
 """What a device that cannot begin says to its workers: the machine's reasons, not its own mistakes."""
@@ -129,7 +136,7 @@ class MemoryDevice:
             attempt.
         """
         try:
-            self._watch_leader()
+            self._begin()
             try:
                 self._serve()
             except _REASONS as error:
@@ -144,10 +151,14 @@ class MemoryDevice:
     def refuse(self, reason: Exception) -> None:
         """Tells every worker why this device cannot serve them, instead of run()."""
         try:
-            self._watch_leader()
+            self._begin()
             self._turn_away(reason)
         finally:
             self._close()
+
+    def _begin(self) -> None:
+        self._leave_signals_to_workers()
+        self._watch_leader()
 
     def _serve(self) -> None:
         self._share()
@@ -255,6 +266,19 @@ class MemoryDevice:
             self._peers.tell({"type": "kept"})
         return True
 
+    def _leave_signals_to_workers(self) -> None:
+        """A batch system signals all processes of a job, and workers may still want to save what is here."""
+        for number in _ENDING_SIGNALS:
+            signal.signal(number, lambda number, frame: self._be_told_to_end())
+        for number in _NOTIFYING_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _be_told_to_end(self) -> None:
+        """Ends with the workers, or at once if the contents only wait for those of another attempt."""
+        self._is_dismissed = True
+        if self._workers.is_empty and not self._job.leader_pid:
+            self._deadline = 0.0
+
     def _watch_leader(self) -> None:
         if not self._job.leader_pid:
             return
@@ -358,8 +382,7 @@ class MemoryDevice:
     def dismissed(self) -> None:
         """Ends, if the contents only wait for another attempt."""
         if self._workers.is_empty:
-            self._is_dismissed = True
-            self._deadline = 0.0
+            self._be_told_to_end()
 
     def device_replaced(self, device: int, fd: int) -> None:
         """Gives another device that has taken a lost one's place what that one had.
@@ -489,6 +512,10 @@ def run_device(job_fd: int) -> None:
         job_fd: An inherited descriptor from which the DeviceJob is read.
     """
     job = DeviceJob.read(job_fd)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
+        hold(Path(job.directory))  # to the end of this process
     try:
         opened = open_memories(job.memories, job.device)
     except _REASONS as error:

@@ -48,7 +48,8 @@ class DeviceJob:
         has_nccl: Whether NCCL may be used, between GPUs.
         snapshot_pool_bytes: As in Settings.
         emulation: JSON of the Emulation; "" if links are those that are there.
-        listen_fd: A listening SEQPACKET socket for workers.
+        directory: Where workers find the device (coarse.proxy.socket_directory).
+        listen_fd: A listening SEQPACKET socket there.
         peer_fds: A connected SEQPACKET socket to each other device; -1 in this device's own place.
         link_fds: Connected stream sockets to devices of other nodes, by node.
         token: What a worker must show to be let in, hexadecimal.
@@ -76,6 +77,7 @@ class DeviceJob:
     has_nccl: bool
     snapshot_pool_bytes: int
     emulation: str
+    directory: str
     listen_fd: int
     peer_fds: tuple[int, ...]
     link_fds: tuple[tuple[int, ...], ...]

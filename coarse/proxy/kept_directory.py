@@ -2,8 +2,8 @@
 
     <temporary directory>/coarse-<user>/<job>/<session>/   md0.sock, md1.sock, ..., token, kept.json
 
-The directories are this user's alone (mode 0700). Whoever ends last removes them: the memory devices, or `coarse run`
-where these were killed.
+The directories are this user's alone (mode 0700). Whoever ends last removes them: the memory devices, `coarse run`
+where these were killed, or else the next job whose devices may be kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from coarse.errors import RendezvousError
 from coarse.proxy.socket_directory import KEPT_FILE, OwnSocket
+from coarse.scratch import remove_if_abandoned
 
 _MOST_TRIES = 100
 
@@ -77,6 +78,10 @@ def make_session_directory(job: str, session: str) -> Path:
     """
     directory = session_directory(job, session)
     shutil.rmtree(directory, ignore_errors=True)
+    for other in _root().glob("*/*"):
+        remove_if_abandoned(other)
+        with contextlib.suppress(OSError):  # not empty, or gone
+            other.parent.rmdir()
     for attempt in range(_MOST_TRIES):
         try:
             for path in (_root(), directory.parent):

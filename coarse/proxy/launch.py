@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,8 +22,9 @@ from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
-from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, short_address, socket_path
 from coarse.rendezvous import NodeMap
+from coarse.scratch import Scratch
 
 _BACKLOG = 256
 _MOST_DEFAULT_SYNC_CORES = 4
@@ -66,7 +66,8 @@ class DeviceProcesses:
         replaces: frozenset[int] | None = None,
         introduce: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        self.directory = tempfile.mkdtemp(prefix="coarse-") if kept_in is None else str(kept_in)
+        self._scratch = Scratch("session") if kept_in is None else None
+        self.directory = str(kept_in if self._scratch is None else self._scratch.path)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         started = range(table.num_devices) if replaces is None else sorted(replaces)
         token_file = Path(self.directory) / TOKEN_FILE
@@ -83,6 +84,7 @@ class DeviceProcesses:
                         node=node,
                         nodes=nodes.ranks,
                         emulation="" if emulation is None else emulation.to_json(),
+                        directory=self.directory,
                         listen_fd=listener.fileno(),
                         peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
                         link_fds=links.fds_of_device(device),
@@ -123,7 +125,10 @@ class DeviceProcesses:
 
     def hide(self) -> None:
         """Removes the directory with the sockets. Idempotent."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._scratch is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self._scratch.remove()
 
     def fate(self, device: int, timeout_s: float = 1.0) -> str:
         """How a device that closed its connection ended, in words."""
@@ -218,6 +223,7 @@ def _job_of(
     node: int,
     nodes: tuple[tuple[int, ...], ...],
     emulation: str,
+    directory: str,
     listen_fd: int,
     peer_fds: tuple[int, ...],
     link_fds: tuple[tuple[int, ...], ...],
@@ -243,6 +249,7 @@ def _job_of(
         has_nccl=NCCL in algorithms and num_devices > 1,
         snapshot_pool_bytes=settings.snapshot_pool_bytes,
         emulation=emulation,
+        directory=directory,
         listen_fd=listen_fd,
         peer_fds=peer_fds,
         link_fds=link_fds,
@@ -282,7 +289,8 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
 def _listen(path: str) -> socket.socket:
     Path(path).unlink(missing_ok=True)  # of a device that was lost
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    with short_address(path) as address:
+        listener.bind(address)
     listener.listen(_BACKLOG)
     return listener
 

@@ -10,8 +10,10 @@ ProtocolError. The format is described in docs/design/control-protocol.md.
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
+import resource
 import socket
 import struct
 from collections import deque
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coarse.errors import ProtocolError
+from coarse.errors import CoarseError, ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
@@ -78,6 +80,7 @@ class Channel:
 
         Raises:
             ProtocolError: If the message is over the format's limits.
+            CoarseError: If this process may have no more descriptors.
             OSError: If the peer is gone.
         """
         payload = json.dumps(message, separators=(",", ":")).encode()
@@ -88,7 +91,7 @@ class Channel:
             )
         for offset in range(0, len(payload), _FRAGMENT_BYTES):
             fragment = payload[offset : offset + _FRAGMENT_BYTES]
-            attached = [os.dup(fd) for fd in fds] if offset == 0 else []
+            attached = _duplicates(fds) if offset == 0 else []
             header = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, len(attached), len(payload), offset)
             self._outgoing.append((header + fragment, attached))
         self.flush()
@@ -113,6 +116,7 @@ class Channel:
         Raises:
             EOFError: If the peer closed the connection.
             ProtocolError: If the frame breaks the format; the connection is of no further use.
+            CoarseError: If this process may have no more descriptors; the same holds.
             BlockingIOError: If the socket is non-blocking and nothing is there.
         """
         frame, fds = _receive_frame(self.socket)
@@ -159,6 +163,29 @@ class Channel:
         self._incoming += fragment
 
 
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))
+    except OSError as error:
+        for fd in made:
+            os.close(fd)
+        if error.errno == errno.EMFILE:
+            raise _too_many_open_files() from None
+        raise
+    return made
+
+
+def _too_many_open_files() -> CoarseError:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return CoarseError(
+        f"process {os.getpid()} may have no more open files than the {limit} that it has, and each group of tensors "
+        f"takes some for the memory that it shares. Raise the limit, which may be {most}: `ulimit -n` in a shell, "
+        "LimitNOFILE of a service"
+    )
+
+
 def _receive_frame(connection: socket.socket) -> tuple[bytes, list[int]]:
     descriptors = array.array("i")
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
@@ -171,6 +198,8 @@ def _receive_frame(connection: socket.socket) -> tuple[bytes, list[int]]:
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for fd in descriptors:
             os.close(fd)
+        if flags & socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
+            raise _too_many_open_files()  # the kernel drops what it cannot give a number
         raise ProtocolError("a control frame is larger than the format allows")
     return frame, list(descriptors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
@@ -175,9 +176,17 @@ class Registrar:
         except (CoarseError, ValueError) as error:
             self._refuse(registration, error)
         except _native.CudaError as error:
-            device = f"memory device md{self._job.device} ({self._job.memory})"
-            name = registration.schema.name
-            self._refuse(registration, CoarseError(f"{device} cannot serve the tensors {name!r}: {error}"))
+            self._refuse(registration, CoarseError(f"{self._cannot_serve(registration)}: {error}"))
+        except OSError as error:
+            kind = OutOfDeviceMemoryError if error.errno == errno.ENOMEM else CoarseError
+            text = (
+                f"{self._cannot_serve(registration)}: {error}. Look at the limits of its process: `ulimit -a`"
+            )
+            self._refuse(registration, kind(text))
+
+    def _cannot_serve(self, registration: Registration) -> str:
+        device = f"memory device md{self._job.device} ({self._job.memory})"
+        return f"{device} cannot serve the tensors {registration.schema.name!r}"
 
     def _is_shared(self, registration: Registration) -> bool:
         """Whether all that the node has once is there."""

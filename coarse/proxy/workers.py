@@ -19,7 +19,7 @@ from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received, int_field
-from coarse.proxy.socket_directory import OwnSocket
+from coarse.proxy.socket_directory import OwnSocket, socket_path
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Workers:
         self._handler = handler
         self._listener = socket.socket(fileno=job.listen_fd)
         self._listener.setblocking(False)
-        self.socket = OwnSocket(Path(self._listener.getsockname()))
+        self.socket = OwnSocket(Path(socket_path(job.directory, job.device)))
         """Where workers connect."""
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}

@@ -145,6 +145,50 @@ def test_training_goes_on_while_the_disk_is_full_until_too_many_saves_failed(tmp
     assert newest_step(tmp_path) == 3
 
 
+def test_a_disk_that_cannot_take_the_workers_own_state_keeps_nothing_of_it(tmp_path):
+    """The state comes before anything else of a save; that of another worker may come when the save has failed."""
+    full = threading.Event()
+
+    def observe(operation, name):
+        if full.is_set() and operation == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+
+    def own_state(step, rank):
+        return WorkerState(step=step, save_number=step, rank=rank, state={})
+
+    def details(step):
+        return SaveDetails(has_worker_state=True, world_size=2, save_number=step)
+
+    saver = Saver(Folder.open(tmp_path, observe=observe))
+    late = Saver(Folder.open(tmp_path))
+    full.set()
+    saver.start(SourceWriting(saver.folder, source(1), details(1), OPTIONS), own_state(1, 0))
+    saver.wait()
+    assert saver.counts.num_failed == 1
+    assert not list(tmp_path.glob("*.tmp/*"))
+    late.start_worker_state(own_state(1, 1))
+    late.wait()
+    full.clear()
+    late.start_worker_state(own_state(2, 1))
+    saver.start(SourceWriting(saver.folder, source(2), details(2), OPTIONS), own_state(2, 0))
+    saver.wait()
+    assert saver.counts.num_saved == 1
+    assert not list(tmp_path.glob("*.tmp"))
+    for each in (saver, late):
+        each.close()
+
+
+def test_a_folder_that_was_removed_meanwhile_is_named(tmp_path):
+    path = tmp_path / "checkpoints"
+    path.mkdir()
+    saver = Saver(Folder.open(path))
+    path.rmdir()
+    assert begin(saver, source(1))
+    saver.wait()
+    assert "the folder has been removed or renamed" in saver.counts.last_error
+    saver.close()
+
+
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path

@@ -100,9 +100,10 @@ def test_worker_that_does_not_answer_is_named() -> None:
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
         "import signal, sys, tempfile\n"
-        "from coarse.bench.fleet import Fleet, sigterm_as_exit\n"
+        "from coarse.bench.fleet import Fleet\n"
+        "from coarse.cli.main import told_to_end_as_by_ctrl_c\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "with sigterm_as_exit(), Fleet('gloo', 2) as fleet:\n"
+        "with told_to_end_as_by_ctrl_c(), Fleet('gloo', 2) as fleet:\n"
         "    fleet.start()\n"
         "    print(*(each.pid for each in fleet.descendants()), flush=True)\n"
         "    signal.pause()\n"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import LIMIT_S, PROMPT_S
 
 from coarse.client.schema import TensorSpec
+from coarse.errors import OutOfDeviceMemoryError
 
 SHORT_S = 3.0
 """A time-out that is waited for."""
@@ -336,6 +340,36 @@ def test_who_leaves_because_of_a_memory_device_is_not_taken_for_the_reason(job):
     assert outcome.error == "MemoryDeviceLostError", outcome
     assert "memory device md1 died" in outcome.message
     workers[1].finish()
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_to_all_processes_of_a_job_is_for_the_workers(job, number):
+    """As batch systems send them: workers may still want to save what memory devices have."""
+    workers, device_pids = started(job, 2, training(before_push=True, memory_devices=2))
+    for pid in device_pids:
+        job.signal_device(pid, signal.Signals[number])
+    workers[1].tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
+def test_a_memory_device_that_may_not_map_tensors_refuses_them(job):
+    """It stays, and so does the session."""
+
+    def worker(me):
+        with me.join(memory_devices=2) as session:
+            session.barrier()
+            if me.rank == 0:
+                pid = session.device_pids[1]
+                mapped = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+                resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (1 << 20),) * 2)
+            session.barrier()
+            with pytest.raises(
+                OutOfDeviceMemoryError, match=r"md1 .* cannot serve the tensors 'large'.*ulimit"
+            ):
+                session.register("large", floats(num_elements=5_000_000))
+            session.barrier()
+
+    job.run(2, worker)
 
 
 @pytest.mark.parametrize("use", ["all_reduce", "register", "pull"])

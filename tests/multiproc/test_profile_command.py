@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import stat
 import subprocess
 import sys
+import time
 
 import pytest
+from harness import LIMIT_S
 
 from coarse.cli.main import main
 from coarse.profiler.profile import Profile
@@ -48,6 +52,45 @@ def test_measures_keeps_and_shows(tmp_path, cache, capsys):
 
     assert main(["plan", "--profile", str(file)]) == 0
     assert "measured, from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_that_is_told_to_end_leaves_nothing(tmp_path, number):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "coarse", "profile", "--refresh", "--budget", "60"]
+    with subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as profile:
+        until = time.monotonic() + LIMIT_S
+        while not list(temporary.glob("*/progress.value")) and time.monotonic() < until:
+            time.sleep(0.01)
+        profile.send_signal(number)
+        _, stderr = profile.communicate(timeout=LIMIT_S)
+    assert profile.returncode == 128 + number, stderr.decode()
+    assert not list(temporary.iterdir())
+
+
+def test_a_result_may_go_to_a_device_or_through_a_link(tmp_path, capsys):
+    """These stay what they are, and the error of one that takes nothing names it."""
+    full = tmp_path / "full"
+    try:
+        os.mknod(full, 0o600 | stat.S_IFCHR, os.makedev(1, 7))
+        full.write_bytes(b"")
+    except PermissionError:
+        pytest.skip("only root can make devices, and not in every container")
+    assert main(["profile", "--budget", "0", "--json", str(full)]) == 1
+    assert f"coarse profile: {full}: No space left on device" in capsys.readouterr().err
+    assert full.is_char_device()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    assert main(["profile", "--budget", "0", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert Profile.load(tmp_path / "file")
 
 
 def test_a_damaged_result_is_measured_anew(cache, capsys):

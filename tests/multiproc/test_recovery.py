@@ -15,6 +15,7 @@ from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, registe
 from coarse.client import join as join_module
 from coarse.errors import RendezvousError, SchemaMismatchError
 from coarse.proxy.socket_directory import socket_path
+from coarse.scratch import remove_if_abandoned
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +283,43 @@ def test_all_that_wait_are_ended_before_a_new_run_starts(job, undisturbed, monke
     assert job.run(WORKERS, train_anew)[0] == [0, None, undisturbed]
     for pid in pids:
         job.await_end(pid)
+
+
+def test_the_next_job_leaves_those_that_wait_alone(job, undisturbed):
+    device_pids(job)
+    (token,) = job.temporary.rglob("token")
+    os.utime(token.parent, (1, 1))
+    remove_if_abandoned(token.parent)
+    first, _, found = finish(job, 1)
+    assert (first, found) == (2, undisturbed)
+
+
+def test_those_that_wait_end_when_they_are_told_to(job):
+    pids = device_pids(job)
+    job.signal_device(pids[1], signal.SIGTERM)
+    for pid in pids:
+        job.await_end(pid)
+    assert list(job.temporary.iterdir()) == []
+
+
+def test_those_that_are_told_to_end_wait_for_no_other_attempt(job):
+    def stops(me):
+        with join(me, 0) as session:
+            take_step(register(session), me.rank, 1)
+            me.tell(session.device_pids)
+            me.hear()
+            die()
+
+    workers = job.start(WORKERS, stops)
+    pids = {pid for worker in workers for pid in worker.hear()}
+    for pid in pids:
+        job.signal_device(pid, signal.SIGTERM)
+    for worker in workers:
+        worker.tell()
+        worker.finish()
+    for pid in pids:
+        job.await_end(pid)
+    assert list(job.temporary.iterdir()) == []
 
 
 def test_nothing_is_kept_of_a_memory_device_that_was_lost(job, undisturbed):

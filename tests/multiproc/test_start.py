@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import signal
 from pathlib import Path
 
@@ -265,6 +266,25 @@ def test_the_directory_of_a_session_is_private_while_it_starts(job):
     assert len(bytes.fromhex((directory / "token").read_text())) == 32
     workers[0].tell()
     assert [running.finish().details for running in workers] == ["", ""]
+
+
+@pytest.mark.parametrize("keep_devices", [0.0, 5.0])
+def test_the_temporary_directory_may_be_too_deep_for_addresses_of_sockets(job, keep_devices):
+    job.temporary /= "of_a_cluster" * 12
+    job.temporary.mkdir(mode=0o700)
+    job.run(2, lambda me: me.join(keep_devices=keep_devices).close())
+
+
+def test_memory_devices_may_open_as_many_files_as_the_system_lets_them(job):
+    def worker(me):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, most), most))
+        with me.join() as session:
+            session.barrier()
+            return [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in session.device_pids]
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert job.run(2, worker)[0] == [[hard, hard]] * 2
 
 
 def test_a_second_session_in_the_same_store_is_refused(job):

@@ -107,10 +107,14 @@ def test_help_names_every_command(capsys):
             "coarse fail: [Errno 13] Permission denied: '/a/b'\n",
         ),
         (KeyboardInterrupt(), 130, ""),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGHUP, 129, ""),
     ],
 )
 def test_expected_errors_of_a_command_give_one_line(error, exit_code, stderr, monkeypatch, capsys):
     def fail(arguments):
+        if isinstance(error, signal.Signals):
+            signal.raise_signal(error)
         raise error
 
     def add_parser(subparsers):

@@ -118,6 +118,25 @@ def test_a_channel_whose_reader_is_gone_closes_its_pipe(pipe):
     os.close(broken)
 
 
+def test_what_goes_to_a_log_alone_is_shown_when_the_disk_is_full(pipe):
+    reader, writer = pipe
+    shown, terminal = os.pipe()
+    with open("/dev/full", "wb", buffering=0) as log:
+        channel = Channel(reader, b"[w1] ", None, log.fileno(), instead=Console(terminal, Screen(), False))
+        os.write(writer, b"one\n")
+        assert channel.pump()
+        os.write(writer, b"two\n")
+        assert channel.pump()
+        channel.close()
+    os.close(terminal)
+    with open(shown, "rb") as reading:
+        assert reading.read().splitlines() == [
+            b"[w1] coarse run: log stopped: No space left on device",
+            b"[w1] one",
+            b"[w1] two",
+        ]
+
+
 def test_a_channel_goes_on_logging_when_its_reader_is_gone(pipe, tmp_path):
     reader, writer = pipe
     nobody_reads, broken = os.pipe()

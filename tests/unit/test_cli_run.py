@@ -232,4 +232,4 @@ def test_a_script_is_run_by_the_same_python(tmp_path):
 )
 def test_a_plan_that_contradicts_itself_is_refused(wrong):
     with pytest.raises(ValueError, match="needs"):
-        JobPlan(**{"command": ("true",), "environments": ({},), **wrong})
+        JobPlan(**{"command": ("true",), "environments": ({},), "shutdown_timeout_s": 1.0, **wrong})

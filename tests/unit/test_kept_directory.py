@@ -19,7 +19,8 @@ from coarse.proxy.kept_directory import (
     make_session_directory,
     session_directory,
 )
-from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, short_address, socket_path
+from coarse.scratch import hold
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,20 @@ def test_what_is_left_there_is_found_and_forgotten(temporary):
     assert directory.exists()
     forget_job("job")
     assert list(temporary.iterdir()) == []
+
+
+def test_what_a_job_has_left_that_was_killed_goes_with_the_next_one(temporary):
+    """Unless its memory devices still wait."""
+    directories = [make_session_directory(job, "session") for job in ("killed", "waiting")]
+    lock = hold(directories[1])
+    for directory in directories:
+        (directory / TOKEN_FILE).touch()
+        os.utime(directory, (1, 1))
+    next_one = make_session_directory("next", "session")
+    assert [path.exists() for path in directories] == [False, True]
+    assert not directories[0].parent.exists()
+    assert next_one.exists()
+    os.close(lock)
 
 
 @pytest.mark.parametrize("kind", ["open to others", "link"])
@@ -78,9 +93,8 @@ def test_distinct_memories_are_not_kept(other):
 def listening(directory, device=0):
     """As a memory device does; returns the place, and the socket to be closed."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    within = os.open(directory, os.O_RDONLY)  # a temporary directory's path may be too long for a socket's
-    listener.bind(socket_path(f"/proc/self/fd/{within}", device))
-    os.close(within)
+    with short_address(socket_path(directory, device)) as address:
+        listener.bind(address)
     return OwnSocket(Path(socket_path(directory, device))), listener
 
 

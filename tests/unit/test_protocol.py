@@ -6,6 +6,7 @@ import array
 import contextlib
 import json
 import os
+import resource
 import socket
 import struct
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coarse.errors import ProtocolError
+from coarse.errors import CoarseError, ProtocolError
 from coarse.proxy.protocol import (
     MAX_DESCRIPTORS,
     MAX_MESSAGE_BYTES,
@@ -44,6 +45,34 @@ def channels():
         ours.close()
         theirs.close()
     assert open_descriptors() == before
+
+
+@contextlib.contextmanager
+def no_more_open_files():
+    """As where a process has all that its limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_number = os.dup(0)
+    os.close(next_number)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_descriptors_that_a_process_may_not_have_are_no_fault_of_the_peer():
+    with channels() as (ours, theirs):
+        with (
+            no_more_open_files(),
+            pytest.raises(CoarseError, match=r"may have no more open files.*ulimit -n"),
+        ):
+            ours.send({"type": "memory"}, [0, 1])
+        ours.send({"type": "memory"}, [0, 1])
+        with (
+            no_more_open_files(),
+            pytest.raises(CoarseError, match=r"may have no more open files.*ulimit -n"),
+        ):
+            theirs.receive()
 
 
 def frame(payload, *, magic=b"COAR", version=PROTOCOL_VERSION, num_fds=0, total=None, offset=0):
