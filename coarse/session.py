@@ -17,7 +17,6 @@ from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, 
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.parameter_storage import StorageSnapshot
-from coarse.client.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -32,6 +31,7 @@ from coarse.profiler.start import OFF, FoundProfile
 from coarse.profiler.step_planning import StepPlanning
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
+from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.store import Store
 

@@ -21,7 +21,6 @@ from coarse.client.own_path import Meeting
 from coarse.client.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.questions import Questions
 from coarse.client.row_memory import RowMemory
-from coarse.client.schema import TensorSpec
 from coarse.client.slot_opener import SlotOpener
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -55,6 +54,7 @@ from coarse.proxy.registration import (
     WorkerPlaces,
     slots_of,
 )
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:  # slow to import, and needed between GPUs only
     from coarse.profiler.algorithm_choice import AlgorithmChoice

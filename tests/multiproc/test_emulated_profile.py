@@ -86,7 +86,7 @@ def test_a_session_adopts_routes_and_shards_of_the_machine(job, tmp_path):
     """By a profile of emulated links that was kept in a file; the sum is what it always is."""
     import numpy as np
 
-    from coarse.client.schema import TensorSpec
+    from coarse.schema import TensorSpec
 
     settings = {"partition_table": "aws-p3", "machine": "aws-p3", "time_dilation": 20.0}
     table = PartitionTable.load("aws-p3")

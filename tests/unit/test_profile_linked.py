@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.schema import TensorSpec
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
@@ -30,6 +29,7 @@ from coarse.profiler.partition import plan_partition
 from coarse.profiler.profile import SIMULATED, PathId
 from coarse.profiler.routing import RoutingTable, plan_routing, route_shards
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.schema import TensorSpec
 
 
 def links_of(machine, table=None):
