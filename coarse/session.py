@@ -28,12 +28,12 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
-from coarse.profiler.step_planning import StepPlanning
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.store import Store
+from coarse.tuning.step_planning import StepPlanning
 
 if TYPE_CHECKING:  # slow to import
     from coarse.profiler.profile import Profile
@@ -479,8 +479,8 @@ class Session:
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures together with all workers; the first one of the node keeps the result."""
-        from coarse.profiler.measure import measure_profile
         from coarse.profiler.profile import cache_path
+        from coarse.tuning.measure import measure_profile
 
         profile = measure_profile(self)
         path = cache_path(profile.key)

@@ -57,7 +57,7 @@ from coarse.proxy.registration import (
 from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:  # slow to import, and needed between GPUs only
-    from coarse.profiler.algorithm_choice import AlgorithmChoice
+    from coarse.client.algorithm_choice import AlgorithmChoice
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class Client:
             algorithms = algorithms_of(self._settings, self.table)
             if len(algorithms) == 1 and not self._routable:
                 return None
-            from coarse.profiler.algorithm_choice import Way, measure_ways
+            from coarse.client.algorithm_choice import Way, measure_ways
 
             ways = [Way(algorithm) for algorithm in algorithms if algorithm != NCCL or self._has_nccl]
             ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]

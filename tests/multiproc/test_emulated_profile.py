@@ -9,10 +9,10 @@ from coarse.cli.main import main
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.linked import profile_from_links
-from coarse.profiler.measure import MeasurePlan, measure_profile
 from coarse.profiler.profile import EMULATED, Profile, as_json, from_json
 from coarse.profiler.routing import plan_routing
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.tuning.measure import MeasurePlan, measure_profile
 
 
 def measured(job, name, machine, table, dilation, plan):

@@ -15,7 +15,7 @@ import fast_torch  # noqa: F401, before the next one
 import torch
 import torch.distributed as dist
 
-from coarse.profiler import gpu_dual_sync, replanner
+from coarse.tuning import gpu_dual_sync, replanner
 
 OWN_PATHS = (
     "coarse, own path",

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.profiler.step_clock import StepClock
+from coarse.tuning.step_clock import StepClock
 
 
 class Hand:

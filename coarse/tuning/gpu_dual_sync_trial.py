@@ -17,8 +17,8 @@ from coarse.client.tensor_bytes import gpu_context
 from coarse.errors import CoarseError, NcclFailedError, SyncTimeoutError, is_refusal
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import SyncCosts
-from coarse.profiler.measure import gather_bytes
 from coarse.schema import TensorSpec
+from coarse.tuning.measure import gather_bytes
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
