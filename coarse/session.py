@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
-from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.client.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.client.kept_devices import Keeping
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.parameter_storage import StorageSnapshot
@@ -120,9 +121,16 @@ class Session:
             check_nodes(settings, nodes.num_nodes)
             if nodes.num_nodes > 1:
                 watch.follow(store)
-            keeping = Keeping(session=name, attempt=attempt) if settings.keep_devices else None
+            joining = Joining(
+                identity=identity,
+                store=store,
+                settings=settings,
+                nodes=nodes,
+                watch=watch,
+                keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
+            )
             try:
-                client, node, found = _come_together(identity, store, settings, nodes, watch, keeping)
+                client, node, found = _come_together(joining)
             except CoarseError as error:
                 first = watch.tell(error)
                 if str(first) != str(error):
@@ -518,22 +526,15 @@ def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tup
     return profile_from_links(links, local_devices), f"simulated from what the firmware says (HMAT); {note}"
 
 
-def _come_together(
-    identity: WorkerIdentity,
-    store: Store,
-    settings: Settings,
-    nodes: NodeMap,
-    watch: PeerWatch,
-    keeping: Keeping | None,
-) -> tuple[Client, NodeDevices, FoundProfile]:
-    node = provide_devices(identity, store, settings, nodes, watch, keeping)
+def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]:
+    node = provide_devices(joining)
     try:
-        found = agree_on_profile(identity, store, settings, node, watch)
-        client = connect(identity, store, settings, node, watch)
+        found = agree_on_profile(joining, node)
+        client = connect(joining, node)
     except BaseException:
         if node.processes is not None:
             node.processes.kill()
         raise
-    if node.processes is not None and keeping is None:
+    if node.processes is not None and joining.keeping is None:
         node.processes.hide()
     return client, node, found
