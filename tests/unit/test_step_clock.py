@@ -1,3 +1,5 @@
+"""StepClock: the pushes and pulls of steps tell how long forward and backward take."""
+
 from __future__ import annotations
 
 import pytest
