@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from coarse.bench.record import MEASURED, Provenance, append_records
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import GpuBytes, gpu_uuid
 from coarse.env import WorkerIdentity
+from coarse.schema import TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 

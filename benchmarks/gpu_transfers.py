@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from coarse.bench.record import Provenance, append_records
 from coarse.client.gpu_transfers import GpuTensor, GpuTransfers
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
+from coarse.schema import TensorSpec
 from coarse.torch.session import session_of_group
 
 DEVICE = "cuda:0"

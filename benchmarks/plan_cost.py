@@ -20,7 +20,6 @@ from typing import Any
 from coarse.bench.record import MEASURED, Provenance, append_records
 from coarse.bench.statistics import Timing
 from coarse.bench.trace import load_trace
-from coarse.client.schema import TensorSpec
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
@@ -28,6 +27,7 @@ from coarse.profiler.linked import profile_from_links, sync_costs_from_links
 from coarse.profiler.partition import PartitionPlan, plan_partition
 from coarse.profiler.routing import RoutingTable, plan_routing, route_shards
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.schema import TensorSpec
 
 MODEL = "bert-large"
 MACHINE = "aws-p3"

@@ -188,8 +188,8 @@ def sync_times(strategy: Any, model: Any, num_steps: int) -> dict[str, float]:
     sync_s = timed(lambda: reduce_all(gradients), num_steps) - timed(lambda: make_all(gradients), num_steps)
 
     strategy.close()
-    from coarse.client.schema import TensorSpec
     from coarse.launch import Launch
+    from coarse.schema import TensorSpec
     from coarse.tensorflow.session import join_session
 
     session = join_session(Launch.from_environment(), 1)

@@ -230,12 +230,11 @@ class Settings:
     node_address: str = ""
 
     def __post_init__(self) -> None:
+        self._check_each()
+        self._check_together()
+
+    def _check_each(self) -> None:
         _check_memory_devices(self.memory_devices)
-        if self.memory_devices and self.partition_table:
-            raise ValueError(
-                f"COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE={self.partition_table}, which says "
-                "what memory devices there are; leave one of them out"
-            )
         _check_range("COARSE_SYNC_CORES", self.sync_cores, 0, 256)
         _check_range("COARSE_SHARD_BYTES", self.shard_bytes, 64 if self.shard_bytes else 0, 1 << 32)
         _check_range("COARSE_GATHER_BYTES", self.gather_bytes, 0, 1 << 32)
@@ -255,6 +254,21 @@ class Settings:
                 "COARSE_PROFILE is empty; write off, cached, auto, refresh or the name of a file"
             )
         _check_range("COARSE_TIME_DILATION", self.time_dilation, 0.001, 10**6)
+        _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
+        _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
+        _check_range("COARSE_KEEP_DEVICES", self.keep_devices, 0, 10**6)
+        _check_range("COARSE_REPLICAS", self.replicas, 0, 1)
+        parse_failpoints(self.failpoints)
+        if self.dual_sync not in ("off", "auto"):
+            parse_bytes(self.dual_sync, what="COARSE_DUAL_SYNC (off, auto or a size)")
+
+    def _check_together(self) -> None:
+        """Refuses settings that do not go with each other."""
+        if self.memory_devices and self.partition_table:
+            raise ValueError(
+                f"COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE={self.partition_table}, which says "
+                "what memory devices there are; leave one of them out"
+            )
         if self.machine and self.algorithm not in ("auto", "exchange"):
             raise ValueError(
                 f"COARSE_ALGORITHM={self.algorithm} does not go with COARSE_MACHINE: its links carry 'exchange'"
@@ -272,23 +286,16 @@ class Settings:
             raise ValueError(
                 "COARSE_ROUTING=spread needs COARSE_MACHINE: it spreads shards over the links of an emulated machine"
             )
-        _check_range("COARSE_TRANSFER_LOG", self.transfer_log, 0, 10**7)
-        _check_range("COARSE_REPLAN_STEPS", self.replan_steps, -1, 10**9)
-        _check_range("COARSE_KEEP_DEVICES", self.keep_devices, 0, 10**6)
         if self.keep_devices and self.sync_algorithm not in ("auto", "direct", "gather"):
             raise ValueError(
                 f"COARSE_KEEP_DEVICES does not go with the algorithm {self.sync_algorithm}: memory devices keep what "
                 "their optimizer updates, and that needs coherent memory. Choose auto, direct or gather"
             )
-        _check_range("COARSE_REPLICAS", self.replicas, 0, 1)
         if self.replicas and not self.keep_devices:
             raise ValueError(
                 f"COARSE_REPLICAS={self.replicas} needs COARSE_KEEP_DEVICES: memory devices that outlive a lost one "
                 "have to wait for the workers of the next attempt. Set it to some seconds, such as 60"
             )
-        parse_failpoints(self.failpoints)
-        if self.dual_sync not in ("off", "auto"):
-            parse_bytes(self.dual_sync, what="COARSE_DUAL_SYNC (off, auto or a size)")
 
     @property
     def sync_algorithm(self) -> str:

@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
-from coarse.client.join import Keeping, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.client.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.client.kept_devices import Keeping
 from coarse.client.link_probes import LinkProbes
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
 from coarse.client.parameter_storage import StorageSnapshot
-from coarse.client.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
@@ -29,11 +29,12 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
-from coarse.profiler.step_planning import StepPlanning
 from coarse.proxy.launch import DeviceProcesses
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
+from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.store import Store
+from coarse.tuning.step_planning import StepPlanning
 
 if TYPE_CHECKING:  # slow to import
     from coarse.profiler.profile import Profile
@@ -120,9 +121,16 @@ class Session:
             check_nodes(settings, nodes.num_nodes)
             if nodes.num_nodes > 1:
                 watch.follow(store)
-            keeping = Keeping(session=name, attempt=attempt) if settings.keep_devices else None
+            joining = Joining(
+                identity=identity,
+                store=store,
+                settings=settings,
+                nodes=nodes,
+                watch=watch,
+                keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
+            )
             try:
-                client, node, found = _come_together(identity, store, settings, nodes, watch, keeping)
+                client, node, found = _come_together(joining)
             except CoarseError as error:
                 first = watch.tell(error)
                 if str(first) != str(error):
@@ -479,8 +487,8 @@ class Session:
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
         """Measures together with all workers; the first one of the node keeps the result."""
-        from coarse.profiler.measure import measure_profile
         from coarse.profiler.profile import cache_path
+        from coarse.tuning.measure import measure_profile
 
         profile = measure_profile(self)
         path = cache_path(profile.key)
@@ -518,22 +526,15 @@ def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tup
     return profile_from_links(links, local_devices), f"simulated from what the firmware says (HMAT); {note}"
 
 
-def _come_together(
-    identity: WorkerIdentity,
-    store: Store,
-    settings: Settings,
-    nodes: NodeMap,
-    watch: PeerWatch,
-    keeping: Keeping | None,
-) -> tuple[Client, NodeDevices, FoundProfile]:
-    node = provide_devices(identity, store, settings, nodes, watch, keeping)
+def _come_together(joining: Joining) -> tuple[Client, NodeDevices, FoundProfile]:
+    node = provide_devices(joining)
     try:
-        found = agree_on_profile(identity, store, settings, node, watch)
-        client = connect(identity, store, settings, node, watch)
+        found = agree_on_profile(joining, node)
+        client = connect(joining, node)
     except BaseException:
         if node.processes is not None:
             node.processes.kill()
         raise
-    if node.processes is not None and keeping is None:
+    if node.processes is not None and joining.keeping is None:
         node.processes.hide()
     return client, node, found

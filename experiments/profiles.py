@@ -11,9 +11,9 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
-from coarse.profiler.measure import MeasurePlan, measure_profile
 from coarse.profiler.profile import BOTH, PULL, PUSH, Profile, as_json, from_json
 from coarse.profiler.routing import RoutingTable
+from coarse.tuning.measure import MeasurePlan, measure_profile
 from experiments.crew import Crew, Seat
 
 HOST = "host"

@@ -129,7 +129,7 @@ class CoarseRegistered:
         return self._session.join()
 
     def allocate(self, num_elements: int, dtype: str) -> Array:
-        from coarse.client.schema import TensorSpec
+        from coarse.schema import TensorSpec
 
         self.mean = dtype in _FLOATS
         op = "mean" if self.mean else "sum"

@@ -20,7 +20,7 @@ from coarse.bench.fleet import Fleet
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.trace import ComputeTrace, compute_until
 from coarse.bench.worker import Adapter, WorkerJob
-from coarse.profiler.first_steps import TIMED_STEPS
+from coarse.tuning.first_steps import TIMED_STEPS
 
 _WHOLE_TENSORS = 1 << 32
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.schema import ITEM_BYTES, TensorSpec
 
 _FORMAT = "coarse compute trace 1"
 

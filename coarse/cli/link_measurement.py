@@ -122,8 +122,8 @@ def _last_words(stderr: str) -> str:
 
 def work(folder: str, budget_s: float) -> None:
     """What each worker does: joins, measures in its turn; the first one writes the result."""
-    from coarse.profiler.measure import MeasurePlan, measure_profile
     from coarse.session import Session
+    from coarse.tuning.measure import MeasurePlan, measure_profile
 
     identity = WorkerIdentity.from_environment()
     store = DirectoryStore(folder)

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.client.tensor_bytes import TensorBytes
 from coarse.errors import CoarseError
 from coarse.kernels import _native
+from coarse.schema import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

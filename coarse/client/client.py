@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,54 +9,44 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
-from coarse.client.connection import DeviceConnection, SilentDeviceError, check_peers, collect_replies
+from coarse.client.connection import DeviceConnection, SilentDeviceError, send_to_all
 from coarse.client.emulated_links import EmulatedLinks
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.losses import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_groups import meeting_schema, staging_schema
 from coarse.client.own_path import Meeting
 from coarse.client.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.questions import Questions
-from coarse.client.row_memory import RowMemory
-from coarse.client.schema import TensorSpec
-from coarse.client.slot_opener import SlotOpener
+from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Settings
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
-    MemoryDeviceLostError,
     SessionClosedError,
     SyncTimeoutError,
-    WorkerLostError,
     is_refusal,
 )
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
-from coarse.profiler.partition import PartitionPlan
-from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.profiler.routing import RoutingTable
 from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of, routable_algorithms
 from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.launch import Pace
-from coarse.proxy.memory import Segment, unpack
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import (
     DTYPE_NUMBERS,
     OP_NUMBERS,
-    ROWS,
     GroupSchema,
-    RecoveredUpdates,
-    WorkerPlaces,
-    slots_of,
 )
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:  # slow to import, and needed between GPUs only
-    from coarse.profiler.algorithm_choice import AlgorithmChoice
+    from coarse.client.algorithm_choice import AlgorithmChoice
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +93,6 @@ class Client:
         self.rank = ranks[number]
         self.number = number
         """Which worker of its node this is."""
-        self._agreement = agreement
         self._connections = connections
         self._settings = settings
         self._has_nccl = has_nccl
@@ -119,9 +107,6 @@ class Client:
         self.shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
         """Partition threshold of what is registered next."""
         self._routable = routable_algorithms(settings, table)
-        self._next_group = 0
-        self._groups: dict[int, TensorGroup] = {}
-        self._partitions: dict[int, PartitionPlan] = {}
         self._staging: TensorGroup | None = None
         self.algorithm_choice: AlgorithmChoice | None = None
         """Of the algorithms that this session could choose from, once it had to."""
@@ -149,6 +134,8 @@ class Client:
         self._questions = Questions(self.rank, settings.timeout_s, self._losses)
         self._storage = ParameterStorage(connections, self._questions, replicas=settings.replicas)
         self._links = EmulatedLinks(emulation, connections[0], self._questions)
+        self._ranks_elsewhere = agreement.ranks_elsewhere
+        self._groups = RegisteredGroups(self._native, connections, agreement, self._questions, self._losses)
 
     @property
     def is_closed(self) -> bool:
@@ -165,10 +152,10 @@ class Client:
 
     def describe_progress(self) -> str:
         """What becomes of a tensor that all workers of this node have pushed, in words."""
-        elsewhere = self._agreement.ranks_elsewhere
-        if not elsewhere:
+        if not self._ranks_elsewhere:
             return "being reduced"
-        return f"pushed by worker(s) {_names(self.ranks)}; not pushed by, or not received from, {_names(elsewhere)}"
+        here, elsewhere = (", ".join(map(str, ranks)) for ranks in (self.ranks, self._ranks_elsewhere))
+        return f"pushed by worker(s) {here}; not pushed by, or not received from, {elsewhere}"
 
     def adopt_plan(self, table: RoutingTable, shard_bytes: int) -> None:
         """Routes and cuts tensors that are registered from now on.
@@ -261,7 +248,7 @@ class Client:
             algorithms = algorithms_of(self._settings, self.table)
             if len(algorithms) == 1 and not self._routable:
                 return None
-            from coarse.profiler.algorithm_choice import Way, measure_ways
+            from coarse.client.algorithm_choice import Way, measure_ways
 
             ways = [Way(algorithm) for algorithm in algorithms if algorithm != NCCL or self._has_nccl]
             ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]
@@ -400,10 +387,7 @@ class Client:
         if max(table.lat_proxy, table.bw_proxy) >= self.table.num_devices:
             raise ValueError(f"{table} names more than the {self.table.num_devices} memory devices there are")
         self._routing = table
-        for group, tensors in self._groups.items():
-            if tensors.is_routed_by_itself:
-                continue  # its slots would stay where they are
-            self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
+        self._groups.route(table)
 
     @property
     def time_dilation(self) -> float:
@@ -458,14 +442,14 @@ class Client:
         """
         if self._is_closed:
             return
-        for group in self._groups.values():
+        for group in self._groups:
             group.close_gpu_transfers()  # they look at the connections
         self._is_closed = True
         if os.getpid() == self._pid:
-            self._send_to_all({"type": "bye", "is_finished": is_finished})
+            send_to_all(self._connections, {"type": "bye", "is_finished": is_finished})
         for connection in self._connections:
             connection.close()
-        for group in list(self._groups.values()):
+        for group in self._groups:
             group.close()
         self._staging = None
 
@@ -473,107 +457,13 @@ class Client:
 
     def release(self, group: int) -> None:
         """Gives a tensor group up; its memory is freed when every worker has."""
-        released = self._groups.pop(group, None)
-        if released is None:
-            return
-        del self._partitions[group]
-        # Memory devices are still to read what was pushed and never pulled, as when an exception ended a backward
-        # pass: they keep such a group until the session ends.
-        is_in_use = any(self._native.is_late(group, index) for index in range(len(released.specs)))
-        self._native.remove_group(group)
-        if not is_in_use and not self._is_closed and os.getpid() == self._pid:
-            self._send_to_all({"type": "unregister", "group": group})
+        self._groups.release(group, tells_devices=not self._is_closed and os.getpid() == self._pid)
 
     # ---- private ----
 
     def _register(self, schema: GroupSchema, gpu: str = "", *, is_for_gpu: bool = False) -> TensorGroup:
         self._check_usable()
-        group, self._next_group = self._next_group, self._next_group + 1
-        try:
-            for connection in self._connections:
-                connection.send(schema.to_message(group) | self._tell_places(gpu))
-            shared, recovered, places = self._collect_memory(group, schema)
-        except (WorkerLostError, MemoryDeviceLostError) as error:
-            raise self._losses.explain(error) from error
-        except CoarseError:
-            self._send_to_all({"type": "unregister", "group": group})
-            raise
-        plan = schema.native_plan(group, len(self.ranks))
-        partition = schema.partition()
-        table = schema.routes[self.number] if schema.routes else self._routing
-        routes = route_shards(table, partition, schema.specs)
-        try:
-            opener = SlotOpener(self._native, plan, self.number, shared, routes)
-            slots, distant = opener.open(gpu, is_for_gpu=is_for_gpu)
-            if schema.is_open:
-                peers = [shared[slots_of(client)].region for client in range(len(self.ranks))]
-                self._native.add_peers(group, peers)
-            kept = None if schema.state_names is None else OptimizerMemory(plan, shared, gpu)
-            rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
-        finally:
-            for segment in shared.values():
-                segment.close()
-        self._groups[group] = TensorGroup(
-            self,
-            self._native,
-            group,
-            schema,
-            partition.tensor_offsets,
-            slots,
-            kept,
-            recovered,
-            rows,
-            distant,
-            places,
-        )
-        self._partitions[group] = partition
-        return self._groups[group]
-
-    def _tell_places(self, gpu: str) -> Message:
-        """What registered groups have as TensorGroup.places, by the part that is this worker's."""
-        has_nccl = any(group.nccl.is_claimed for group in self._groups.values())
-        return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
-
-    def _collect_memory(
-        self, group: int, schema: GroupSchema
-    ) -> tuple[dict[str, Segment], RecoveredUpdates | None, WorkerPlaces]:
-        """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
-        try:
-            replies = collect_replies(
-                self._connections,
-                kind="registered",
-                group=group,
-                timeout_s=self.timeout_s,
-                what=f"worker {self.rank}: registering {schema.name}",
-                on_silence=self._losses.check_heartbeats,
-            )
-        except CoarseError as error:
-            self._agreement.refuse(group, error)
-            raise
-        try:
-            self._agreement.confirm(group, schema, self._departed)
-        except BaseException:
-            for reply in replies.values():
-                reply.close()
-            raise
-        shared: dict[str, Segment] = {}
-        recovered, places = None, WorkerPlaces()
-        for reply in replies.values():
-            segments = unpack(reply.message["extents"], reply.fds)
-            shared.update(zip(reply.message["fds"], segments, strict=True))
-            if "recovered" in reply.message:
-                recovered = RecoveredUpdates.from_message(reply.message["recovered"])
-            if "on_gpu" in reply.message:
-                places = WorkerPlaces(on_gpu=reply.message["on_gpu"], with_nccl=reply.message["with_nccl"])
-        return shared, recovered, places
-
-    def _departed(self) -> set[int]:
-        """Workers of other nodes that have closed the session, if the memory devices still live."""
-        check_peers(self._connections)
-        self._connections[0].send({"type": "departures"})
-        return set(
-            self._questions.wait_for(self._connections[0], "departures", "departures").message["ranks"]
-        )
+        return self._groups.register(self, schema, gpu, is_for_gpu=is_for_gpu)
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:
@@ -587,13 +477,3 @@ class Client:
             raise SessionClosedError(f"worker {self.rank}: the session is closed")
         if os.getpid() != self._pid:
             self.check(_native.WaitStatus.FORKED, str)
-
-    def _send_to_all(self, message: Message) -> None:
-        for connection in self._connections:
-            # The loss of a device is told by what waits for its work.
-            with contextlib.suppress(MemoryDeviceLostError):
-                connection.send(message)
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from coarse.errors import (
     CoarseError,
@@ -164,6 +164,14 @@ def check_peers(connections: Sequence[DeviceConnection]) -> None:
         received = by_fd[fd].receive()
         if received is not None:
             received.close()
+
+
+def send_to_all(connections: Iterable[DeviceConnection], message: Message) -> None:
+    """Sends a message to each memory device that is there."""
+    for connection in connections:
+        # The loss of a device is told by what waits for its work.
+        with contextlib.suppress(MemoryDeviceLostError):
+            connection.send(message)
 
 
 def collect_replies(

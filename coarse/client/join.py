@@ -9,54 +9,64 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coarse.client.client import Client
 from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
 from coarse.client.device_checks import cannot_profile, check_devices
+from coarse.client.kept_devices import Keeping, find_kept_devices, introducer, read_token
 from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
-from coarse.env import Attempt, Settings, WorkerIdentity
+from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
 from coarse.proxy.algorithms import distant_gpus
-from coarse.proxy.kept_directory import KeptDevices, make_session_directory, session_directory
+from coarse.proxy.kept_directory import make_session_directory
 from coarse.proxy.launch import DeviceProcesses, choose_pace
 from coarse.proxy.memory import try_memory
 from coarse.proxy.node_links import link_nodes
-from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
+from coarse.proxy.socket_directory import socket_path
 from coarse.rendezvous import NodeMap, PeerWatch
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # with workers that are about to come
-_DISMISSAL_TIMEOUT_S = 5.0
 
 if TYPE_CHECKING:  # slow to import, and needed with a profile only
     from coarse.profiler.profile import ProfileKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
-    """By what name memory devices are found that outlive their workers.
+class Joining:
+    """What a worker knows of its session before there are memory devices.
 
     Args:
-        session: Tells sessions of one job apart.
-        attempt: Of the job.
+        identity, store, settings: As for Session.join().
+        nodes: Of the job.
+        watch: Notices workers that are lost meanwhile.
+        keeping: Where to find memory devices that have outlived the workers of the attempt before; None if none do.
     """
 
-    session: str
-    attempt: Attempt
+    identity: WorkerIdentity
+    store: Store
+    settings: Settings
+    nodes: NodeMap
+    watch: PeerWatch
+    keeping: Keeping | None
 
     @property
-    def directory(self) -> Path:
-        """Where they listen."""
-        return session_directory(self.attempt.job, self.session)
+    def node(self) -> int:
+        """That of this worker."""
+        return self.nodes.node_of(self.identity.rank)
+
+    @property
+    def leader(self) -> int:
+        """The first worker of this node, by rank."""
+        return self.nodes.ranks[self.node][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +95,8 @@ class NodeDevices:
         return self.nodes.ranks[self.node]
 
 
-def provide_devices(
-    identity: WorkerIdentity,
-    store: Store,
-    settings: Settings,
-    nodes: NodeMap,
-    watch: PeerWatch,
-    keeping: Keeping | None = None,
-) -> NodeDevices:
+def provide_devices(joining: Joining) -> NodeDevices:
     """Starts the memory devices of the node on its first worker, and finds them on the others.
-
-    Args:
-        identity, store, settings, nodes, watch: Of the session.
-        keeping: Where to find those that have outlived the workers of the attempt before; None if none do.
 
     Raises:
         RendezvousError: If the first worker has started none in time, could not connect them with other nodes, or
@@ -105,24 +104,25 @@ def provide_devices(
         MemoryDeviceLostError: If it could not start them.
         ValueError: If the partition table or the machine to emulate does not fit.
     """
-    node = nodes.node_of(identity.rank)
-    leader = nodes.ranks[node][0]
-    if identity.rank != leader:
-        return _find_devices(identity, store, settings, nodes, watch)
+    if joining.identity.rank != joining.leader:
+        return _find_devices(joining)
+    store, settings, keeping = joining.store, joining.settings, joining.keeping
     try:
-        table = _choose_table(settings, nodes, node)
+        table = _choose_table(joining)
         emulation = choose_emulation(
             settings.machine,
             table,
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
         )
-        processes = _start_missing(table, emulation, store, settings, nodes, node, watch, keeping)
+        processes = _start_missing(joining, table, emulation)
     except (OSError, ValueError, CoarseError) as error:
-        store.set(_announcement_key(node), json.dumps({"error": str(error)}).encode())
+        store.set(_announcement_key(joining.node), json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
             raise
-        raise MemoryDeviceLostError(f"worker {leader} could not start memory devices: {error}") from error
+        raise MemoryDeviceLostError(
+            f"worker {joining.leader} could not start memory devices: {error}"
+        ) from error
     directory = str(keeping.directory) if keeping is not None else processes.directory if processes else ""
     announcement = {
         "directory": directory,
@@ -130,10 +130,10 @@ def provide_devices(
         "memories": table.memories,
         "emulation": None if emulation is None else emulation.to_json(),
     }
-    store.set(_announcement_key(node), json.dumps(announcement).encode())
+    store.set(_announcement_key(joining.node), json.dumps(announcement).encode())
     return NodeDevices(
-        nodes=nodes,
-        node=node,
+        nodes=joining.nodes,
+        node=joining.node,
         directory=directory,
         table=table,
         emulation=emulation,
@@ -146,26 +146,23 @@ def _announcement_key(node: int) -> str:
     return f"devices/{node}"
 
 
-def _choose_table(settings: Settings, nodes: NodeMap, node: int) -> PartitionTable:
+def _choose_table(joining: Joining) -> PartitionTable:
     """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
+    settings, nodes = joining.settings, joining.nodes
     table = choose_partition_table(
-        settings.partition_table, num_workers=len(nodes.ranks[node]), devices=settings.memory_devices
+        settings.partition_table,
+        num_workers=len(nodes.ranks[joining.node]),
+        devices=settings.memory_devices,
     )
     check_devices(settings, table, num_nodes=nodes.num_nodes)
     return table if settings.partition_table or settings.machine else pair_with_nearest(table)
 
 
 def _start_missing(
-    table: PartitionTable,
-    emulation: Emulation | None,
-    store: Store,
-    settings: Settings,
-    nodes: NodeMap,
-    node: int,
-    watch: PeerWatch,
-    keeping: Keeping | None,
+    joining: Joining, table: PartitionTable, emulation: Emulation | None
 ) -> DeviceProcesses | None:
     """Starts those memory devices of `table` that were not kept; returns None if all were."""
+    settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
     lost = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
     if lost is not None and not lost:
         return None
@@ -182,7 +179,12 @@ def _start_missing(
     if keeping is not None:
         kept_in = keeping.directory if lost else make_session_directory(keeping.attempt.job, keeping.session)
     with link_nodes(
-        nodes, node, store, num_devices=table.num_devices, settings=settings, watch=watch
+        nodes,
+        node,
+        joining.store,
+        num_devices=table.num_devices,
+        settings=settings,
+        watch=joining.watch,
     ) as links:
         return DeviceProcesses(
             table=table,
@@ -193,127 +195,27 @@ def _start_missing(
             emulation=emulation,
             kept_in=kept_in,
             replaces=lost,
-            introduce=_introducer(str(kept_in), settings, watch),
+            introduce=introducer(str(kept_in), settings, joining.watch),
         )
 
 
-def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> frozenset[int] | None:
-    """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
-
-    Args:
-        keeping: Where.
-        table: The devices of this attempt.
-        replicas: How many of them may be lost.
-
-    Returns:
-        Those that are lost, and whose places new ones are to take; None if no device waits.
-
-    Raises:
-        RendezvousError: If they are for other workers than `table` has, or still have workers.
-    """
-    kept = KeptDevices.read(keeping.directory)
-    is_first = keeping.attempt.number == 0
-    if kept is not None and is_first:
-        _dismiss(keeping.directory, kept)
-        return None
-    if is_first:
-        return None
-    lost = frozenset() if kept is None else _find_lost(keeping.directory, kept)
-    if kept is None or len(lost) > replicas:
-        logger.warning(
-            "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
-            keeping.attempt.number,
-        )
-        return None
-    workers = tuple(device.workers for device in table.devices)
-    if kept.workers != workers:
-        raise RendezvousError(
-            f"attempt {keeping.attempt.number}: the memory devices that were kept serve the workers {kept.workers}, "
-            f"and this attempt has {workers}. Start it with as many workers and memory devices as the one before"
-        )
-    if kept.memories != table.memories:
-        raise RendezvousError(
-            f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
-            f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
-        )
-    return lost
-
-
-def _find_lost(directory: Path, kept: KeptDevices) -> frozenset[int]:
-    """Devices that do not listen any more."""
-    lost = set()
-    for device in range(len(kept.workers)):
-        try:
-            DeviceConnection(device, socket_path(directory, device)).close()
-        except MemoryDeviceLostError:
-            lost.add(device)
-    return frozenset(lost)
-
-
-def _introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable[[int, int, int], None]:
-    """How a device that waits is given a connection to one that takes the place of a lost one.
-
-    What is returned raises CoarseError if that device is lost too, or does not answer in time.
-    """
-
-    def introduce(waiting: int, new: int, fd: int) -> None:
-        connection = DeviceConnection(waiting, socket_path(directory, waiting))
-        try:
-            connection.send({"type": "replace", "token": _read_token(directory), "device": new}, [fd])
-            collect_replies(
-                [connection],
-                kind="replaced",
-                group=None,
-                timeout_s=settings.timeout_s,
-                what=f"replacing memory device md{new}",
-                on_silence=watch.check,
-            )
-        finally:
-            connection.close()
-
-    return introduce
-
-
-def _dismiss(directory: Path, kept: KeptDevices) -> None:
-    """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
-    connections = []
-    # To all before any is told: the first one that ends takes the directory along.
-    for device in range(len(kept.workers)):
-        with contextlib.suppress(MemoryDeviceLostError):
-            connections.append(DeviceConnection(device, socket_path(directory, device)))
+def _find_devices(joining: Joining) -> NodeDevices:
+    leader, timeout_s = joining.leader, joining.settings.timeout_s
     try:
-        with contextlib.suppress(FileNotFoundError):
-            token = (directory / TOKEN_FILE).read_text()
-            for connection in connections:
-                with contextlib.suppress(MemoryDeviceLostError):
-                    connection.send({"type": "dismiss", "token": token})
-        for connection in connections:
-            connection.await_end(_DISMISSAL_TIMEOUT_S)
-    finally:
-        for connection in connections:
-            connection.close()
-
-
-def _find_devices(
-    identity: WorkerIdentity, store: Store, settings: Settings, nodes: NodeMap, watch: PeerWatch
-) -> NodeDevices:
-    node = nodes.node_of(identity.rank)
-    leader = nodes.ranks[node][0]
-    try:
-        announcement = json.loads(watch.get(store, _announcement_key(node), settings.timeout_s))
+        answer = joining.watch.get(joining.store, _announcement_key(joining.node), timeout_s)
     except TimeoutError:
         raise RendezvousError(
-            f"worker {identity.rank}: worker {leader} has started no memory devices within "
-            f"{settings.timeout_s:.1f} s"
+            f"worker {joining.identity.rank}: worker {leader} has started no memory devices within {timeout_s:.1f} s"
         ) from None
+    announcement = json.loads(answer)
     if "error" in announcement:
         raise MemoryDeviceLostError(
             f"worker {leader} could not start memory devices: {announcement['error']}"
         )
     emulation = announcement["emulation"]
     return NodeDevices(
-        nodes=nodes,
-        node=node,
+        nodes=joining.nodes,
+        node=joining.node,
         directory=announcement["directory"],
         table=PartitionTable.of_workers(
             announcement["workers"], [MemoryName.parse(name) for name in announcement["memories"]]
@@ -322,28 +224,28 @@ def _find_devices(
     )
 
 
-def agree_on_profile(
-    identity: WorkerIdentity, store: Store, settings: Settings, node: NodeDevices, watch: PeerWatch
-) -> FoundProfile:
+def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
     """The profile of this node's links, as its first worker finds it, while memory devices start.
 
     Raises:
         ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
         RendezvousError: If the first worker has told none in time.
     """
+    store, settings = joining.store, joining.settings
     reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
     if settings.profile == OFF or reason:
         return FoundProfile(note=f"not profiled: {reason or 'COARSE_PROFILE=off'}")
-    key, leader = f"profile/{node.node}", node.ranks[0]
-    if identity.rank == leader:
+    key = f"profile/{node.node}"
+    if joining.identity.rank == joining.leader:
         return share_profile(
             lambda text: store.set(key, text), lambda: find_profile(settings, lambda: _profile_key(node))
         )
     try:
-        return FoundProfile.from_json(watch.get(store, key, settings.timeout_s))
+        return FoundProfile.from_json(joining.watch.get(store, key, settings.timeout_s))
     except TimeoutError:
         raise RendezvousError(
-            f"worker {identity.rank}: worker {leader} has told no profile within {settings.timeout_s:.1f} s"
+            f"worker {joining.identity.rank}: worker {joining.leader} has told no profile within "
+            f"{settings.timeout_s:.1f} s"
         ) from None
 
 
@@ -354,20 +256,19 @@ def _profile_key(node: NodeDevices) -> ProfileKey:
     return profile_key(node.table, host_key(read_host()), node.emulation)
 
 
-def connect(
-    identity: WorkerIdentity, store: Store, settings: Settings, node: NodeDevices, watch: PeerWatch
-) -> Client:
+def connect(joining: Joining, node: NodeDevices) -> Client:
     """Joins every memory device of the node; returns when all workers have.
 
     Raises:
         SyncTimeoutError: If others do not come in time.
         MemoryDeviceLostError, WorkerLostError: If a process dies meanwhile.
     """
+    rank, settings, watch = joining.identity.rank, joining.settings, joining.watch
     connections: list[DeviceConnection] = []
-    number = node.ranks.index(identity.rank)
+    number = node.ranks.index(rank)
     watch.check()
     try:
-        token = _read_token(node.directory)
+        token = read_token(node.directory)
         for device in range(node.table.num_devices):
             connections.append(DeviceConnection(device, socket_path(node.directory, device)))
         for connection in connections:
@@ -377,7 +278,7 @@ def connect(
             kind="welcome",
             group=None,
             timeout_s=settings.timeout_s,
-            what=f"worker {identity.rank}: joining the memory devices",
+            what=f"worker {rank}: joining the memory devices",
             on_silence=watch.check,
         )
         segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
@@ -393,7 +294,7 @@ def connect(
             doorbells_fd=doorbells_fd,
             settings=settings,
             pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
-            agreement=NodeAgreement(identity.rank, node.nodes, store, timeout_s=settings.timeout_s),
+            agreement=NodeAgreement(rank, node.nodes, joining.store, timeout_s=settings.timeout_s),
             fate_of_device=_died if node.processes is None else node.processes.fate,
             kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
             has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),
@@ -406,21 +307,12 @@ def connect(
         if isinstance(error, DeviceUnreadyError):
             if node.processes is not None:
                 node.processes.reap(_PATIENCE_S)  # they have to tell the other workers too
-            raise type(error.reason)(f"worker {identity.rank}: {error.reason}") from None
+            raise type(error.reason)(f"worker {rank}: {error.reason}") from None
         if isinstance(error, MemoryDeviceLostError | WorkerLostError):
             # One loss brings another: devices end with the worker that started them, workers with any other's death.
             watch.check()
         raise
     return client
-
-
-def _read_token(directory: str) -> str:
-    try:
-        return (Path(directory) / TOKEN_FILE).read_text()
-    except FileNotFoundError:
-        raise MemoryDeviceLostError(
-            "the memory devices have ended before all workers had joined them"
-        ) from None
 
 
 def _died(device: int) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coarse.client.schema import TensorSpec
 from coarse.kernels import _native
 from coarse.proxy.registration import GroupSchema
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.client.schema import TensorSpec
 from coarse.kernels import _native
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.gpu_transfers import GpuTransfers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coarse.client.schema import TensorSpec
 from coarse.proxy.registration import GroupSchema
+from coarse.schema import TensorSpec
 
 _STAGING_BUFFERS = 2
 _STAGING_BYTES = 2 << 20

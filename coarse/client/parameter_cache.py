@@ -64,10 +64,6 @@ class ParameterCache:
         """What the worker holds is of this version from now on."""
         self._version = version
 
-    def invalidate(self) -> None:
-        """Makes the next read a miss."""
-        self._version = None
-
     def statistics(self) -> CacheStatistics:
         """Of all reads so far."""
         return CacheStatistics(

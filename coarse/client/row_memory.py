@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
+from coarse.schema import ITEM_BYTES, TensorSpec
 
 NUMBER_BYTES = 8
 """Of the number of a row, an int64."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from coarse.client.parameter_storage import StorageSnapshot
-from coarse.client.schema import TensorSpec
 from coarse.client.stored_value import StoredValue
 from coarse.errors import SessionClosedError
+from coarse.schema import TensorSpec
 
 
 class SoloClient:

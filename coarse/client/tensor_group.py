@@ -13,7 +13,6 @@ from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.row_memory import RowMemory
-from coarse.client.schema import ITEM_BYTES
 from coarse.client.slot_opener import DistantSlots
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context
@@ -21,6 +20,7 @@ from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
 from coarse.proxy.registration import GroupSchema, RecoveredUpdates, WorkerPlaces
+from coarse.schema import ITEM_BYTES
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

@@ -75,26 +75,6 @@ class SyncCosts:
             raise ValueError(f"a byte takes at least 0 and finitely many seconds: {self}")
 
     @classmethod
-    def of_bandwidths(
-        cls, *, num_workers: int, proxy_gbytes_per_s: float, worker_gbytes_per_s: float
-    ) -> SyncCosts:
-        """The paper's: rings of p memory devices and of p workers, on links of their own.
-
-        Raises:
-            ValueError: If there is no worker, or a bandwidth is not above 0.
-        """
-        if num_workers < 1 or not (proxy_gbytes_per_s > 0 and worker_gbytes_per_s > 0):
-            raise ValueError(
-                f"needs at least one worker and bandwidths above 0: num_workers={num_workers}, "
-                f"proxy_gbytes_per_s={proxy_gbytes_per_s}, worker_gbytes_per_s={worker_gbytes_per_s}"
-            )
-        factor = ring_factor(num_workers)
-        return cls(
-            proxy_s_per_byte=factor / (proxy_gbytes_per_s * _BYTES_PER_S),
-            worker_s_per_byte=factor / (worker_gbytes_per_s * _BYTES_PER_S),
-        )
-
-    @classmethod
     def of_profile(cls, profile: Profile, tables: Sequence[RoutingTable], *, shard_bytes: int) -> SyncCosts:
         """From measured curves: bandwidths at the shard size, of the slowest link of each ring.
 
@@ -287,11 +267,6 @@ class DualSyncPlan:
     def num_offloaded(self) -> int:
         """How many tensors go to the memory devices."""
         return len(self.offloaded)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the memory devices synchronise anything."""
-        return bool(self.offloaded)
 
 
 def plan_dual_sync(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from coarse.client.schema import ITEM_BYTES, TensorSpec
+from coarse.schema import ITEM_BYTES, TensorSpec
 
 SLOT_ALIGNMENT_BYTES = 64
 """Tensors start on a cache line, so that neighbours never share one between sync cores."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from coarse.client.schema import ITEM_BYTES
 from coarse.profiler.switchover import measure_crossing
+from coarse.schema import ITEM_BYTES
 
 if TYPE_CHECKING:  # what these import is slow
-    from coarse.client.schema import TensorSpec
     from coarse.profiler.curve import Curve
     from coarse.profiler.partition import PartitionPlan
     from coarse.profiler.profile import Profile
+    from coarse.schema import TensorSpec
 
 TIE_FRACTION = 0.05
 """Proxies whose times differ by no more are alike: as exactly as links are paced, and medians repeat."""

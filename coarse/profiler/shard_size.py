@@ -21,9 +21,6 @@ pipeline's ends, in which one direction is idle, longer in proportion to the sha
 figures for the paper's machines.
 """
 
-PIPELINE_STAGES = 3
-"""Push, synchronisation, pull (Fig 9)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSize:
@@ -81,17 +78,3 @@ def plan_shard_size(
         for worker, table in enumerate(tables)
     ]
     return max(sizes, key=lambda size: size.nbytes)  # the lowest worker's, if several need as much
-
-
-def predict_pipeline_us(nbytes: int, shard_bytes: int, curve: Curve) -> float:
-    """How long `nbytes` bytes take through the pipeline of push, synchronisation and pull, in equal shards.
-
-    Every stage takes as long as the curve says, so that k shards need k + 2 turns.
-
-    Args:
-        nbytes: Of all tensors together.
-        shard_bytes: Shards are no smaller than this, unless there is only one.
-        curve: Of the client and its proxy, both directions at once.
-    """
-    num_shards = max(1, nbytes // shard_bytes)
-    return (num_shards + PIPELINE_STAGES - 1) * curve.time_us(nbytes / num_shards)

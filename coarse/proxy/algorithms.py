@@ -20,7 +20,7 @@ def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
     """Those for which the memory devices of a node are set up, besides what needs nothing; the first is the default.
 
     There is a choice between GPUs alone: what is fastest over their links is to be measured
-    (coarse.profiler.algorithm_choice). The host's memory is one, which sync cores read and write in place.
+    (coarse.client.algorithm_choice). The host's memory is one, which sync cores read and write in place.
 
     Args:
         settings: Of the session.

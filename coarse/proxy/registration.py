@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.errors import ProtocolError, SchemaMismatchError
 from coarse.kernels import _native
 from coarse.profiler.partition import ALGORITHMS, PartitionPlan, plan_partition
@@ -13,6 +12,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.proxy.memory import Segment
 from coarse.proxy.protocol import Message, int_field
 from coarse.proxy.slot_pieces import SlotPiece
+from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 
 DTYPE_NUMBERS = {name: number for number, name in enumerate(ITEM_BYTES)}
 OP_NUMBERS = {name: number for number, name in enumerate(OPS)}

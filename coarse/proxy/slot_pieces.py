@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from coarse.client.schema import ITEM_BYTES, TensorSpec
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable
+from coarse.schema import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
     from coarse.proxy.job import DeviceJob

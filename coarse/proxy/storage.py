@@ -93,14 +93,11 @@ class VersionedStorage:
         self._references: Counter[tuple[str, int]] = Counter()  # of snapshots, to a version of a key
         self.old_bytes = 0
         """What versions take that snapshots alone refer to."""
-        self.num_refused = 0
-        """How often put() found no room for an old version."""
 
     def put(self, key: str, segment: Segment) -> int:
         previous = self.get(key)
         is_kept = self._references[key, previous.version] > 0
         if is_kept and self.old_bytes + previous.num_bytes > self._pool_bytes:
-            self.num_refused += 1
             raise OutOfDeviceMemoryError(
                 f"stored tensor {key[:100]!r}: {previous.num_bytes} bytes of its version {previous.version} do "
                 f"not fit beside {self.old_bytes} of {self._pool_bytes} bytes of old versions; release a snapshot "

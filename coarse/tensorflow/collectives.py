@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from coarse.client.async_reducer import Request
-from coarse.client.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import SchemaMismatchError, SyncTimeoutError
+from coarse.schema import ITEM_BYTES, UPDATABLE_DTYPES, TensorSpec
 from coarse.session import Session
 
 Array = npt.NDArray[Any]

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
+from coarse.schema import TensorSpec
 from coarse.tensorflow.collectives import DEFAULT_CHANNEL, Array, Collectives, add_up, can_reduce
 from coarse.tensorflow.kernel import ReduceKernel
 from coarse.tensorflow.names import CollectiveNames

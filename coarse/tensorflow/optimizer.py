@@ -14,7 +14,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.utils.tracking import DotNotTrackScope
 from tensorflow.python.trackable.base import SaveType
 
-from coarse.client.schema import TensorSpec
+from coarse.schema import TensorSpec
 from coarse.tensorflow.device_state import DeviceState, FloatArray, StatePlace
 from coarse.tensorflow.operations import Operations
 from coarse.tensorflow.strategy import Strategy

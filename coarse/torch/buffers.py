@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
+from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch import gpu_gradients
 from coarse.torch.layout import Packing, as_bytes, copy_all, num_bytes

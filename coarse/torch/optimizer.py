@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coarse.client.parameter_cache import CacheStatistics
-from coarse.client.schema import UPDATABLE_DTYPES
+from coarse.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
 from coarse.torch.layout import DTYPE_NAMES, common_gpu

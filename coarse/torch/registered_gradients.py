@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
+from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.gpu_gradients import try_gpu
 from coarse.torch.gpu_slot_gradients import GpuSlotGradients

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
 from coarse.profiler.profile import EMULATED
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.crew import Crew, Seat
 from experiments.profiles import get_profile, plan_tables

@@ -12,7 +12,6 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -22,6 +21,7 @@ from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, RING, Collectives
 from coarse.profiler.profile import EMULATED, Profile
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
+from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
 from experiments.crew import Crew, Seat
 from experiments.profiles import get_profile, links_of, plan_tables

@@ -14,9 +14,9 @@ import time
 import numpy as np
 
 from coarse.client.link_probes import Probe
-from coarse.client.schema import TensorSpec
 from coarse.env import WorkerIdentity
 from coarse.kernels._native import ProbeKind
+from coarse.schema import TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 

@@ -13,9 +13,9 @@ import sys
 
 import numpy as np
 
-from coarse.client.schema import TensorSpec
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError
+from coarse.schema import TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 

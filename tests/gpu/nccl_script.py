@@ -16,9 +16,9 @@ import time
 
 import numpy as np
 
-from coarse.client.schema import OPS
 from coarse.kernels import _native
 from coarse.kernels.cuda_kernels import DTYPES
+from coarse.schema import OPS
 
 COUNT = 300_011
 MOMENT_S = 0.3

@@ -13,9 +13,9 @@ import sys
 import numpy as np
 import torch
 
-from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
 from coarse.env import WorkerIdentity
+from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 

@@ -14,10 +14,10 @@ import time
 import numpy as np
 
 from coarse.client.gpu_transfers import GpuTensor
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context, gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.kernels import _native
+from coarse.schema import TensorSpec
 from coarse.session import Session
 from coarse.store import DirectoryStore
 

@@ -18,6 +18,7 @@ comparison = pytest.importorskip("comparison")
 parity_pool = pytest.importorskip("parity_pool")
 parity_scenarios = pytest.importorskip("parity_scenarios")
 optimizer_scenarios = pytest.importorskip("optimizer_scenarios")
+narrow_optimizer_scenarios = pytest.importorskip("narrow_optimizer_scenarios")
 
 PARITY = (
     "averages_gradients",
@@ -104,7 +105,8 @@ def test_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
 
 @pytest.mark.parametrize("name", OPTIMIZER_PARITY)
 def test_an_optimizer_in_the_memory_devices_equals_torch_on_a_gpu(name, ddp_pool, coarse_pool):
-    tolerance = optimizer_scenarios.OPTIMIZER_SCENARIOS[name].tolerance
+    scenarios = optimizer_scenarios.OPTIMIZER_SCENARIOS | narrow_optimizer_scenarios.NARROW_SCENARIOS
+    tolerance = scenarios[name].tolerance
     comparison.assert_equal_results(name, ddp_pool, coarse_pool, tolerance)
 
 

@@ -7,10 +7,10 @@ import hashlib
 import numpy as np
 from harness import LIMIT_S
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.env import Attempt, Settings
+from coarse.schema import TensorSpec
 from coarse.session import Session
 
 ADAM = 4

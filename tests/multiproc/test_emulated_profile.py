@@ -9,10 +9,10 @@ from coarse.cli.main import main
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.linked import profile_from_links
-from coarse.profiler.measure import MeasurePlan, measure_profile
 from coarse.profiler.profile import EMULATED, Profile, as_json, from_json
 from coarse.profiler.routing import plan_routing
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.tuning.measure import MeasurePlan, measure_profile
 
 
 def measured(job, name, machine, table, dilation, plan):
@@ -86,7 +86,7 @@ def test_a_session_adopts_routes_and_shards_of_the_machine(job, tmp_path):
     """By a profile of emulated links that was kept in a file; the sum is what it always is."""
     import numpy as np
 
-    from coarse.client.schema import TensorSpec
+    from coarse.schema import TensorSpec
 
     settings = {"partition_table": "aws-p3", "machine": "aws-p3", "time_dilation": 20.0}
     table = PartitionTable.load("aws-p3")

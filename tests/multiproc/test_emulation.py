@@ -12,8 +12,8 @@ from test_sync import EVERY_KIND, SMALL_SHARDS, contribution, expected, floats, 
 from coarse.client.link_probes import Probe
 from coarse.errors import RendezvousError
 from coarse.kernels._native import ProbeKind
-from coarse.profiler.measure import MeasurePlan, measure_profile
 from coarse.profiler.routing import RoutingTable
+from coarse.tuning.measure import MeasurePlan, measure_profile
 
 MIB = 1 << 20
 P3 = {"machine": "aws-p3", "time_dilation": 20.0}

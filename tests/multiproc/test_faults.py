@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from harness import LIMIT_S, PROMPT_S
 
-from coarse.client.schema import TensorSpec
 from coarse.errors import OutOfDeviceMemoryError
+from coarse.schema import TensorSpec
 
 SHORT_S = 3.0
 """A time-out that is waited for."""

@@ -11,10 +11,10 @@ import pytest
 from coarse.client.link_probes import Probe
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels._native import ProbeKind
-from coarse.profiler.measure import MeasurePlan, gather_bytes, measure_profile
 from coarse.profiler.profile import MEASURED, as_json
 from coarse.profiler.routing import plan_routing
 from coarse.proxy.memory import open_memory
+from coarse.tuning.measure import MeasurePlan, gather_bytes, measure_profile
 
 SHORT = MeasurePlan(sizes=(4096, 65536, 1 << 20), budget_s=0.2)
 

@@ -15,7 +15,6 @@ import pytest
 from test_recovery import crash, dies_at, finish, train, undisturbed  # noqa: F401
 from test_snapshots import contents_now, contents_of, open_group, settings_of, take_step
 
-from coarse.client.schema import TensorSpec
 from coarse.errors import (
     DeviceMemoryBusyError,
     MemoryDeviceLostError,
@@ -25,6 +24,7 @@ from coarse.errors import (
 from coarse.machine.host import read_numa_nodes
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
 from coarse.proxy.memory.dax import DaxMemory
+from coarse.schema import TensorSpec
 
 UNIT = 2 << 20
 DEVICE_BYTES = 32 * UNIT

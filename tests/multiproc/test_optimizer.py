@@ -7,10 +7,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
+from coarse.schema import TensorSpec
 
 ADAM = 4
 ADAM_STATES = ("exp_avg", "exp_avg_sq")

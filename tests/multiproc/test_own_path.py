@@ -12,12 +12,12 @@ import pytest
 from test_replanning import LEARNED, train
 from test_sync import floats, slot, sync
 
-from coarse.client.schema import TensorSpec
 from coarse.errors import RendezvousError, WorkerLostError
 from coarse.machine.host import read_host
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.profile import MEASURED, Profile, host_key, profile_key
+from coarse.schema import TensorSpec
 
 KIB = 1 << 10
 LAYERS = floats([f"layer{i}" for i in range(6)], 160 * KIB // 4, op="mean")

@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 
-from coarse.client.schema import TensorSpec
 from coarse.machine.host import read_host
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -21,6 +20,7 @@ from coarse.profiler.profile import (
     host_key,
     profile_key,
 )
+from coarse.schema import TensorSpec
 
 sessions = itertools.count()
 TABLE = PartitionTable.even(num_workers=2, num_devices=2)

@@ -11,10 +11,10 @@ from attempts import best_of
 from test_sync import floats, sync
 
 from coarse.bench.trace import compute_until
-from coarse.profiler import replanner
-from coarse.profiler.first_steps import TIMED_STEPS
-from coarse.profiler.measure import time_paths
 from coarse.profiler.profile import BOTH, PathId
+from coarse.tuning import replanner
+from coarse.tuning.first_steps import TIMED_STEPS
+from coarse.tuning.measure import time_paths
 
 KIB = 1 << 10
 LAYERS = floats([f"layer{i}" for i in range(6)], 160 * KIB // 4, op="mean")

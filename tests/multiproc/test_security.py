@@ -16,7 +16,7 @@ import pytest
 from harness import LIMIT_S, open_descriptors
 from test_start import joining
 
-from coarse.client.schema import TensorSpec
+from coarse.schema import TensorSpec
 
 HEADER = struct.Struct(
     "<4sHHII"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from harness import open_descriptors
 
-from coarse.client.schema import TensorSpec
 from coarse.errors import CoarseError, ForkedSessionError, SessionClosedError
 from coarse.profiler.routing import RoutingTable
+from coarse.schema import TensorSpec
 
 
 def floats(*lengths):

@@ -12,12 +12,12 @@ from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.source import SavedTensor
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import MemoryDeviceLostError, SnapshotLostError, SnapshotsBusyError, WorkerLostError
 from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
 from coarse.proxy.snapshot_writer import write_request
+from coarse.schema import TensorSpec
 
 needs_crc32c = pytest.mark.skipif(find_spec("crc32c") is None, reason="needs crc32c")
 

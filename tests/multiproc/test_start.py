@@ -192,10 +192,10 @@ def test_a_worker_that_dies_while_others_wait_for_the_devices_welcome_is_named(j
             return read_token(directory)
 
         if me.rank == 2:
-            monkeypatch.setattr(join, "_read_token", pause_and_read)
+            monkeypatch.setattr(join, "read_token", pause_and_read)
         join_and_stay(me)
 
-    read_token = join._read_token
+    read_token = join.read_token
     workers = job.start(3, worker)
     assert workers[2].hear() == "devices are there"
     killed_s = workers[victim].kill()

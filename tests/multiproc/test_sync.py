@@ -11,8 +11,8 @@ import random
 import numpy as np
 import pytest
 
-from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.errors import CoarseError, SchemaMismatchError
+from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 
 INTEGERS = ("int32", "int64", "uint8")
 LENGTHS = (1, 63, 4097, 30_011)

@@ -374,10 +374,6 @@ Result cuCtxPopCurrent_v2(ContextHandle* context) {
   *context = current.stack[--current.depth];
   return kSuccess;
 }
-Result cuCtxSetCurrent(ContextHandle context) {
-  if (current.depth > 0) --current.depth;
-  return cuCtxPushCurrent_v2(context);
-}
 /// Not called by COARSE, but by NCCL's stand-in.
 Result cuCtxGetDevice(DeviceOrdinal* device) {
   if (current.depth == 0) return kInvalidContext;

@@ -6,15 +6,8 @@ import copy
 import functools
 
 import torch
-from optimizer_scenarios import (
-    NARROW,
-    STEPS,
-    Make,
-    MasterWeights,
-    narrow_optimizer,
-    norm_of,
-    offload,
-)
+from narrow_optimizer_scenarios import NARROW, MasterWeights, narrow_optimizer
+from optimizer_scenarios import STEPS, Make, norm_of, offload
 from scenario import Context, Scenario, assert_equal_on_all_workers
 from torch import nn
 

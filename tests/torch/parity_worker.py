@@ -15,7 +15,7 @@ import fast_torch  # noqa: F401, before the next one
 import torch
 import torch.distributed as dist
 
-from coarse.profiler import gpu_dual_sync, replanner
+from coarse.tuning import gpu_dual_sync, replanner
 
 OWN_PATHS = (
     "coarse, own path",
@@ -62,6 +62,7 @@ def main() -> None:
     from checkpoint_scenarios import CHECKPOINT_SCENARIOS
     from contract_scenarios import CONTRACT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
+    from narrow_optimizer_scenarios import NARROW_SCENARIOS
     from optimizer_scenarios import OPTIMIZER_SCENARIOS
     from parity_scenarios import PARITY_SCENARIOS
     from scenario import Context
@@ -73,6 +74,7 @@ def main() -> None:
         **PARITY_SCENARIOS,
         **CONTRACT_SCENARIOS,
         **OPTIMIZER_SCENARIOS,
+        **NARROW_SCENARIOS,
         **BERT_SCENARIOS,
         **SAME_GRADIENTS_SCENARIOS,
         **CHECKPOINT_SCENARIOS,

@@ -1,7 +1,8 @@
 """Optimizers in the memory devices: the results of torch's, and what is promised beyond them.
 
-Each scenario of optimizer_scenarios.py runs with the same seeds in two workers under torch's classes and COARSE's,
-for 200 steps where it says nothing else. Parameters and state must agree within the scenario's tolerance.
+Each scenario of optimizer_scenarios.py and narrow_optimizer_scenarios.py runs with the same seeds in two workers
+under torch's classes and COARSE's, for 200 steps where it says nothing else. Parameters and state must agree within
+the scenario's tolerance.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
 from comparison import assert_equal_results, run_under_both
+from narrow_optimizer_scenarios import NARROW_SCENARIOS
 from optimizer_scenarios import OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
 from tiers import slow_but_for
 
-PARITY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if scenario.compare]
+SCENARIOS = {**OPTIMIZER_SCENARIOS, **NARROW_SCENARIOS}
+
+PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
 # Where memory devices are on a GPU, kernels make the updates, whenever these begin.
 ON_A_GPU = [name for name in PARITY if not name.endswith("_overlapped")]
 # Every optimizer in float32; one of two states as 16-bit parameters have it, and where updates are made in backward.
@@ -70,72 +74,70 @@ ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN = [
     "adamw_overlapped",
     "large_parameters_that_a_worker_leaves_out_overlapped",
 ]
-COARSE_ONLY = [name for name, scenario in OPTIMIZER_SCENARIOS.items() if not scenario.compare]
+COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
 # Nodes share no memory, and do not tell each other whose gradient was not finite.
 ON_ONE_NODE = ["nonfinite_gradients_raise_and_name_the_worker", "parameters_and_state_live_once"]
 
 
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, PARITY))
 def test_equals_torch(name: str, ddp_pool: WorkerPool, coarse_pool: WorkerPool) -> None:
-    assert_equal_results(name, ddp_pool, coarse_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, coarse_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_IN_EVERY_RUN, ON_A_GPU))
 def test_equals_torch_where_memory_devices_are_on_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_with_slots_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_with_slots_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_where_updates_are_copied_to_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_where_updates_are_copied_from_another_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_beside_slots_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_beside_slots_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_in_step"], PARITY))
 def test_equals_torch_where_slots_lie_along_routes(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_along_routes_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_along_routes_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_along_routes_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_in_step"], PARITY))
 def test_equals_torch_where_updates_go_through_the_host_to_a_gpu(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_apart_from_slots_pool: WorkerPool
 ) -> None:
-    assert_equal_results(
-        name, ddp_pool, stand_in_gpu_apart_from_slots_pool, OPTIMIZER_SCENARIOS[name].tolerance
-    )
+    assert_equal_results(name, ddp_pool, stand_in_gpu_apart_from_slots_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_overlapped"], PARITY))
 def test_equals_torch_where_parameters_are_on_the_gpu_of_one_worker(
     name: str, ddp_pool: WorkerPool, stand_in_gpu_each_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, stand_in_gpu_each_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, stand_in_gpu_each_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(COPIED_TO_A_GPU_IN_EVERY_RUN, PARITY))
 def test_equals_torch_where_parameters_are_spread_over_gpus(
     name: str, ddp_pool: WorkerPool, spread_gpus_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, spread_gpus_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, spread_gpus_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(["adamw_overlapped"], PARITY))
 def test_equals_torch_where_one_of_the_gpus_cannot_reach_all_slots(
     name: str, ddp_pool: WorkerPool, partly_apart_gpus_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, partly_apart_gpus_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, partly_apart_gpus_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(CHECKPOINTS_ON_A_GPU_IN_EVERY_RUN, CHECKPOINTS_ON_A_GPU))
@@ -186,14 +188,14 @@ def test_holds(name: str, coarse_pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("name", slow_but_for(ACROSS_NODES_IN_EVERY_RUN, PARITY))
 def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node_pool: WorkerPool) -> None:
-    assert_equal_results(name, ddp_pool, two_node_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, two_node_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN, PARITY))
 def test_equals_torch_from_gpus_across_two_nodes(
     name: str, ddp_pool: WorkerPool, two_node_stand_in_gpu_pool: WorkerPool
 ) -> None:
-    assert_equal_results(name, ddp_pool, two_node_stand_in_gpu_pool, OPTIMIZER_SCENARIOS[name].tolerance)
+    assert_equal_results(name, ddp_pool, two_node_stand_in_gpu_pool, SCENARIOS[name].tolerance)
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""What synchronising by the memory devices and by NCCL costs, from trials of both; the clock of steps on a GPU."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -5,10 +7,10 @@ from typing import Any
 import pytest
 
 from coarse.client.nccl_own_path import less_accurate_by_nccl
-from coarse.client.schema import TensorSpec
-from coarse.profiler import gpu_step_clock
-from coarse.profiler.gpu_dual_sync_trial import TrialTimes
-from coarse.profiler.gpu_step_clock import GpuStepClock
+from coarse.schema import TensorSpec
+from coarse.tuning import gpu_step_clock
+from coarse.tuning.gpu_dual_sync_trial import TrialTimes
+from coarse.tuning.gpu_step_clock import GpuStepClock
 
 GIB = 1 << 30
 

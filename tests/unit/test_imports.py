@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import coarse
+
 FRAMEWORKS = {"torch", "tensorflow", "transformers", "sklearn"}
+
+LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("bench",),
+    ("transformers",),
+    ("accelerate", "lightning"),
+    ("torch", "tensorflow"),
+    ("session",),
+    ("tuning", "session_checks", "launch"),
+    ("client",),
+    ("proxy",),
+    ("profiler", "checkpoint", "rendezvous"),
+    ("kernels", "env", "socket_store"),
+    ("machine", "schema", "store", "failpoints"),
+    ("errors",),
+)
+"""Packages and modules of coarse: each imports from those below it only."""
+
+
+def parts_imported(tree):
+    """Of coarse, but for names that are imported for annotations alone."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from parts_imported(node)
+
+
+def part_of(name):
+    # The entry point of torch's backends is outside of coarse.torch, which imports torch.
+    return name.split(".")[1].removesuffix("_entry")
 
 
 def modules_after(statement):
@@ -31,6 +71,20 @@ def modules_after(statement):
 )
 def test_imports_what_it_needs_only(statement, forbidden):
     assert modules_after(statement) & forbidden == set()
+
+
+def test_dependencies_point_one_way():
+    root = Path(coarse.__file__).parent
+    layer_of = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+    upward = set()
+    for file in root.rglob("*.py"):
+        part = part_of(".".join(file.relative_to(root.parent).with_suffix("").parts))
+        for name in parts_imported(ast.parse(file.read_text())):
+            if not name.startswith("coarse.") or name == "coarse.__version__" or part_of(name) == part:
+                continue
+            if layer_of[part_of(name)] <= layer_of[part]:
+                upward.add(f"{file.relative_to(root)} imports {name}")
+    assert upward == set()
 
 
 def test_a_tensorflow_that_was_not_tested_is_refused_by_name(tmp_path):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.machine.partition_table import PartitionTable
-from coarse.profiler.measure import (
+from coarse.profiler.profile import profile_key
+from coarse.tuning.measure import (
     MOST_REPEATS,
     SIZES,
     LinkMeter,
@@ -19,7 +20,6 @@ from coarse.profiler.measure import (
     paths_of_worker,
     transfers_of,
 )
-from coarse.profiler.profile import profile_key
 
 tables = st.builds(PartitionTable.even, num_workers=st.integers(2, 9), num_devices=st.integers(1, 9))
 

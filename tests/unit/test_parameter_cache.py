@@ -36,13 +36,6 @@ def test_several_reads_at_one_version_pull_once():
     assert cache.is_hit(3)
 
 
-def test_one_invalidation_is_one_miss():
-    cache = ParameterCache(staleness=5, num_bytes=1)
-    cache.filled(1)
-    cache.invalidate()
-    assert not cache.is_hit(1)
-
-
 @given(st.integers(0, 4), st.lists(st.integers(0, 3)))
 def test_no_read_lags_further_than_allowed(staleness, steps):
     cache, current, held = ParameterCache(staleness=staleness, num_bytes=1), 0, None

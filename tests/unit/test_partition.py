@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.profiler.partition import (
     ALGORITHMS,
     SLOT_ALIGNMENT_BYTES,
     count_shards,
     plan_partition,
 )
+from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 
 MOST_ELEMENTS_OF_A_SHARD = (1 << 32) - 1  # of the wire format
 

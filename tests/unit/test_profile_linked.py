@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.schema import TensorSpec
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
@@ -30,6 +29,7 @@ from coarse.profiler.partition import plan_partition
 from coarse.profiler.profile import SIMULATED, PathId
 from coarse.profiler.routing import RoutingTable, plan_routing, route_shards
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.schema import TensorSpec
 
 
 def links_of(machine, table=None):
@@ -249,11 +249,11 @@ def plan_bert_large(machine, forward_s, backward_s):
 def test_dual_synchronisation_pays_on_v100_and_not_on_t4():
     """COARSE, section V-E. Times of a step of 2 x 384 tokens at 8 and 4 sustained TFLOPS."""
     v100 = plan_bert_large("aws-p3", 0.077, 0.108)
-    assert v100.offloads
+    assert v100.offloaded
     assert 0 < v100.m_bytes < 319 * (4 << 20)
     assert v100.predicted_s < v100.workers_only_s
     t4 = plan_bert_large("aws-g4dn", 0.154, 0.216)
-    assert not t4.offloads
+    assert not t4.offloaded
     assert "does not pay" in t4.reason
 
 

@@ -1,3 +1,5 @@
+"""A few new timings change the curves of a profile as a link that became slower, or faster, would."""
+
 from __future__ import annotations
 
 import pytest

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import SIZES, curves, key_of, line, profile_of, sizes
 
-from coarse.client.schema import TensorSpec
 from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import (
     TIE_FRACTION,
@@ -19,6 +18,7 @@ from coarse.profiler.routing import (
     predict_time_us,
     route_shards,
 )
+from coarse.schema import TensorSpec
 
 curves_by_proxy = st.dictionaries(st.integers(0, 7), curves, min_size=1, max_size=5)
 histograms = st.dictionaries(sizes, st.integers(1, 100), min_size=1, max_size=10)

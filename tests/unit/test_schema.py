@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.client.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 
 
 @pytest.mark.parametrize(("dtype", "item_bytes"), ITEM_BYTES.items())

@@ -7,9 +7,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.schema import TensorSpec
 from coarse.client.slot_order import find_predecessors
 from coarse.profiler.partition import plan_partition
+from coarse.schema import TensorSpec
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=12)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.schema import TensorSpec
 from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.slot_pieces import PIECE_BYTES, SlotPiece, slot_pieces
+from coarse.schema import TensorSpec
 
 models = st.lists(st.integers(1, 3 << 20), min_size=1, max_size=12).map(
     lambda lengths: [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coarse.client.schema import TensorSpec
 from coarse.client.solo import SoloClient
 from coarse.errors import SessionClosedError
+from coarse.schema import TensorSpec
 
 
 @pytest.fixture

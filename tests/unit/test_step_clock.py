@@ -1,8 +1,10 @@
+"""StepClock: the pushes and pulls of steps tell how long forward and backward take."""
+
 from __future__ import annotations
 
 import pytest
 
-from coarse.profiler.step_clock import StepClock
+from coarse.tuning.step_clock import StepClock
 
 
 class Hand:

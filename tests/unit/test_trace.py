@@ -1,3 +1,5 @@
+"""Recorded training steps: their files say what they hold, and what cannot be is refused."""
+
 from __future__ import annotations
 
 import json

@@ -9,7 +9,7 @@ from planning import SIZES, profile_of
 
 from coarse.client.pacing import ServedTransfer
 from coarse.profiler.profile import BOTH, PathId
-from coarse.profiler.traffic import NEAR_FACTOR, TrafficGauge, times_of_traffic
+from coarse.tuning.traffic import NEAR_FACTOR, TrafficGauge, times_of_traffic
 
 MIB = 1 << 20
 UP, DOWN, DUPLEX = 0, 1, 2

@@ -138,7 +138,6 @@ void registerCollectives(py::module_& module) {
            py::arg("piece_bytes"), py::arg("inputs"), py::arg("outputs"), py::arg("input_bytes"),
            py::arg("output_bytes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("sequence", &Collectives::sequence)
-      .def("missing_ranks", &Collectives::missingRanks)
       .def("post", &post, py::kw_only(), py::arg("is_send"), py::arg("peer"), py::arg("tag"), py::arg("data"),
            py::arg("num_bytes"), py::arg("dtype"), py::arg("timeout"), py::arg("done"))
       .def("close", &Collectives::close, py::call_guard<py::gil_scoped_release>())

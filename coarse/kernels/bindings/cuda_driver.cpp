@@ -2,8 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <array>
 #include <memory>
 
 #include "bindings.hpp"
@@ -18,14 +16,13 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 cuda::StreamHandle toStream(std::uintptr_t stream) { return reinterpret_cast<cuda::StreamHandle>(stream); }
 
-/// Arguments of a kernel by their bytes, as the kernel takes them.
-void launchKernel(std::uintptr_t kernel, const std::array<unsigned int, 3>& grid,
-                  const std::array<unsigned int, 3>& block, unsigned int sharedBytes, std::uintptr_t stream,
-                  const std::vector<std::string>& arguments) {
+/// @param arguments by their bytes, as the kernel takes them.
+void launchKernel(const cuda::Context& context, std::uintptr_t kernel, unsigned int numBlocks,
+                  unsigned int numThreads, std::uintptr_t stream, const std::vector<std::string>& arguments) {
+  const cuda::ContextScope scope(context);
   cuda::LaunchShape shape;
-  std::copy(grid.begin(), grid.end(), shape.grid);
-  std::copy(block.begin(), block.end(), shape.block);
-  shape.sharedBytes = sharedBytes;
+  shape.grid[0] = numBlocks;
+  shape.block[0] = numThreads;
   std::vector<void*> pointers;
   for (const std::string& argument : arguments) pointers.push_back(const_cast<char*>(argument.data()));
   cuda::launchKernel(reinterpret_cast<cuda::FunctionHandle>(kernel), shape, toStream(stream), pointers);
@@ -63,8 +60,6 @@ void registerStreams(py::module_& module) {
             stream.wait(event);
           },
           py::arg("event"))
-      .def("wait_value", &cuda::Stream::waitValue, py::arg("address"), py::arg("value"))
-      .def("write_value", &cuda::Stream::writeValue, py::arg("address"), py::arg("value"))
       .def(
           "copy_to_device",
           [](cuda::Stream& stream, std::uint64_t destination, std::uintptr_t source, std::size_t numBytes) {
@@ -129,8 +124,7 @@ void registerMemory(py::module_& module) {
                  isReadOnly ? Access::kReadOnly : Access::kReadWrite);
            }),
            py::arg("context"), py::arg("address"), py::arg("num_bytes"), py::kw_only(),
-           py::arg("is_read_only") = false, ReleaseGil())
-      .def_property_readonly("device_address", &cuda::HostRegistration::deviceAddress);
+           py::arg("is_read_only") = false, ReleaseGil());
   py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(module, "CudaMemory")
       .def_static(
           "allocate",
@@ -184,22 +178,15 @@ void registerCudaDriver(py::module_& module) {
       },
       py::arg("device"), py::arg("attribute"));
   module.def("cuda_can_access_peer", &cuda::canAccessPeer, py::arg("device"), py::arg("peer"));
-  module.def("cuda_launch_kernel", &launchKernel, py::arg("kernel"), py::arg("grid"), py::arg("block"),
-             py::arg("shared_bytes"), py::arg("stream"), py::arg("arguments"));
-  module.def(
-      "cuda_is_capturing", [](std::uintptr_t stream) { return cuda::isCapturing(toStream(stream)); },
-      py::arg("stream"));
   py::class_<cuda::Context, std::shared_ptr<cuda::Context>>(module, "CudaContext")
       .def(py::init<int>(), py::arg("device"), ReleaseGil())
       .def_property_readonly("device", &cuda::Context::device)
-      .def("make_current", &cuda::Context::makeCurrent)
       .def("synchronize", &cuda::Context::synchronize, ReleaseGil())
       .def("memory_info",
            [](const cuda::Context& context) {
              const cuda::MemoryInfo info = context.memoryInfo();
              return std::pair(info.freeBytes, info.totalBytes);
            })
-      .def("priorities", &cuda::Context::priorities)
       .def(
           "load_module",
           [](const cuda::Context& context, const std::string& code) {
@@ -213,15 +200,8 @@ void registerCudaDriver(py::module_& module) {
             return reinterpret_cast<std::uintptr_t>(cuda::findKernel(context, handle, name));
           },
           py::arg("module"), py::arg("name"))
-      .def(
-          "launch",
-          [](const cuda::Context& context, std::uintptr_t kernel, unsigned int numBlocks,
-             unsigned int numThreads, std::uintptr_t stream, const std::vector<std::string>& arguments) {
-            const cuda::ContextScope scope(context);
-            launchKernel(kernel, {numBlocks, 1, 1}, {numThreads, 1, 1}, 0, stream, arguments);
-          },
-          py::arg("kernel"), py::arg("num_blocks"), py::arg("num_threads"), py::arg("stream"),
-          py::arg("arguments"));
+      .def("launch", &launchKernel, py::arg("kernel"), py::arg("num_blocks"), py::arg("num_threads"),
+           py::arg("stream"), py::arg("arguments"));
   registerStreams(module);
   registerMemory(module);
 }

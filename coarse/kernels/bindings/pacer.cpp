@@ -65,23 +65,9 @@ void registerPacer(py::module_& module) {
         return std::pair(nowUs, transfers);
       },
       py::arg("fd"), py::arg("since_us"));
-  module.def("monotonic_ns", &monotonicNow);
   py::class_<Pacer>(module, "Pacer")
       .def(py::init<int>(), py::arg("fd"))
-      .def("reserve", &Pacer::reserve, py::arg("source"), py::arg("target"), py::arg("num_bytes"),
-           py::arg("requested_at_ns"), py::arg("tag") = 0)
       .def("set_bandwidth", &Pacer::setBandwidth, py::arg("bucket"), py::arg("gbytes_per_s"))
-      .def("set_latency", &Pacer::setLatency, py::arg("source"), py::arg("target"), py::arg("latency_us"))
-      .def_property_readonly("time_dilation", &Pacer::timeDilation)
-      .def_property_readonly("num_endpoints", &Pacer::numEndpoints)
-      .def_property_readonly("num_buckets", &Pacer::numBuckets)
-      .def(
-          "transfers",
-          [](const Pacer& pacer, std::size_t source, std::size_t target) {
-            const PathStatistics statistics = pacer.statistics(source, target);
-            return std::pair(statistics.numTransfers, statistics.numBytes);
-          },
-          py::arg("source"), py::arg("target"))
       .def("arrivals", [](const Pacer& pacer) {
         const ArrivalStatistics statistics = pacer.arrivals();
         return std::pair(statistics.numArrivals, statistics.latenessNs);

@@ -10,7 +10,6 @@ namespace py = pybind11;
 namespace coarse {
 
 void registerReduce(py::module_& module) {
-  module.def("instruction_set", &instructionSet);
   module.def("measure_reduction_limit", &measureReductionLimit, py::arg("num_workers"), py::arg("num_bytes"),
              py::arg("iterations"), py::arg("num_threads"), py::call_guard<py::gil_scoped_release>());
 }

@@ -116,10 +116,6 @@ void registerSnapshot(py::module_& module) {
           "release", [](GroupReader& reader, std::uint32_t snapshot) { reader.store().release(snapshot); },
           py::arg("snapshot"), ReleaseGil())
       .def(
-          "is_live",
-          [](GroupReader& reader, std::uint32_t snapshot) { return reader.store().isLive(snapshot); },
-          py::arg("snapshot"))
-      .def(
           "is_lost",
           [](GroupReader& reader, std::uint32_t snapshot) { return reader.store().isLost(snapshot); },
           py::arg("snapshot"))

@@ -223,8 +223,6 @@ Context::~Context() {
 
 bool Context::isUsable() const noexcept { return ::getpid() == pid_; }
 
-void Context::makeCurrent() const { check(api().cuCtxSetCurrent(handle_), "cuCtxSetCurrent"); }
-
 void Context::synchronize() const {
   const ContextScope scope(*this);
   check(api().cuCtxSynchronize(), "cuCtxSynchronize");
@@ -382,8 +380,8 @@ FunctionHandle findKernel(const Context& context, ModuleHandle module, const std
 void launchKernel(FunctionHandle kernel, const LaunchShape& shape, StreamHandle stream,
                   const std::vector<void*>& arguments) {
   check(api().cuLaunchKernel(kernel, shape.grid[0], shape.grid[1], shape.grid[2], shape.block[0],
-                             shape.block[1], shape.block[2], shape.sharedBytes, stream,
-                             const_cast<void**>(arguments.data()), nullptr),
+                             shape.block[1], shape.block[2], 0, stream, const_cast<void**>(arguments.data()),
+                             nullptr),
         "cuLaunchKernel");
 }
 

@@ -319,12 +319,15 @@ void SharedCollectives::scatter(Running& running) {
       });
 }
 
-void SharedCollectives::allToAll(Running& running) {
+/// Everybody's table of sizes, which the rounds of an all-to-all depend on.
+/// @return the largest of them, whoever has it.
+/// @throws std::invalid_argument on every rank, if what one of them sends another is not what that one
+/// expects.
+std::uint64_t SharedCollectives::agreeOnSizes(Running& running) {
   const Collective& call = running.call;
   if (numRanks_ * sizeof(std::uint64_t) > scratch_->bufferBytes()) {
     throw std::invalid_argument("too many ranks for an all_to_all");
   }
-  // First everybody's table of sizes: how many rounds there are depends on the largest, whoever has it.
   std::uint64_t largest = 0;
   std::string wrong;
   round(
@@ -353,6 +356,12 @@ void SharedCollectives::allToAll(Running& running) {
         }
       });
   if (isWrong) throw std::invalid_argument(wrong);
+  return largest;
+}
+
+void SharedCollectives::allToAll(Running& running) {
+  const Collective& call = running.call;
+  const std::uint64_t largest = agreeOnSizes(running);
   const std::size_t area = areaBytes(call);
   const auto piece = [](std::uint64_t whole, std::size_t offset, std::size_t count) {
     return offset < whole ? std::min<std::size_t>(count, whole - offset) : 0;

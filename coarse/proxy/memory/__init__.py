@@ -1,4 +1,5 @@
-"""Where a memory device keeps its bytes. Nothing outside this package knows which kind of memory that is.
+"""Where a memory device keeps its bytes. Of the rest of it, only what joins NCCL knows which kind of memory that is;
+who plans for all devices of a node asks PartitionTable.is_on_gpus.
 
 A memory is named by its kind and, where there are several of a kind, its place: "host", "numa:2",
 "dax:/dev/dax0.0" (docs/devices.md).

@@ -115,7 +115,6 @@ struct MemAccessDesc {
   F(cuDeviceCanAccessPeer, int*, DeviceOrdinal, DeviceOrdinal)                                            \
   F(cuDevicePrimaryCtxRetain, ContextHandle*, DeviceOrdinal)                                              \
   F(cuDevicePrimaryCtxRelease_v2, DeviceOrdinal)                                                          \
-  F(cuCtxSetCurrent, ContextHandle)                                                                       \
   F(cuCtxPushCurrent_v2, ContextHandle)                                                                   \
   F(cuCtxPopCurrent_v2, ContextHandle*)                                                                   \
   F(cuCtxSynchronize, void)                                                                               \

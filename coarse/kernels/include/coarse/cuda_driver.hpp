@@ -86,8 +86,6 @@ class Context {
 
   int device() const noexcept { return device_; }
   ContextHandle handle() const noexcept { return handle_; }
-  /// Makes it the calling thread's, for good.
-  void makeCurrent() const;
   /// Waits for everything that was given to the device in this context.
   void synchronize() const;
   MemoryInfo memoryInfo() const;
@@ -200,7 +198,6 @@ FunctionHandle findKernel(const Context& context, ModuleHandle module, const std
 struct LaunchShape {
   unsigned int grid[3] = {1, 1, 1};
   unsigned int block[3] = {1, 1, 1};
-  unsigned int sharedBytes = 0;
 };
 
 /// Launches a kernel, whoever has loaded it.

@@ -48,6 +48,7 @@ class SharedCollectives final : public Collectives {
   void reduceScatter(Running& running);
   void scatter(Running& running);
   void allToAll(Running& running);
+  std::uint64_t agreeOnSizes(Running& running);
   std::size_t areaBytes(const Collective& call) const noexcept;
 
   std::unique_ptr<GroupScratch> scratch_;

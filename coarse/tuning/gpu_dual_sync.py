@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from coarse.client.workers_nccl import join_workers
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import DualSyncInputs, parse_mode, plan_dual_sync
-from coarse.profiler.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
-from coarse.profiler.gpu_dual_sync_trial import RefusedError, TrialTimes, check_all, measure_both_ways
-from coarse.profiler.gpu_step_clock import GpuStepClock
-from coarse.profiler.measure import gather_bytes
-from coarse.profiler.step_clock import StepClock
+from coarse.tuning.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
+from coarse.tuning.gpu_dual_sync_trial import RefusedError, TrialTimes, check_all, measure_both_ways
+from coarse.tuning.gpu_step_clock import GpuStepClock
+from coarse.tuning.measure import gather_bytes
+from coarse.tuning.step_clock import StepClock
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup

@@ -10,11 +10,11 @@ from coarse.profiler.dual_sync import AUTO, OFF
 if TYPE_CHECKING:  # slow to import, or who imports this
     from coarse.client.tensor_group import TensorGroup
     from coarse.machine.partition_table import PartitionTable
-    from coarse.profiler.gpu_dual_sync import GpuDualSync
     from coarse.profiler.link_plan import LinkPlan
     from coarse.profiler.profile import Profile
-    from coarse.profiler.replanner import Replanner
     from coarse.session import Session
+    from coarse.tuning.gpu_dual_sync import GpuDualSync
+    from coarse.tuning.replanner import Replanner
 
 
 class StepPlanning:
@@ -111,7 +111,7 @@ class StepPlanning:
         looks_at_links = is_first and self._follows_links and self._settings.replan_steps != 0
         if not (plans_dual_sync or looks_at_links):
             return
-        from coarse.profiler.replanner import Replanner
+        from coarse.tuning.replanner import Replanner
 
         replanner = Replanner(
             session,
@@ -145,6 +145,6 @@ class StepPlanning:
             return self._refuse(group, f"{algorithm} was asked for, which adds in the order of the workers")
         if group.places.with_nccl > 0:
             return self._refuse(group, "NCCL is for another one, and needs all of its work in one order")
-        from coarse.profiler.gpu_dual_sync import GpuDualSync
+        from coarse.tuning.gpu_dual_sync import GpuDualSync
 
         self._gpu_planners.append(GpuDualSync(session, group, gpu=gpu, mode=wanted))

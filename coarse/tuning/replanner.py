@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from coarse.client.pacing import ServedTransfer
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
-from coarse.profiler.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
-from coarse.profiler.measure import gather_bytes, time_paths
 from coarse.profiler.own_path import ALL_TO_ALL, choose_collective
 from coarse.profiler.profile import BOTH, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
-from coarse.profiler.step_clock import StepClock
-from coarse.profiler.traffic import TrafficGauge, times_of_traffic
+from coarse.tuning.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
+from coarse.tuning.measure import gather_bytes, time_paths
+from coarse.tuning.step_clock import StepClock
+from coarse.tuning.traffic import TrafficGauge, times_of_traffic
 
 if TYPE_CHECKING:
     from coarse.client.link_probes import LinkProbes

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context
 from coarse.errors import CoarseError, NcclFailedError, SyncTimeoutError, is_refusal
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import SyncCosts
-from coarse.profiler.measure import gather_bytes
+from coarse.schema import TensorSpec
+from coarse.tuning.measure import gather_bytes
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from coarse.client.schema import TensorSpec
 from coarse.client.tensor_bytes import gpu_context
 from coarse.kernels import _native
 from coarse.profiler.curve import Curve
 from coarse.profiler.gpu_links import CopyTimer
 from coarse.profiler.routing import RoutingTable, plan_tables
 from coarse.proxy.algorithms import DIRECT
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

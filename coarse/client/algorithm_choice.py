@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from coarse.client.schema import TensorSpec
+from coarse.client.gpu_routes import measure_routes, wait_for_all
 from coarse.client.tensor_bytes import gpu_context
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, is_refusal
 from coarse.kernels import _native
-from coarse.profiler.gpu_routes import measure_routes, wait_for_all
 from coarse.profiler.routing import RoutingTable, with_threshold
+from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

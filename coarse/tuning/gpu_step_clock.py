@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coarse.kernels import _native
-from coarse.profiler.step_clock import StepClock
+from coarse.tuning.step_clock import StepClock
 
 
 class GpuStepClock(StepClock):

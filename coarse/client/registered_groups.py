@@ -1,0 +1,173 @@
+"""The tensor groups of a client: how they are registered with the memory devices of its node, and given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from coarse.client.connection import DeviceConnection, check_peers, collect_replies, send_to_all
+from coarse.client.losses import Losses
+from coarse.client.node_agreement import NodeAgreement
+from coarse.client.optimizer_memory import OptimizerMemory
+from coarse.client.questions import Questions
+from coarse.client.row_memory import RowMemory
+from coarse.client.slot_opener import SlotOpener
+from coarse.client.tensor_group import TensorGroup
+from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
+from coarse.kernels import _native
+from coarse.profiler.partition import PartitionPlan
+from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.proxy.memory import Segment, unpack
+from coarse.proxy.protocol import Message
+from coarse.proxy.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerPlaces, slots_of
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+
+
+class RegisteredGroups:
+    """From their registration, which every worker must do alike, until they are released.
+
+    Args:
+        native: The client's data path.
+        connections: One to each memory device of the node.
+        agreement: Compares what is registered here with what other nodes have.
+        questions: Asks memory devices.
+        losses: Knows of lost workers and memory devices.
+    """
+
+    def __init__(
+        self,
+        native: _native.Client,
+        connections: Sequence[DeviceConnection],
+        agreement: NodeAgreement,
+        questions: Questions,
+        losses: Losses,
+    ) -> None:
+        self._native = native
+        self._connections = connections
+        self._agreement = agreement
+        self._questions = questions
+        self._losses = losses
+        self._next_id = 0
+        self._groups: dict[int, TensorGroup] = {}
+        self._partitions: dict[int, PartitionPlan] = {}
+
+    def __iter__(self) -> Iterator[TensorGroup]:
+        """Those that there are now, also while some are released."""
+        return iter(list(self._groups.values()))
+
+    def register(self, client: Client, schema: GroupSchema, gpu: str, *, is_for_gpu: bool) -> TensorGroup:
+        """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
+        group, self._next_id = self._next_id, self._next_id + 1
+        try:
+            for connection in self._connections:
+                connection.send(schema.to_message(group) | self._tell_places(gpu))
+            shared, recovered, places = self._collect_memory(client, group, schema)
+        except (WorkerLostError, MemoryDeviceLostError) as error:
+            raise self._losses.explain(error) from error
+        except CoarseError:
+            send_to_all(self._connections, {"type": "unregister", "group": group})
+            raise
+        num_clients = len(client.ranks)
+        plan = schema.native_plan(group, num_clients)
+        partition = schema.partition()
+        table = schema.routes[client.number] if schema.routes else client.routing
+        routes = route_shards(table, partition, schema.specs)
+        try:
+            opener = SlotOpener(self._native, plan, client.number, shared, routes)
+            slots, distant = opener.open(gpu, is_for_gpu=is_for_gpu)
+            if schema.is_open:
+                peers = [shared[slots_of(each)].region for each in range(num_clients)]
+                self._native.add_peers(group, peers)
+            kept = None if schema.state_names is None else OptimizerMemory(plan, shared, gpu)
+            rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
+        finally:
+            for segment in shared.values():
+                segment.close()
+        self._groups[group] = TensorGroup(
+            client,
+            self._native,
+            group,
+            schema,
+            partition.tensor_offsets,
+            slots,
+            kept,
+            recovered,
+            rows,
+            distant,
+            places,
+        )
+        self._partitions[group] = partition
+        return self._groups[group]
+
+    def route(self, table: RoutingTable) -> None:
+        """Routes every shard by `table` from its next push on."""
+        for group, tensors in self._groups.items():
+            if tensors.is_routed_by_itself:
+                continue  # its slots would stay where they are
+            self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
+
+    def release(self, group: int, *, tells_devices: bool) -> None:
+        """Gives a group up, unless it was released before.
+
+        Args:
+            group: Its number.
+            tells_devices: Whether memory devices are still there to be told. They free its memory when every worker
+                has released it.
+        """
+        released = self._groups.pop(group, None)
+        if released is None:
+            return
+        del self._partitions[group]
+        # Memory devices are still to read what was pushed and never pulled, as when an exception ended a backward
+        # pass: they keep such a group until the session ends.
+        is_in_use = any(self._native.is_late(group, index) for index in range(len(released.specs)))
+        self._native.remove_group(group)
+        if not is_in_use and tells_devices:
+            send_to_all(self._connections, {"type": "unregister", "group": group})
+
+    def _tell_places(self, gpu: str) -> Message:
+        """What registered groups have as TensorGroup.places, by the part that is this worker's."""
+        has_nccl = any(group.nccl.is_claimed for group in self)
+        return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
+
+    def _collect_memory(
+        self, client: Client, group: int, schema: GroupSchema
+    ) -> tuple[dict[str, Segment], RecoveredUpdates | None, WorkerPlaces]:
+        """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
+        try:
+            replies = collect_replies(
+                self._connections,
+                kind="registered",
+                group=group,
+                timeout_s=client.timeout_s,
+                what=f"worker {client.rank}: registering {schema.name}",
+                on_silence=self._losses.check_heartbeats,
+            )
+        except CoarseError as error:
+            self._agreement.refuse(group, error)
+            raise
+        try:
+            self._agreement.confirm(group, schema, self._departed)
+        except BaseException:
+            for reply in replies.values():
+                reply.close()
+            raise
+        shared: dict[str, Segment] = {}
+        recovered, places = None, WorkerPlaces()
+        for reply in replies.values():
+            segments = unpack(reply.message["extents"], reply.fds)
+            shared.update(zip(reply.message["fds"], segments, strict=True))
+            if "recovered" in reply.message:
+                recovered = RecoveredUpdates.from_message(reply.message["recovered"])
+            if "on_gpu" in reply.message:
+                places = WorkerPlaces(on_gpu=reply.message["on_gpu"], with_nccl=reply.message["with_nccl"])
+        return shared, recovered, places
+
+    def _departed(self) -> set[int]:
+        """Workers of other nodes that have closed the session, if the memory devices still live."""
+        check_peers(self._connections)
+        self._connections[0].send({"type": "departures"})
+        answer = self._questions.wait_for(self._connections[0], "departures", "departures")
+        return set(answer.message["ranks"])
