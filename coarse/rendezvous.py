@@ -8,7 +8,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -137,18 +137,29 @@ class PeerWatch:
         """From now on, check() also notices that a worker of another node has given the start up."""
         self._store = store
 
-    def tell(self, error: CoarseError) -> CoarseError:
-        """Lets workers of other nodes know why this one gives the start up.
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Lets workers of other nodes know why this one gives the start up: by what error it leaves this block.
 
-        Returns:
-            What the first worker that gave it up has told: others have ended because of that.
+        Raises:
+            CoarseError: What the first worker that gave it up has told: others have ended because of that.
         """
+        try:
+            yield
+        except Exception as error:
+            first = self._tell(error)
+            if str(first) != str(error):
+                raise first from error
+            raise
+
+    def _tell(self, error: Exception) -> Exception:
         if self._store is None:
             return error
         with contextlib.suppress(Exception):  # the store may have gone with whom we lost
             if (told := self._told()) is not None:
                 return told
-            failure = {"rank": self._identity.rank, "error": type(error).__name__, "text": str(error)}
+            kind = type(error) if isinstance(error, CoarseError) else RendezvousError
+            failure = {"rank": self._identity.rank, "error": kind.__name__, "text": str(error)}
             self._store.set(_FAILED, json.dumps(failure).encode())
         return error
 

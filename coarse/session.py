@@ -22,7 +22,7 @@ from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Attempt, Settings, WorkerIdentity
-from coarse.errors import CoarseError, SessionClosedError
+from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
@@ -118,24 +118,19 @@ class Session:
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )
             nodes = NodeMap.of_addresses(addresses)
-            check_nodes(settings, nodes.num_nodes)
             if nodes.num_nodes > 1:
                 watch.follow(store)
-            joining = Joining(
-                identity=identity,
-                store=store,
-                settings=settings,
-                nodes=nodes,
-                watch=watch,
-                keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
-            )
-            try:
+            with watch.telling():
+                check_nodes(settings, nodes.num_nodes)
+                joining = Joining(
+                    identity=identity,
+                    store=store,
+                    settings=settings,
+                    nodes=nodes,
+                    watch=watch,
+                    keeping=Keeping(session=name, attempt=attempt) if settings.keep_devices else None,
+                )
                 client, node, found = _come_together(joining)
-            except CoarseError as error:
-                first = watch.tell(error)
-                if str(first) != str(error):
-                    raise first from error
-                raise
         session = cls(identity, settings, client, node, attempt)
         try:
             session._plan_links(client, node, found)

@@ -370,9 +370,23 @@ class Checkpointer:
             raise error
         if chosen == _UNREADABLE:
             raise CheckpointError("worker 0 could not open a checkpoint; its error says why")
-        if self._workers.rank == 0 or chosen == _NO_CHECKPOINT:
-            return checkpoint
-        return open_checkpoint(self._parent, CheckpointName(chosen, attempt))
+        if chosen == _NO_CHECKPOINT:
+            return None
+        if self._workers.rank != 0:
+            try:
+                checkpoint = open_checkpoint(self._parent, CheckpointName(chosen, attempt))
+            except (CheckpointError, OSError) as problem:
+                error = problem
+        if num_without := self._workers.how_many(error is not None):
+            if checkpoint is not None:
+                checkpoint.close()
+            who = (
+                f"{error}; worker 0 has it" if error else f"{num_without} worker(s) cannot open step {chosen}"
+            )
+            raise CheckpointError(
+                f"{who}. {self._parent.path} must be on a file system that all nodes share, or be copied to each"
+            ) from error
+        return checkpoint
 
     def _choose(self, step: int | None, progress: SaveProgress) -> Checkpoint | None:
         if step is None:
@@ -506,10 +520,16 @@ class _Workers:
             dist.broadcast(told, src=0, group=self._group)
         return [int(number) for number in told.tolist()]
 
+    def how_many(self, of_this: bool) -> int:
+        """Of how many workers something is so. Collective."""
+        count = torch.full((), int(of_this), dtype=torch.int64, device="cpu")
+        if self._group is not None:
+            dist.all_reduce(count, group=self._group)
+        return int(count)
+
     def barrier(self) -> None:
         """Returns when all workers are here."""
-        if self._group is not None:
-            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group)
+        self.how_many(False)
 
     def close(self, *, alone: bool) -> None:
         """Gives the process group back. Idempotent.

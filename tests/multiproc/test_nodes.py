@@ -391,6 +391,17 @@ def test_a_node_that_never_connects_is_named_after_the_time_out(job, monkeypatch
         assert "waits for node 2 (worker(s) 2)" in outcome.message
 
 
+@pytest.mark.parametrize(
+    "refused", [{"algorithm": "ring"}, {"keep_devices": 60.0}, {"partition_table": "/nowhere/table.toml"}]
+)
+def test_settings_that_one_node_refuses_end_the_start_on_the_others(job, refused):
+    def worker(me):
+        me.join(node=f"n{me.rank}", **(refused if me.rank == 1 else {}))
+
+    told, own = job.outcomes(2, worker)
+    assert (told.error, told.message) == ("RendezvousError", f"worker 0: worker 1 gave up: {own.message}")
+
+
 def test_who_is_waited_for_is_told(job, monkeypatch):
     def worker(me):
         if me.rank == 1:

@@ -332,6 +332,15 @@ TEST_P(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
   });
 }
 
+TEST_P(MessagesBetweenRanks, ToAndFromNobodyAreRefused) {
+  Group group(2, GetParam());
+  group.run([&](std::size_t, SharedCollectives& collectives) {
+    Floats data(3);
+    for (int peer : {-2, -1, 2}) EXPECT_THROW(post(collectives, true, peer, 0, data), std::invalid_argument);
+    for (int peer : {-2, 2}) EXPECT_THROW(post(collectives, false, peer, 0, data), std::invalid_argument);
+  });
+}
+
 TEST_P(MessagesBetweenRanks, OfAnotherSizeAreRefusedAndTheNextOneComes) {
   Group group(2, GetParam());
   group.run([&](std::size_t rank, SharedCollectives& collectives) {

@@ -455,6 +455,19 @@ def all_workers_hear_of_a_checkpoint_that_does_not_load(context: Context) -> Non
             checkpointer.restore()
 
 
+@checkpoint_scenario
+def all_workers_hear_of_a_folder_that_they_do_not_share(context: Context) -> None:
+    """As it is where nodes have disks of their own."""
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    with shared_folder(context) as folder, Checkpointer(f"{folder}/{context.rank}", model) as checkpointer:
+        checkpointer.save()
+        dist.barrier()
+        with raises("CheckpointError", "on a file system that all nodes share"):
+            checkpointer.restore()
+
+
 def left_by(test_pid: int) -> Path:
     """Where the workers of a test process leave a checkpoint for other workers of it."""
     return Path(tempfile.gettempdir()) / f"coarse-test-left-{test_pid}"

@@ -191,6 +191,16 @@ def work_handles_and_futures() -> Any:
     return [tensors, doubled.wait(), now, [work.is_completed() and work.is_success() for work in works]]
 
 
+def futures_are_completed_once_their_work_was_waited_for() -> Any:
+    results = []
+    for _ in range(200):
+        tensor = torch.full((3,), float(_rank()))
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        results.append(work.get_future().value())
+    return results
+
+
 def object_collectives() -> Any:
     everyone: list[Any] = [None] * _size()
     dist.all_gather_object(everyone, {"rank": _rank(), "text": "x" * 1000 * (_rank() + 1)})
@@ -253,6 +263,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
         sub_groups,
         sub_groups_of_sub_groups,
         work_handles_and_futures,
+        futures_are_completed_once_their_work_was_waited_for,
         object_collectives,
         messages_by_tag_in_any_order,
         messages_in_batches_and_from_anybody,

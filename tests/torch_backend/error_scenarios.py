@@ -68,6 +68,8 @@ def wrong_arguments_are_refused() -> Any:
         ),
         "root": _error_of(lambda: backend.broadcast([torch.zeros(3)], _rooted(size))),
         "flat": _error_of(lambda: dist.all_gather_into_tensor(torch.zeros(3 * size + 1), torch.zeros(3))),
+        "send": _error_of(lambda: dist.send(torch.zeros(3), size)),
+        "recv": _error_of(lambda: dist.recv(torch.zeros(3), size)),
     }
 
 
@@ -107,6 +109,34 @@ def a_rank_leaves_its_group() -> Any:
         assert time.monotonic() - started < PROMPT_S
     dist.destroy_process_group(group)
     dist.barrier()
+    return errors
+
+
+def ddp_in_a_group_that_a_rank_leaves() -> Any:
+    group = dist.new_group()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    if dist.get_rank() == 0:
+        loss = model(torch.zeros(4, 3)).sum()
+        errors = _error_of(loss.backward)
+    del model
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return errors if dist.get_rank() == 0 else []
+
+
+def works_that_take_too_long_or_come_too_late() -> Any:
+    group = dist.new_group()
+    errors = []
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.zeros(3), group=group, async_op=True)
+        errors.append(_error_of(lambda: work.wait(timedelta(milliseconds=200))))
+    dist.barrier()
+    if dist.get_rank() != 0:
+        dist.all_reduce(torch.zeros(3), group=group)
+    dist.barrier()
+    group._get_backend(torch.device("cpu")).shutdown()
+    errors.append(_error_of(lambda: group.allreduce([torch.zeros(3)]).wait()))
+    dist.destroy_process_group(group)
     return errors
 
 
@@ -168,6 +198,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
         late_ranks_are_named,
         messages_that_do_not_fit_are_refused,
         a_rank_leaves_its_group,
+        ddp_in_a_group_that_a_rank_leaves,
+        works_that_take_too_long_or_come_too_late,
         rank_1_leaves_its_group,
         a_group_is_destroyed_while_a_thread_waits_in_it,
         a_rank_dies,

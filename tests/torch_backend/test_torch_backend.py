@@ -6,6 +6,7 @@ additions, so that results must be equal bit for bit.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,12 @@ from ranks import RankPool, environment
 from training_scenarios import TRAINING
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
 
 pytestmark = pytest.mark.timeout(600)  # the first test starts the ranks, and may have to compile the backend
 
@@ -95,10 +102,14 @@ def test_wrong_arguments_are_refused_at_once(ranks: str, request: pytest.Fixture
         assert "one per rank" in errors["gathered"][1]
         assert "root 2 is none of the 2 ranks" in errors["root"][1]
         assert "2 times" in errors["flat"][1]
+        assert "2 is none of the 2 ranks" in errors["send"][1]
+        assert "2 is none of the 2 ranks" in errors["recv"][1]
 
 
-def test_late_ranks_are_named(coarse: RankPool) -> None:
-    late, after, message = (text for _, text in coarse.run("late_ranks_are_named")[0])
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_late_ranks_are_named(ranks: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(ranks).run("late_ranks_are_named")[0]
+    late, after, message = (text for _, text in found)
     assert "Timed out waiting for rank(s) 1" in late
     assert "all_reduce of float32 [3], sum" in late
     assert "the group is broken since" in after
@@ -106,21 +117,43 @@ def test_late_ranks_are_named(coarse: RankPool) -> None:
     assert "Timed out" in message
 
 
-def test_messages_that_do_not_fit_are_refused(coarse: RankPool) -> None:
-    size, dtype, after = coarse.run("messages_that_do_not_fit_are_refused")[1]
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_messages_that_do_not_fit_are_refused(ranks: str, request: pytest.FixtureRequest) -> None:
+    size, dtype, after = request.getfixturevalue(ranks).run("messages_that_do_not_fit_are_refused")[1]
     assert "rank 0 sent 12 bytes of float32, expected were 16" in size[1]
     assert "expected were 12 of int32" in dtype[1]
     assert after == [1.0] * 3
 
 
-def test_a_rank_that_leaves_is_named(coarse: RankPool) -> None:
-    kind, text = coarse.run("a_rank_leaves_its_group")[0]
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_a_rank_that_leaves_is_named(ranks: str, request: pytest.FixtureRequest) -> None:
+    kind, text = request.getfixturevalue(ranks).run("a_rank_leaves_its_group")[0]
     assert kind == "DistBackendError"
     assert "rank 1 has left the group" in text
 
 
-def test_a_group_can_be_destroyed_while_a_thread_waits_in_it(coarse: RankPool) -> None:
-    kind, text = coarse.run("a_group_is_destroyed_while_a_thread_waits_in_it")[0]
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_ddp_is_told_that_a_rank_has_left(ranks: str, request: pytest.FixtureRequest) -> None:
+    """In C++, where it waits."""
+    kind, text = request.getfixturevalue(ranks).run("ddp_in_a_group_that_a_rank_leaves")[0]
+    assert kind in ("DistBackendError", "RuntimeError")  # the latter where the error has come from Python
+    assert "rank 1 has left the group" in text
+
+
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_works_that_take_too_long_or_come_too_late_say_so(ranks: str, request: pytest.FixtureRequest) -> None:
+    slow, late = (
+        text for _, text in request.getfixturevalue(ranks).run("works_that_take_too_long_or_come_too_late")[0]
+    )
+    assert "Operation timed out" in slow
+    assert "the process group was destroyed" in late
+
+
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_a_group_can_be_destroyed_while_a_thread_waits_in_it(
+    ranks: str, request: pytest.FixtureRequest
+) -> None:
+    kind, text = request.getfixturevalue(ranks).run("a_group_is_destroyed_while_a_thread_waits_in_it")[0]
     assert kind == "DistBackendError"
     assert "the group was closed" in text
 
@@ -139,6 +172,41 @@ IN_PYTHON = [name for name in COLLECTIVES if "sparse" not in name]
 @pytest.mark.parametrize("name", [*IN_PYTHON, "ddp", "fsdp2"])
 def test_gives_the_same_without_a_compiler(name: str, coarse: RankPool, in_python: RankPool) -> None:
     assert in_python.run(name) == coarse.run(name)
+
+
+def test_a_rank_that_ends_by_an_error_leaves_the_groups_it_has_not_destroyed(
+    site: Path, tmp_path: Path
+) -> None:
+    """Without a compiler too, and although it waits for others, which wait for it."""
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('coarse')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 0:\n"
+        "    work = dist.all_reduce(torch.ones(2), async_op=True)\n"
+        "    raise SystemExit('enough')\n"
+        "try:\n"
+        "    dist.recv(torch.ones(2), 0)\n"
+        "except dist.DistBackendError as error:\n"
+        "    print(error)\n"
+    )
+    store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(site, COARSE_TORCH_BACKEND="python", RANK=str(rank), **store),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "rank 0 has left the group" in printed[1]
 
 
 def test_others_hear_of_a_death_at_once(coarse: RankPool) -> None:

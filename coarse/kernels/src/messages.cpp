@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace coarse {
@@ -52,6 +53,11 @@ Messages::Messages(const GroupScratch& scratch)
 Messages::~Messages() { close(); }
 
 void Messages::post(const Message& message) {
+  const bool isRank = message.peer >= 0 && static_cast<std::size_t>(message.peer) < numRanks_;
+  if (!isRank && (message.isSend || message.peer != -1)) {
+    throw std::invalid_argument(std::to_string(message.peer) + " is none of the " +
+                                std::to_string(numRanks_) + " ranks");
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!isClosed_) {

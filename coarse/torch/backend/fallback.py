@@ -6,9 +6,9 @@ torch.compile does not trace through a process group that is written in Python.
 
 from __future__ import annotations
 
-import itertools
+import os
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from coarse.kernels import _native
 from coarse.kernels._native import CollectiveKind, Combine, ElementType
 from coarse.torch.backend.fallback_tensors import ELEMENTS, Memory, combine_of, name_of, split
-from coarse.torch.backend.fallback_work import Work
+from coarse.torch.backend.fallback_work import Work, WorkQueue
 
 _MOST_DIMS = 8
 _ROOTED = (
@@ -28,6 +28,7 @@ _ROOTED = (
     CollectiveKind.SCATTER,
 )
 _UNSET = timedelta(milliseconds=-1)
+_DRAIN_LIMIT_S = 5.0  # how long operations that were issued before a group is destroyed may still take
 
 
 class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -44,10 +45,11 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._collectives = collectives
         self._own_rank, self._num_ranks = rank, size
         self._timeout = timeout
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="coarse-torch")
-        self._issued = itertools.count(1)
+        self._queue = WorkQueue()
         self._num_issued = 0
         self._name = self._description = ""
+        # Also at exit: a script that ends by an exception has destroyed no group, and others may wait for this rank.
+        self._leave = weakref.finalize(self, _leave, self._queue, collectives, os.getpid())
 
     # ---- what torch asks of every process group ----
 
@@ -94,14 +96,13 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._num_issued
 
     def shutdown(self) -> None:
-        """Waits for what was issued, and leaves the group."""
-        self._executor.shutdown(wait=True)
-        self._collectives.close()
+        """Lets what was issued take some seconds more, and leaves the group."""
+        self._queue.drain(_DRAIN_LIMIT_S)
+        self._leave()
 
     def abort(self) -> None:
         """Leaves the group; what was issued fails."""
-        self._collectives.close()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._leave()
 
     # ---- collectives; names as in torch 2.13 and, where it renamed them, as before ----
 
@@ -209,27 +210,36 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # ---- messages ----
 
     def send(self, tensors: Any, destination: int, tag: int = 0) -> Work:
+        self._check_peer(destination)
         memory = Memory()
         return self._post(memory, memory.read(tensors[0]), tensors, destination, tag, is_send=True)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        memory = Memory()
-        return self._post(memory, memory.write(tensors[0]), tensors, source, tag, is_send=False)
+        self._check_peer(source)
+        return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self.recv(tensors, -1, tag)
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Any, source: int, tag: int) -> Work:
+        memory = Memory()
+        return self._post(memory, memory.write(tensors[0]), tensors, source, tag, is_send=False)
 
     def _post(
         self, memory: Memory, plain: torch.Tensor, tensors: Any, peer: int, tag: int, *, is_send: bool
     ) -> Work:
-        future: Future[int] = Future()
+        work = Work(tensors)
 
-        def done(error: str, source: int) -> None:
-            if error:
-                future.set_exception(dist.DistBackendError(f"coarse: {error}"))
-                return
-            memory.finish()
-            future.set_result(source)
+        def done(text: str, source: int) -> None:
+            error: Exception | None = dist.DistBackendError(f"coarse: {text}") if text else None
+            if error is None:
+                try:
+                    memory.finish()
+                except (
+                    Exception
+                ) as failure:  # of the user's tensor; the thread that is told has others to tell
+                    error = failure
+            work.complete(error, source=source)
 
         self._collectives.post(
             is_send=is_send,
@@ -241,18 +251,20 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             timeout=self._timeout,
             done=done,
         )
-        return Work(future, tensors)
+        return work
 
     # ---- steps ----
 
     def _submit(self, steps: Sequence[Callable[[], None]], result: Any) -> Work:
-        self._num_issued = next(self._issued)
+        self._num_issued += 1
+        work = Work(result)
 
         def run() -> None:
             for step in steps:
                 step()
 
-        return Work(self._executor.submit(run), result)
+        self._queue.run(work, run)
+        return work
 
     def _gather_flat(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Callable[[], None]:
         memory = Memory()
@@ -272,16 +284,14 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, kind: CollectiveKind, inputs: Any, outputs: Any, opts: Any, root: int = -1
     ) -> Callable[[], None]:
         combine = combine_of(opts.reduceOp)
-        if outputs[0].is_complex():
+        piece = outputs[0]
+        if piece.is_complex():  # added as pairs of real numbers, which is how they lie in memory
             if combine not in (Combine.SUM, Combine.MEAN):
                 raise ValueError("coarse: complex tensors take SUM and AVG alone")
-            inputs, outputs = [list(map(torch.view_as_real, side)) for side in (inputs, outputs)]
-        element = ELEMENTS.get(outputs[0].dtype, ElementType.OPAQUE)
-        if not _native.can_combine(element, combine):
-            raise ValueError(
-                f"coarse: tensors of {name_of(outputs[0].dtype)} cannot be reduced by this operator"
-            )
-        return self._move(kind, inputs, outputs, outputs[0], opts, combine=combine, root=root)
+            piece = torch.view_as_real(torch.empty(piece.shape, dtype=piece.dtype, device="meta"))
+        if not _native.can_combine(ELEMENTS.get(piece.dtype, ElementType.OPAQUE), combine):
+            raise ValueError(f"coarse: tensors of {name_of(piece.dtype)} cannot be reduced by this operator")
+        return self._move(kind, inputs, outputs, piece, opts, combine=combine, root=root)
 
     def _move(
         self,
@@ -321,6 +331,10 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             "timeout": self._timeout if limit == _UNSET else limit,
         }
         for tensor in (*sources, *targets):
+            if tensor.dtype != (*sources, *targets)[0].dtype:
+                raise ValueError(
+                    f"coarse: there must be one dtype, not {tensor.dtype} and {sources[0].dtype}"
+                )
             if is_told and tensor.nbytes != piece.nbytes:
                 raise ValueError(
                     f"coarse: pieces must be alike: {tuple(tensor.shape)} and {tuple(piece.shape)}"
@@ -343,11 +357,22 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 f"dtype: {name_of(whole.dtype)} {tuple(whole.shape)} and {name_of(piece.dtype)} {tuple(piece.shape)}"
             )
 
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self._num_ranks:
+            raise ValueError(f"coarse: {rank} is none of the {self._num_ranks} ranks")
+
     def _check_count(self, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self._num_ranks:
             raise ValueError(
                 f"coarse: there must be {self._num_ranks} tensors, one per rank, not {len(tensors)}"
             )
+
+
+def _leave(queue: WorkQueue, collectives: _native.Collectives, owner_pid: int) -> None:
+    # Forked children inherit exit handlers; the group is not theirs to leave.
+    if os.getpid() == owner_pid:
+        collectives.close()
+        queue.stop()
 
 
 def _listed(tensors: Any) -> list[torch.Tensor]:

@@ -49,12 +49,15 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> _na
         )
         nodes = NodeMap.of_addresses(addresses)
         here = nodes.ranks[nodes.node_of(rank)]
-        fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
-        try:
-            with _links(nodes, rank, store, settings, watch) as links:
-                return _collectives(fd, addresses, nodes, rank, links)
-        finally:
-            os.close(fd)
+        if nodes.num_nodes > 1:
+            watch.follow(store)
+        with watch.telling():
+            fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
+            try:
+                with _links(nodes, rank, store, settings, watch) as links:
+                    return _collectives(fd, addresses, nodes, rank, links)
+            finally:
+                os.close(fd)
 
 
 def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: PeerWatch) -> NodeLinks:

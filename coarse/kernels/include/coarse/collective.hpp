@@ -121,6 +121,7 @@ class Collectives {
 
   /// Sends or receives, while collectives and other messages go on. What comes is matched by sender and tag,
   /// in the order in which it was sent; dtype and size must be those that were sent. Returns at once.
+  /// @throws std::invalid_argument if there is no such rank.
   virtual void post(const Message& message) = 0;
 
   /// How many collectives were begun.

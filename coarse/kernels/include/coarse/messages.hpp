@@ -34,6 +34,7 @@ class Messages {
   Messages& operator=(const Messages&) = delete;
 
   /// Takes a message on; `done` is called in the thread of the messages.
+  /// @throws std::invalid_argument if there is no such rank.
   void post(const Message& message);
 
   /// Ends what is under way with an error. Idempotent.

@@ -15,32 +15,8 @@
 
 namespace coarse_torch {
 
-inline std::string dtypeName(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "float32";
-    case at::kDouble:
-      return "float64";
-    case at::kHalf:
-      return "float16";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kChar:
-      return "int8";
-    case at::kByte:
-      return "uint8";
-    case at::kShort:
-      return "int16";
-    case at::kInt:
-      return "int32";
-    case at::kLong:
-      return "int64";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(type);
-  }
-}
+/// As torch names it in Python: ranks whose backend is in Python compare it with theirs.
+inline std::string dtypeName(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 inline coarse::ElementType elementType(at::ScalarType type) {
   using coarse::ElementType;
