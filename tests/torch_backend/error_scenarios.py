@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import threading
@@ -179,6 +181,30 @@ def a_group_is_destroyed_while_a_thread_waits_in_it() -> Any:
     return errors
 
 
+def forks_take_no_part() -> Any:
+    """In a fork whatever would take part is refused, and its end is nobody else's."""
+    reading, writing = os.pipe()
+    tensor = torch.ones(3)
+    child = os.fork()
+    if child == 0:
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(tensor),
+            "without waiting": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+            "send": lambda: dist.send(tensor, 1 - dist.get_rank()),
+        }
+        told = {name: _error_of(call) for name, call in calls.items()}
+        told["destroy"] = _error_of(dist.destroy_process_group)
+        gc.collect()
+        os.write(writing, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as told:
+        errors = json.loads(told.read())
+    code = os.waitpid(child, 0)[1]
+    dist.all_reduce(tensor)
+    return [errors, code, tensor.tolist()]
+
+
 def a_rank_dies() -> Any:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -195,6 +221,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     for scenario in (
         mismatches_are_told_and_survived,
         wrong_arguments_are_refused,
+        forks_take_no_part,
         late_ranks_are_named,
         messages_that_do_not_fit_are_refused,
         a_rank_leaves_its_group,

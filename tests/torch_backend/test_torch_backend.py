@@ -107,6 +107,17 @@ def test_wrong_arguments_are_refused_at_once(ranks: str, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("ranks", ["coarse", "in_python"])
+def test_forks_take_no_part(ranks: str, request: pytest.FixtureRequest) -> None:
+    for errors, code, after in request.getfixturevalue(ranks).run("forks_take_no_part"):
+        assert errors.pop("destroy") == ["", ""]
+        for what, (kind, text) in errors.items():
+            assert kind == "DistBackendError", (what, text)
+            assert "spawn" in text, what
+        assert code == 0
+        assert after == [2.0] * 3
+
+
+@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
 def test_late_ranks_are_named(ranks: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(ranks).run("late_ranks_are_named")[0]
     late, after, message = (text for _, text in found)

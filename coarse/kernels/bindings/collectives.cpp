@@ -30,7 +30,7 @@ std::shared_ptr<Collectives> makeCollectives(int sealedFd, std::size_t rank, std
                                              std::size_t bufferBytes, std::vector<int> pidfds,
                                              std::vector<std::uint32_t> nodes,
                                              const std::vector<int>& links) {
-  return std::make_shared<SharedCollectives>(
+  return SharedCollectives::shared(
       std::make_unique<GroupScratch>(sealedFd, rank, numRanks, bufferBytes, Liveness(std::move(pidfds)),
                                      Placement(std::move(nodes))),
       duplicated(links));
@@ -138,6 +138,7 @@ void registerCollectives(py::module_& module) {
            py::arg("piece_bytes"), py::arg("inputs"), py::arg("outputs"), py::arg("input_bytes"),
            py::arg("output_bytes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("sequence", &Collectives::sequence)
+      .def("check_owner", &Collectives::checkOwner)
       .def("post", &post, py::kw_only(), py::arg("is_send"), py::arg("peer"), py::arg("tag"), py::arg("data"),
            py::arg("num_bytes"), py::arg("dtype"), py::arg("timeout"), py::arg("done"))
       .def("close", &Collectives::close, py::call_guard<py::gil_scoped_release>())

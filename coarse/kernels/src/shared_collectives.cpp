@@ -1,5 +1,7 @@
 #include "coarse/shared_collectives.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -89,9 +91,32 @@ SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch, std:
       bridge_(links.empty() ? nullptr : std::make_unique<NodeBridge>(*scratch_, std::move(links))),
       rank_(scratch_->rank()),
       numRanks_(scratch_->numRanks()),
+      owner_(::getpid()),
       terms_(numRanks_) {}
 
+std::shared_ptr<Collectives> SharedCollectives::shared(std::unique_ptr<GroupScratch> scratch,
+                                                       std::vector<int> links) {
+  return {new SharedCollectives(std::move(scratch), std::move(links)), [](SharedCollectives* collectives) {
+            if (::getpid() == collectives->owner_) delete collectives;
+          }};
+}
+
+void SharedCollectives::checkOwner() const {
+  if (::getpid() == owner_) return;
+  throw std::runtime_error(
+      "rank " + std::to_string(rank_) + ": the group was joined by process " + std::to_string(owner_) +
+      " and is used in its fork " + std::to_string(::getpid()) +
+      ". Load data there, and call collectives here; or start the process with the spawn "
+      "method, and have it make a group of its own");
+}
+
+void SharedCollectives::post(const Message& message) {
+  checkOwner();
+  messages_.post(message);
+}
+
 void SharedCollectives::run(const Collective& call) {
+  checkOwner();
   Running running{call, call.header, Clock::now() + call.timeout};
   running.header.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto where = [&] {
@@ -146,6 +171,7 @@ std::string SharedCollectives::missingRanks() const {
 }
 
 void SharedCollectives::close() noexcept {
+  if (::getpid() != owner_) return;
   scratch_->leave();
   messages_.close();
   if (bridge_) bridge_->stop();

@@ -228,6 +228,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _post(
         self, memory: Memory, plain: torch.Tensor, tensors: Any, peer: int, tag: int, *, is_send: bool
     ) -> Work:
+        self._check_owner()
         work = Work(tensors)
 
         def done(text: str, source: int) -> None:
@@ -256,6 +257,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # ---- steps ----
 
     def _submit(self, steps: Sequence[Callable[[], None]], result: Any) -> Work:
+        self._check_owner()
         self._num_issued += 1
         work = Work(result)
 
@@ -356,6 +358,12 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 f"coarse: the larger tensor must have {self._num_ranks} times the elements of the other one, and its "
                 f"dtype: {name_of(whole.dtype)} {tuple(whole.shape)} and {name_of(piece.dtype)} {tuple(piece.shape)}"
             )
+
+    def _check_owner(self) -> None:
+        try:
+            self._collectives.check_owner()
+        except RuntimeError as error:
+            raise dist.DistBackendError(f"coarse: {error}") from None
 
     def _check_peer(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:

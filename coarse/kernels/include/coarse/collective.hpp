@@ -114,14 +114,18 @@ class Collectives {
  public:
   virtual ~Collectives() = default;
 
+  /// @throws std::runtime_error in a fork of the process that joined the group: it has the memory, but is no
+  /// rank.
+  virtual void checkOwner() const = 0;
+
   /// Runs one collective to its end.
   /// @throws std::invalid_argument if ranks' calls differ; std::runtime_error if a rank is gone or late, or
-  /// the group is closed.
+  /// the group is closed, or as checkOwner().
   virtual void run(const Collective& call) = 0;
 
   /// Sends or receives, while collectives and other messages go on. What comes is matched by sender and tag,
   /// in the order in which it was sent; dtype and size must be those that were sent. Returns at once.
-  /// @throws std::invalid_argument if there is no such rank.
+  /// @throws std::invalid_argument if there is no such rank; as checkOwner().
   virtual void post(const Message& message) = 0;
 
   /// How many collectives were begun.
@@ -131,11 +135,12 @@ class Collectives {
   /// of.
   virtual std::string missingRanks() const = 0;
 
-  /// Leaves: a blocked run() throws, and so do other ranks that wait for this one. Idempotent.
+  /// Leaves: a blocked run() throws, and so do other ranks that wait for this one. Idempotent; nothing in a
+  /// fork.
   virtual void close() noexcept = 0;
 };
 
 /// Of which layout the structures above are; a torch extension checks it before it uses them.
-inline constexpr std::uint32_t kCollectiveAbi = 2;
+inline constexpr std::uint32_t kCollectiveAbi = 3;
 
 }  // namespace coarse

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,8 +25,13 @@ class SharedCollectives final : public Collectives {
   /// @param links where there are several nodes, and this rank leads its own: as for NodeBridge.
   explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {});
 
+  /// Behind a pointer that forks of this process leave alone: threads that they do not have cannot be ended.
+  static std::shared_ptr<Collectives> shared(std::unique_ptr<GroupScratch> scratch,
+                                             std::vector<int> links = {});
+
+  void checkOwner() const override;
   void run(const Collective& call) override;
-  void post(const Message& message) override { messages_.post(message); }
+  void post(const Message& message) override;
   std::uint64_t sequence() const noexcept override { return sequence_.load(std::memory_order_relaxed); }
   std::string missingRanks() const override;
   void close() noexcept override;
@@ -56,6 +63,7 @@ class SharedCollectives final : public Collectives {
   std::unique_ptr<NodeBridge> bridge_;  // of a leader, where there are several nodes
   std::size_t rank_;
   std::size_t numRanks_;
+  pid_t owner_;
   std::atomic<std::uint64_t> sequence_{0};
   std::string broken_;  // why, if the group is
   std::vector<const void*> terms_;

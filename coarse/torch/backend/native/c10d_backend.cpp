@@ -92,11 +92,13 @@ c10::intrusive_ptr<c10d::Backend::Options> CoarseBackend::getBackendOptions() {
 }
 
 void CoarseBackend::shutdown() {
+  if (queue_.isForked()) return;
   queue_.drain(kDrainLimit);
   abort();
 }
 
 void CoarseBackend::abort() {
+  if (queue_.isForked()) return;
   const auto stop = [this] {
     collectives_->close();
     queue_.stop();
@@ -110,11 +112,20 @@ void CoarseBackend::abort() {
   }
 }
 
+void CoarseBackend::checkOwner() const {
+  try {
+    collectives_->checkOwner();
+  } catch (const std::runtime_error& error) {
+    std::rethrow_exception(asDistError(error));
+  }
+}
+
 milliseconds CoarseBackend::timeoutOf(milliseconds timeout) const {
   return timeout == c10d::kUnsetTimeout ? timeout_.load() : timeout;
 }
 
 WorkPtr CoarseBackend::submit(Announcement announcement, std::vector<Step> steps) {
+  checkOwner();
   std::vector<c10::Device> devices;
   for (const at::Tensor& tensor : announcement.inputs) {
     if (tensor.is_cuda()) devices.push_back(tensor.device());

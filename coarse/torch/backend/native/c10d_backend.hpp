@@ -80,6 +80,8 @@ class CoarseBackend : public c10d::Backend {
     bool isAsync = true;
   };
 
+  /// @throws DistBackendError in a fork of the process.
+  void checkOwner() const;
   milliseconds timeoutOf(milliseconds timeout) const;
   WorkPtr submit(Announcement announcement, std::vector<Step> steps);
   WorkPtr post(c10d::OpType opType, const char* title, Tensors& tensors, int peer, int tag);

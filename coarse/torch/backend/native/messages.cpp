@@ -11,6 +11,7 @@ WorkPtr CoarseBackend::post(OpType opType, const char* title, Tensors& tensors, 
   TORCH_CHECK_VALUE(tensors.size() == 1, "coarse: messages are of one tensor");
   TORCH_CHECK_VALUE(opType == OpType::RECVANYSOURCE || (peer >= 0 && peer < size_), "coarse: ", peer,
                     " is none of the ", size_, " ranks");
+  checkOwner();
   const bool isSend = opType == OpType::SEND;
   const at::Tensor& tensor = tensors[0];
   std::shared_ptr<Writable> target;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -65,15 +66,25 @@ class CoarseWork : public c10d::Work {
 /// Runs operations one after the other, in the order in which they were given: in a thread of its own, or in
 /// the caller's where the caller would wait anyway and nothing is before it.
 ///
+/// A fork of the process has no such thread, and must call isForked() and the destructor alone.
+///
 /// Thread safety: all, from any thread.
 class WorkQueue {
  public:
   using Body = std::function<void()>;
 
   WorkQueue() : thread_([this] { serve(); }) {}
-  ~WorkQueue() { stop(); }
+  ~WorkQueue() {
+    if (isForked()) {
+      thread_.detach();
+    } else {
+      stop();
+    }
+  }
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
+
+  bool isForked() const noexcept { return ::getpid() != owner_; }
 
   void run(c10::intrusive_ptr<CoarseWork> work, Body body, bool isAsync) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -158,6 +169,7 @@ class WorkQueue {
     }
   }
 
+  const pid_t owner_ = ::getpid();
   std::mutex mutex_;               // guards queue_, isBusy_ and isStopped_
   std::condition_variable given_;  // thread_ waits for it alone
   std::condition_variable idle_;
