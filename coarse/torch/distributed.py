@@ -166,6 +166,11 @@ class DistributedDataParallel(Offloading):
         check_module(module, self._module_parameters)
         self.module = module
         self._trainable = list(trainable_parameters(module, self.parameters_to_ignore))
+        self._frozen = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
         self.tables = find_tables(module)
         """Parameters whose gradients are sparse."""
         self._assign_buffers()
@@ -325,6 +330,7 @@ class DistributedDataParallel(Offloading):
             )
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
+            self._check_frozen()
         if self._gradients is not None:
             self._gradients.check()
             if torch.is_grad_enabled():
@@ -344,6 +350,17 @@ class DistributedDataParallel(Offloading):
         device = torch.device(self.device_type, self.device_ids[0])
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
+
+    def _check_frozen(self) -> None:
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed and self._world_size > 1:
+            self._frozen = []
+            warnings.warn(
+                f"parameter {thawed[0]!r}{f' and {len(thawed) - 1} more' if thawed[1:] else ''} of the model did not "
+                "require gradients when it was wrapped, and does now: as under torch's class they are not averaged, "
+                "and each worker trains its own. Wrap model.module again after requires_grad_(True).",
+                stacklevel=4,
+            )
 
     def _gradients_in_place(self) -> contextlib.AbstractContextManager[None]:
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync

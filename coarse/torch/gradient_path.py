@@ -68,6 +68,11 @@ class GradientPath(Protocol):
         """Raises what has gone wrong since the last call; called before a forward."""
 
 
+def is_lazy(gradient: torch.Tensor) -> bool:
+    """Whether its bytes are those of the other sign, or of complex conjugates."""
+    return bool(gradient.is_neg() or gradient.is_conj())
+
+
 class GradientLayout:
     """What gradients have to be like: those of the parameters when the model was wrapped.
 
@@ -102,7 +107,7 @@ class GradientLayout:
                 else gradient.stride() == self._strides[index]
             )
             and not gradient.requires_grad
-            and not gradient.is_neg()  # one that was put in place after backward
+            and not is_lazy(gradient)  # one that was put in place after backward
         )
 
     def empty(self, index: int, device: torch.device) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
+from coarse.torch.gradient_path import is_lazy
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.layout import same_memory
 from coarse.torch.measures import fingerprints, measure_gradient
@@ -460,8 +461,8 @@ class GradientSynchroniser:
             self._path.take_part(index, self._kind, present=False)
         else:
             gradient = self._parameters[index].grad
-            if gradient.is_neg():  # its bytes are those of the other sign
-                gradient = self._parameters[index].grad = gradient.resolve_neg()
+            if is_lazy(gradient):
+                gradient = self._parameters[index].grad = gradient.resolve_conj().resolve_neg()
             self._path.send(index, gradient, self._kind)
 
     def _end_of_backward(self) -> None:

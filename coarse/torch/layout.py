@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
 
@@ -14,8 +15,10 @@ DTYPE_NAMES = {
     torch.float64: "float64",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
+    torch.complex64: "float32",
+    torch.complex128: "float64",
 }
-"""The dtypes of gradients that memory devices can average, by COARSE's names."""
+"""The dtypes of gradients that memory devices can average, by COARSE's names; of complex numbers, of their parts."""
 
 
 def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -36,7 +39,8 @@ def slot_tensor(memory: TensorBytes, like: torch.Tensor, dtype: torch.dtype | No
 class SlotViews:
     """Tensors over slots that stand in `.grad`, apart from those by which slots are written.
 
-    One that somebody has given other memory (`.grad.data = ...`, as Module.half() and float() do) is made anew.
+    One that somebody has given other memory (`.grad.data = ...`, as Module.half() and float() do, or
+    share_memory_()) is made anew.
 
     Args:
         slots: Of all gradients.
@@ -60,8 +64,13 @@ class SlotViews:
 
 
 def same_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor over the memory of one, and no view of it: autograd's rules for views do not hold."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())
+    """Another tensor over the memory of one, and no view of it: autograd's rules for views do not hold.
+
+    Its storage is another one too: share_memory_(), and torch.multiprocessing where a tensor is sent to another
+    process, give the storage other memory, and so move every tensor that has it.
+    """
+    shared: torch.Tensor = from_dlpack(to_dlpack(tensor.detach()))
+    return shared
 
 
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:

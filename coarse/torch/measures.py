@@ -14,8 +14,10 @@ from coarse.torch.gradient_policy import MeasuredGradient
 
 def measure_gradient(name: str, gradient: torch.Tensor) -> MeasuredGradient:
     """Measures an averaged gradient on this worker, in float64; nobody knows then who made it infinite."""
-    elements = _elements(gradient.coalesce() if gradient.is_sparse else gradient)
-    squares = float(torch.linalg.vector_norm(elements.detach(), dtype=torch.float64)) ** 2
+    elements = _elements(gradient.coalesce() if gradient.is_sparse else gradient).detach()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    squares = float(torch.linalg.vector_norm(elements, dtype=torch.float64)) ** 2
     return MeasuredGradient(
         name=name,
         sum_of_squares=squares,

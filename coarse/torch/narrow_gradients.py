@@ -17,9 +17,12 @@ def stand_ins(
 ) -> list[torch.nn.Parameter]:
     """What a GradientPath takes for `parameters`: tensors like them of type `dtype`, without memory.
 
-    Those that are no wider than `dtype`, and `tables`, are themselves.
+    Those that are no wider than `dtype`, complex ones, and `tables`, are themselves.
     """
-    return [p if p.itemsize <= dtype.itemsize or p in tables else _stand_in(p, dtype) for p in parameters]
+    return [
+        p if p.itemsize <= dtype.itemsize or p.is_complex() or p in tables else _stand_in(p, dtype)
+        for p in parameters
+    ]
 
 
 def _stand_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -12,7 +12,7 @@ from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
-from coarse.torch.layout import copy_all, slot_tensor
+from coarse.torch.layout import copy_all, same_memory, slot_tensor
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
 
@@ -102,7 +102,7 @@ class OffloadedParameters:
     def share(self) -> None:
         """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
+            parameter.data = same_memory(view)
         self._is_shared = True
 
     def release(self) -> None:
@@ -146,8 +146,9 @@ class OffloadedParameters:
                 raise RuntimeError(
                     f"parameter {index} of shape {tuple(parameter.shape)} no longer lies in the memory devices, "
                     "which update it there: something gave it other memory after DistributedOptimizer was made, such "
-                    "as module.to(), double() or vector_to_parameters(). Convert the model before it is wrapped, and "
-                    "write values by parameter.data.copy_()"
+                    "as module.to(), double(), vector_to_parameters() or share_memory(), which torch.multiprocessing "
+                    "calls for what it sends. Convert the model before it is wrapped, write values by "
+                    "parameter.data.copy_(), and send copies (parameter.detach().clone())"
                 )
 
     def expect(self) -> None:

@@ -46,6 +46,11 @@ class Offloading(Refusals):
         """Parameters whose gradients are averaged, with their names in the module."""
         return self._trainable
 
+    @property
+    def is_updated_by_memory_devices(self) -> bool:
+        """Whether these have the parameters and run the optimizer, until close()."""
+        return self._offloaded is not None and not self._closed
+
     def cannot_offload(self) -> str:
         """Why this model's optimizer cannot run in the memory devices; "" if it can."""
         if self._gradients is None:

@@ -16,6 +16,7 @@ from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
 from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import changes_by_scaler, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.tables import find_renormalised
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
 
 
@@ -47,12 +48,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           not to `parameter.data`, which torch does not count.
         - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
-        - `state` has copies of the state, as state_dict() does; what is written to it is lost.
+        - `state` has copies of the state, as state_dict() does; what is written to them is lost, and a mapping that
+          is assigned to `state` takes its place.
         - No closures, no add_param_group(), no DistributedDataParallel.join().
 
     Args:
         optimizer: Holds exactly the trainable parameters of `model`. From now on use this one instead: of the other
-            one settings are read, and state dicts are those of this one. State that it has is taken over.
+            one settings are read, state dicts are those of this one, and step() raises. State that it has is taken
+            over.
         model: Whose gradients it is for.
         overlap: Whether each parameter is updated during backward(), as soon as all workers have its gradient,
             instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
@@ -110,6 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._overlaps = overlap
         self._offloaded: OffloadedParameters | None = None
         self._before_update: list[Callable[[], None]] = []
+        self._refusal = -1  # which of the step pre-hooks of the optimizer that was given
         self._share_groups()
         self._taken: dict[str, Any] = {}  # of a state dict that is being loaded
         model.ensure_registered()
@@ -131,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             staleness=staleness,
             before_update=_weakly(self._prepare_update),
         )
-        self._stand_in_for_state(optimizer)
+        self._stand_in_for(optimizer)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -155,15 +159,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """That of each parameter; a copy where memory devices have it."""
-        offloaded: OffloadedParameters | None = getattr(
-            self, "_offloaded", None
-        )  # none while it is constructed
-        return self._worker_state if offloaded is None else offloaded.state()
+        """That of each parameter; a copy where memory devices have it. Assign it alike on every worker."""
+        return self._optimizer.state if self._offloaded is None else self._offloaded.state()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
-        self._worker_state = state
+        if not hasattr(self, "_optimizer"):
+            return  # torch's constructor has begun: the state is that of the optimizer that was given
+        if self._offloaded is None:
+            self._optimizer.state = state
+        else:
+            self._offloaded.keep_snapshots()
+            self._offloaded.adopt_state(state)
 
     def pull(self) -> None:
         """Makes this worker's parameters exact, once the last update is complete; without staleness they are."""
@@ -228,8 +235,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "DistributedOptimizer"
             )
         # Of the optimizer itself, whose own step() is not called; torch calls those of this one.
-        for pre_hook in self._optimizer._optimizer_step_pre_hooks.values():
-            pre_hook(self._optimizer, (), {})
+        for number, pre_hook in self._optimizer._optimizer_step_pre_hooks.items():
+            if number != self._refusal:
+                pre_hook(self._optimizer, (), {})
         self._update(self._offloaded)
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
@@ -261,8 +269,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             state_dict = _replaced(state_dict, post_hook(self, state_dict))
         return state_dict
 
-    def _stand_in_for_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has state dicts of the optimizer that was given hold the state in the memory devices, and go there."""
+    def _stand_in_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has state dicts of the optimizer that was given hold the state in the memory devices, and go there.
+
+        Its step() raises: every worker would make an update of its own to the parameters that all share.
+        """
+        self._refusal = optimizer.register_step_pre_hook(_refusal_of_steps(self._model)).id
         optimizer.register_state_dict_pre_hook(_weakly(self._lend_state))
         optimizer.register_state_dict_post_hook(_weakly(self._take_state_back))
         optimizer.register_load_state_dict_pre_hook(_weakly(self._take_state))
@@ -317,7 +329,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _share_groups(self) -> None:
         # The same objects, so that schedulers may be given either optimizer.
         self.param_groups = self._optimizer.param_groups
-        self.state = self._optimizer.state
 
     def _gradient_scale(self) -> float | None:
         """What the update multiplies gradients with, the same on every worker; None if there is to be no update."""
@@ -366,15 +377,18 @@ def _obstacle(
     """Why the optimizer has to run on the workers; "" if it does not."""
     if rule is None:
         return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
+    renormalised = find_renormalised(model.module)
     is_on_one_gpu = bool(common_gpu([parameter for _, parameter in model.trained_parameters]))
     for name, parameter in model.trained_parameters:
         if not parameter.is_cpu and not is_on_one_gpu:
             return f"parameter {name!r} is on {parameter.device}, neither in host memory nor all on one GPU"
+        if parameter in renormalised:
+            return f"the max_norm of parameter {name!r} has forward write to it, on each worker by itself"
         if parameter not in model.tables and isinstance(optimizer, torch.optim.SparseAdam):
             return f"parameter {name!r} is no table, and SparseAdam updates only tables"
         if parameter in model.tables and (reason := cannot_update_rows(optimizer)):
             return f"parameter {name!r}: {reason}"
-        if DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
+        if parameter.is_complex() or DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()
 
@@ -409,6 +423,23 @@ def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness:
         )
 
 
+def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
+    """A hook that has an optimizer's own step() raise as long as memory devices update the model's parameters."""
+    reference = weakref.ref(
+        model
+    )  # its parameters may outlive it, and whoever forgets the DistributedOptimizer errs
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = reference()
+        if alive is not None and alive.is_updated_by_memory_devices:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} runs in the memory devices; call step() of what "
+                "DistributedOptimizer has made of it: optimizer = coarse.torch.DistributedOptimizer(optimizer, model)"
+            )
+
+    return refuse
+
+
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `method` as long as its object lives. Hooks of parameters would keep the object, and all it refers to."""
     reference = weakref.WeakMethod(method)
@@ -438,7 +469,8 @@ def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParal
         if parameter not in held:
             raise ValueError(
                 f"parameter {name!r} of the model is trainable, but not in the optimizer; freeze it with "
-                "requires_grad_(False) before wrapping the model, or give it to the optimizer"
+                "requires_grad_(False) before wrapping the model, or give it to the optimizer. Several optimizers "
+                "for one model work without DistributedOptimizer"
             )
     if foreign := len(held) - len(model.trained_parameters):
         raise ValueError(

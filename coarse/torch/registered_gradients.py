@@ -124,13 +124,13 @@ def _spec(name: str, parameter: torch.nn.Parameter, *, is_table: bool) -> Tensor
     if parameter.dtype not in DTYPE_NAMES:
         raise ValueError(
             f"parameter {name!r}: gradients of {parameter.dtype} cannot be averaged; supported are "
-            f"{', '.join(DTYPE_NAMES.values())}. Convert the parameter (complex ones to pairs of real "
-            "numbers), freeze it, or list it in module._ddp_params_and_buffers_to_ignore."
+            f"{', '.join(map(str, DTYPE_NAMES))}. Convert the parameter, freeze it, or list it in "
+            "module._ddp_params_and_buffers_to_ignore."
         )
     return TensorSpec(
         name=name,
         dtype=DTYPE_NAMES[parameter.dtype],
-        num_elements=parameter.numel(),
+        num_elements=parameter.numel() * (2 if parameter.is_complex() else 1),
         op="mean",
         row_elements=parameter.shape[1] if is_table else 0,
     )

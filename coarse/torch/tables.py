@@ -144,6 +144,15 @@ def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     }
 
 
+def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The tables that forward writes to: of what it looks up, rows that are longer than max_norm."""
+    return {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None
+    }
+
+
 def check_tables(
     session: Session, parameters: Iterable[tuple[str, torch.nn.Parameter]], tables: set[torch.nn.Parameter]
 ) -> None:

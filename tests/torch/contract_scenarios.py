@@ -6,9 +6,11 @@ import copy
 import functools
 import gc
 import os
+import warnings
 import weakref
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from scenario import (
@@ -205,19 +207,29 @@ def refuses_sparse_gradients_of_what_is_no_layer(context: Context) -> Any:
 
 @contract
 def refuses_what_it_cannot_average(context: Context) -> Any:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-
-    with raises(ValueError, "phase", "complex64", "float32"):
-        context.wrap(Complex())
+    with raises(ValueError, "weight", "float8_e4m3fn", "torch.float32"):
+        context.wrap(nn.Linear(2, 2).to(torch.float8_e4m3fn))
     with raises(RuntimeError, "uninitialized"):
         context.wrap(nn.LazyLinear(3))
     with raises(RuntimeError, "requires a gradient"):
         context.wrap(nn.Linear(2, 2).requires_grad_(False))
     with raises(ValueError, "SyncBatchNorm"):
         context.wrap(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+@contract
+def parameters_that_are_unfrozen_later_are_told(context: Context) -> Any:
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = context.wrap(module)
+    model(context.inputs(0, 4, 8)).sum().backward()
+    module[0].requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"parameter '0\.weight' and 1 more .*Wrap model\.module again"):
+        model(context.inputs(1, 4, 8)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(context.inputs(2, 4, 8)).sum().backward()
+    dist.barrier()
 
 
 @contract

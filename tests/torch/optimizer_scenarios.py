@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import gc
@@ -140,16 +141,44 @@ def parameters_that_nobody_made_equal_become_the_first_workers(context: Context)
 
 @offloaded_scenario(compare=False)
 def parameters_that_were_moved_away_are_told(context: Context) -> None:
+    def replace(module: nn.Module) -> None:
+        values = nn.utils.parameters_to_vector(module.parameters()).detach()
+        nn.utils.vector_to_parameters(values, module.parameters())
+
+    # torch.multiprocessing does the second to tensors that it sends.
+    for move in (replace, nn.Module.share_memory):
+        module = mlp()
+        model = context.wrap(module)
+        optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+        move(module)
+        model(context.inputs(0, 4, 8)).square().mean().backward()
+        with raises(RuntimeError, "parameter 0 of shape (16, 8) no longer lies in the memory devices"):
+            optimizer.step()
+        dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def the_optimizer_that_was_given_makes_no_steps(context: Context) -> None:
     module = mlp()
     model = context.wrap(module)
-    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
-    torch.nn.utils.vector_to_parameters(
-        torch.nn.utils.parameters_to_vector(module.parameters()).detach(), module.parameters()
-    )
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload(context, given, model)  # and nobody keeps what it returns
     model(context.inputs(0, 4, 8)).square().mean().backward()
-    with raises(RuntimeError, "parameter 0 of shape (16, 8) no longer lies in the memory devices"):
-        optimizer.step()
+    with raises(RuntimeError, "this SGD runs in the memory devices; call step() of"):
+        given.step()
+    model.close()
+    given.step()
     dist.barrier()
+
+
+@offloaded_scenario(compare=False)
+def tables_that_forward_writes_to_are_updated_by_the_workers(context: Context) -> None:
+    model = context.wrap(nn.Embedding(10, 4, max_norm=1.0))
+    from coarse.torch import DistributedOptimizer
+
+    with pytest.warns(UserWarning, match="the max_norm of parameter 'weight' has forward write to it"):
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert not optimizer.runs_in_memory_devices
 
 
 @offloaded_scenario(compare=False)
@@ -768,6 +797,30 @@ def unsupported_optimizers_run_on_the_workers_and_say_so(context: Context) -> An
 
         optimizer.step(closure)
     return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def state_that_is_assigned(context: Context) -> Any:
+    results = []
+    for kind in (torch.optim.Adam, torch.optim.RMSprop):  # the latter on the workers
+        module = mlp()
+        model = context.wrap(module)
+        optimizer: Any = kind(model.parameters(), lr=0.01)
+        if context.is_coarse:
+            from coarse.torch import DistributedOptimizer
+
+            optimizer = DistributedOptimizer(optimizer, model)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(context.inputs(step, 4, 8)).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                kept = {p: copy.deepcopy(dict(state)) for p, state in optimizer.state.items()}
+                optimizer.state = collections.defaultdict(dict)
+            if step == 3:
+                optimizer.state = collections.defaultdict(dict, kept)
+        results.append(everything(module, optimizer))
+    return results
 
 
 # ---- what only COARSE promises ----

@@ -118,6 +118,20 @@ def gradients_that_are_given_other_memory(context: Context) -> Any:
 
 
 @parity
+def gradients_that_are_sent_to_other_processes(context: Context) -> Any:
+    model = context.wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step == 3)
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        if step == 1:
+            for parameter in model.parameters():
+                parameter.grad.share_memory_()  # as torch.multiprocessing does with what it sends
+        optimizer.step()
+    return states(model)
+
+
+@parity
 def gradients_that_are_negated_when_they_are_read(context: Context) -> Any:
     return [
         train(context, context.wrap(LazilyNegated(), gradient_as_bucket_view=view)) for view in (False, True)
@@ -149,6 +163,21 @@ def trains_transposed_and_scalar_parameters(context: Context) -> Any:
             return self.scale * (x @ self.transposed)
 
     return train(context, context.wrap(Odd()))
+
+
+@parity
+def trains_complex_parameters(context: Context) -> Any:
+    class Phases(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases = nn.Parameter(torch.linspace(0, 3, 32).view(8, 4) * (1 + 2j))
+            self.wide = nn.Parameter(torch.ones(4, 4, dtype=torch.complex128))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            # The gradient of a conjugate is one that is conjugated when it is read.
+            return (inputs.to(torch.complex64) @ self.phases.conj() @ self.wide.to(torch.complex64)).abs()
+
+    return [train(context, context.wrap(Phases(), gradient_as_bucket_view=view)) for view in (False, True)]
 
 
 @parity
