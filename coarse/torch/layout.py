@@ -69,8 +69,9 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     Its storage is another one too: share_memory_(), and torch.multiprocessing where a tensor is sent to another
     process, give the storage other memory, and so move every tensor that has it.
     """
-    shared: torch.Tensor = from_dlpack(to_dlpack(tensor.detach()))
-    return shared
+    storage = from_dlpack(to_dlpack(tensor.detach())).untyped_storage()  # older torch has other strides behind it
+    alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alike.set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
