@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops.distribute import compute_batch_size
 from tensorflow.python.distribute import distribute_lib, distribute_utils, input_util, reduce_util
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
@@ -304,7 +305,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         _require_per_worker(options)
         return input_util.get_distributed_dataset(
-            dataset,
+            _in_memory_of_its_own(dataset) if self._operations is not None else dataset,
             self._input_workers_with_options(options),
             self._container_strategy(),
             num_replicas_in_sync=self._identity.world_size,
@@ -350,6 +351,23 @@ def _require_per_worker(options: Any) -> None:
     per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
     if options is not None and options.experimental_replication_mode == per_replica:
         raise NotImplementedError("inputs are made per worker, which has one replica; leave out PER_REPLICA")
+
+
+def _in_memory_of_its_own(dataset: Any) -> Any:
+    """The same elements, none of them in memory of numpy, as those of from_generator() may be.
+
+    TensorFlow deals out slices of batches, and takes the memory of a slice for its own: gradients would be written
+    into the arrays of whoever made the batch. Batches of known size were put together by TensorFlow.
+    """
+    if tf.get_static_value(compute_batch_size(dataset)) != -1:
+        return dataset
+    return dataset.map(lambda *element: tf.nest.map_structure(_copied, element, expand_composites=True))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, tf.Tensor) and value.dtype not in (tf.variant, tf.resource):
+        return tf.raw_ops.DeepCopy(x=value)
+    return value
 
 
 _open_strategies: weakref.WeakSet[Strategy] = weakref.WeakSet()  # of several workers

@@ -435,6 +435,38 @@ def offloaded_checkpoints(strategy: Any) -> dict[str, Any]:
     }
 
 
+def batches_in_memory_of_numpy(strategy: Any) -> dict[str, Any]:
+    """Where an array begins at 64 bytes, TensorFlow does not copy the batches that a PyDataset takes from it."""
+
+    def aligned(values: Any) -> Any:
+        memory = np.empty(values.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        array[:] = values
+        return array
+
+    x, y = (aligned(values[:80]) for values in inputs())
+    before = x.copy(), y.copy()
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            return x[index * 16 : index * 16 + 16], y[index * 16 : index * 16 + 16]
+
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+    history = model.fit(Batches(), epochs=2, shuffle=False, verbose=0).history
+    assert all(np.array_equal(*pair) for pair in zip((x, y), before, strict=True))
+    return {
+        "digest": digest(model),
+        "weights": [float(np.sum(np.abs(weight))) for weight in model.get_weights()],
+        "loss": [float(loss) for loss in history["loss"]],
+    }
+
+
 def eager(strategy: Any) -> dict[str, Any]:
     def build() -> Any:
         model = perceptron()
@@ -718,6 +750,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         mixed_precision,
         logs,
         own_loop,
+        batches_in_memory_of_numpy,
         saving,
         saved_by_all,
         without_compiler,

@@ -25,8 +25,9 @@ LIKE_ONE_PROCESS = [
     "without_compiler",
     "offloaded_fit",
     "own_loop",
+    "batches_in_memory_of_numpy",
 ]
-TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-2]
+TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-3]
 SCENARIOS = [
     *LIKE_ONE_PROCESS,
     "fewer_rows_than_workers",
