@@ -142,7 +142,16 @@ def test_links_lead_somewhere(document: Path) -> None:
             ]
 
 
-def test_the_readme_names_all_settings() -> None:
-    shown = set(VARIABLE.findall((ROOT / "README.md").read_text()))
-    settings = {f"COARSE_{field.name.upper()}" for field in dataclasses.fields(Settings)}
-    assert settings - shown == {"COARSE_FAILPOINTS"}  # for tests
+def test_settings_are_documented_with_flag_and_default() -> None:
+    rows = re.findall(
+        r"^\| `(COARSE_\w+)` \| `(--[\w-]+)` \| (.*?) ?\|",
+        (ROOT / "docs" / "settings.md").read_text(),
+        re.MULTILINE,
+    )
+    fields = {f"COARSE_{each.name.upper()}": each for each in dataclasses.fields(Settings)}
+    assert {name for name, _, _ in rows} == set(fields) - {"COARSE_FAILPOINTS"}  # for tests
+    assert {flag for _, flag, _ in rows} <= options_of(["run"])
+    for name, _, default in rows:
+        assert (
+            default == f"{fields[name].default:{'g' if isinstance(fields[name].default, float) else ''}}"
+        ), name
