@@ -215,7 +215,10 @@ def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
 
 
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
-    """Shapes of gradients are often not known in graphs whose batches have any size: they are those of variables."""
+    """Shapes of gradients are often not known in graphs whose batches have any size: they are those of variables.
+
+    And outside of strategy.run() nothing is reduced, which is said once of each optimizer.
+    """
     original = optimizer_class._all_reduce_sum_gradients
     if hasattr(original, _MARK):
         return
@@ -227,10 +230,26 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
             for gradient, variable in grads_and_vars:
                 if isinstance(gradient, tf.Tensor):
                     gradient.set_shape(variable.shape)
+        context = tf.distribute.get_replica_context()
+        if context is None or not isinstance(context.strategy, strategy_class):
+            _tell_of_run(self, strategy_class)
         return original(self, grads_and_vars)
 
     setattr(all_reduce_sum_gradients, _MARK, True)
     optimizer_class._all_reduce_sum_gradients = all_reduce_sum_gradients
+
+
+def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
+    strategy = getattr(optimizer, "_distribution_strategy", None)
+    is_told = getattr(optimizer, "_is_told_of_run_by_coarse", False)
+    if is_told or not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
+        return
+    optimizer._is_told_of_run_by_coarse = True
+    logger.warning(
+        "coarse.tensorflow: optimizer %r applies gradients outside of strategy.run(), where they are not reduced: "
+        "each worker goes by its own rows. Call the step by strategy.run(step, args=...).",
+        optimizer.name,
+    )
 
 
 def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:

@@ -69,7 +69,8 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     Its storage is another one too: share_memory_(), and torch.multiprocessing where a tensor is sent to another
     process, give the storage other memory, and so move every tensor that has it.
     """
-    storage = from_dlpack(to_dlpack(tensor.detach())).untyped_storage()  # older torch has other strides behind it
+    # Strides are set by hand: those of older torch are others behind DLPack.
+    storage = from_dlpack(to_dlpack(tensor.detach())).untyped_storage()
     alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alike.set_(storage, 0, tensor.shape, tensor.stride())
 

@@ -712,6 +712,21 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
     with saying() as text:
         outside.fit(x, y, batch_size=BATCH, verbose=0)
     said["fit"] = text.getvalue()
+    with strategy.scope():
+        variable = tf.Variable(tf.ones(2))
+        optimizer, in_scope, in_run = (keras.optimizers.SGD(1e-2) for _ in range(3))
+        for each in (optimizer, in_scope, in_run):
+            each.build([variable])
+        with saying() as text:
+            in_scope.apply([tf.ones(2)], [variable])
+        said["applied in scope"] = text.getvalue()
+    with saying() as text:
+        for _ in range(2):
+            optimizer.apply([tf.ones(2)], [variable])
+    said["applied"] = text.getvalue()
+    with saying() as text:
+        strategy.run(lambda: in_run.apply([tf.ones(2)], [variable]))
+    said["applied in run"] = text.getvalue()
     return said
 
 

@@ -289,6 +289,8 @@ def test_what_was_built_outside_of_scope_is_named(results):
         assert said["metric of one batch"].startswith("metric 'of_each_worker'")
         assert "'of_each_worker:0' was created outside of strategy.scope()" in said["update"]
         assert "each worker trains one of its own" in said["fit"]
+        for where, times in (("applied", 1), ("applied in scope", 1), ("applied in run", 0)):
+            assert said[where].count("outside of strategy.run(), where they are not reduced") == times, where
 
 
 def test_a_step_that_xla_is_to_compile_is_refused(results):
