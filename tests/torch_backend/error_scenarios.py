@@ -185,6 +185,7 @@ def forks_take_no_part() -> Any:
     """In a fork whatever would take part is refused, and its end is nobody else's."""
     reading, writing = os.pipe()
     tensor = torch.ones(3)
+    kept = dist.distributed_c10d._get_default_store()  # a file that torch removes when all have let go of it
     child = os.fork()
     if child == 0:
         calls = {
@@ -195,6 +196,7 @@ def forks_take_no_part() -> Any:
         told = {name: _error_of(call) for name, call in calls.items()}
         told["destroy"] = _error_of(dist.destroy_process_group)
         gc.collect()
+        assert kept is not None
         os.write(writing, json.dumps(told).encode())
         os._exit(0)
     os.close(writing)
