@@ -425,9 +425,7 @@ def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness:
 
 def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
     """A hook that has an optimizer's own step() raise as long as memory devices update the model's parameters."""
-    reference = weakref.ref(
-        model
-    )  # its parameters may outlive it, and whoever forgets the DistributedOptimizer errs
+    reference = weakref.ref(model)  # whose parameters may outlive it
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()

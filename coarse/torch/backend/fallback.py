@@ -236,9 +236,7 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             if error is None:
                 try:
                     memory.finish()
-                except (
-                    Exception
-                ) as failure:  # of the user's tensor; the thread that is told has others to tell
+                except Exception as failure:  # of the user's tensor; the thread has others to tell
                     error = failure
             work.complete(error, source=source)
 
@@ -332,10 +330,11 @@ class PythonProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             "output_bytes": [tensor.nbytes for tensor in targets] if is_exchange else [],
             "timeout": self._timeout if limit == _UNSET else limit,
         }
-        for tensor in (*sources, *targets):
-            if tensor.dtype != (*sources, *targets)[0].dtype:
+        everything = (*sources, *targets)
+        for tensor in everything:
+            if tensor.dtype != everything[0].dtype:
                 raise ValueError(
-                    f"coarse: there must be one dtype, not {tensor.dtype} and {sources[0].dtype}"
+                    f"coarse: there must be one dtype, not {tensor.dtype} and {everything[0].dtype}"
                 )
             if is_told and tensor.nbytes != piece.nbytes:
                 raise ValueError(
