@@ -21,11 +21,11 @@ from torch.autograd import Variable
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
+from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.gradient_path import is_lazy
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.layout import same_memory
 from coarse.torch.measures import fingerprints, measure_gradient
-from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
 from coarse.torch.registered_gradients import RegisteredGradients
@@ -92,17 +92,9 @@ class GradientSynchroniser:
             travel_dtype=travel_dtype,
         )
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
-        self.num_updates = 0
-        """Of the optimizer, with that one under way."""
         self._failpoints = session.failpoints
-        self._offloaded: OffloadedParameters | None = None
-        self._pulled: MirroredParameters | None = None
-        self._waits_here = False
-        self._updates_in_backward = False
-        self._before_update: Callable[[], object] = lambda: None
-        self._waits_for_update = True
-        self._is_update_under_way = False
-        self._is_step_due = False  # an update was made during backward, and its step() has not come
+        self._updates: DeviceUpdates | None = None
+        self._updates_in_backward: DeviceUpdates | None = None  # the same, if backward makes them
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -127,68 +119,52 @@ class GradientSynchroniser:
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
 
-    def update(self, offloaded: OffloadedParameters, *, waits_here: bool) -> None:
+    def update(
+        self,
+        offloaded: OffloadedParameters,
+        *,
+        before_backward: Callable[[], object] | None,
+        waits: bool,
+        waits_here: bool,
+    ) -> DeviceUpdates:
         """From now on memory devices update these parameters by their gradients: push_update().
 
         Args:
             offloaded: The parameters.
-            waits_here: Whether the processor waits for updates, where streams could.
+            before_backward, waits, waits_here: Of DeviceUpdates. Where backward updates, no `.grad` remains.
         """
-        self._offloaded = offloaded
-        self._waits_here = waits_here
+        self._updates = DeviceUpdates(
+            offloaded,
+            self._path,
+            self._failpoints,
+            before_backward=before_backward,
+            waits=waits,
+            waits_here=waits_here,
+        )
+        if before_backward is not None:
+            self._updates_in_backward = self._updates
+            self._kind = UpdateKind.UPDATE
+        return self._updates
 
-    def mirror(self, parameters: MirroredParameters) -> None:
-        """From now on every update brings its results to these copies."""
-        if not self._path.mirror(parameters):
-            self._pulled = parameters
-            self._waits_here = True
-
-    def update_in_backward(self, before_update: Callable[[], object], *, waits: bool) -> None:
-        """From now on updates each parameter when all workers have pushed its gradient; no `.grad` remains.
-
-        Args:
-            before_update: Called as a backward begins that updates, before any gradient is pushed.
-            waits: Whether whoever uses parameters next waits for the update; else finish_update() alone does.
-        """
-        self._updates_in_backward = True
-        self._before_update = before_update
-        self._waits_for_update = waits
-        self._kind = UpdateKind.UPDATE
+    def end_step(self) -> None:
+        """Admits the next update that a backward makes."""
+        if self._updates_in_backward is not None:
+            self._updates_in_backward.is_step_due = False
 
     def settle(self) -> None:
         """Waits for the averages of what was pushed."""
         self._path.settle()
 
+    @property
+    def num_updates(self) -> int:
+        """Of the optimizer in the memory devices, with the one under way."""
+        return 0 if self._updates is None else self._updates.count
+
     def finish_update(self) -> int:
         """Waits for the updates that this worker has pushed; returns how many there were."""
-        if self._is_update_under_way:
-            self._note_update(self._path.collect(counts=True))
+        if self._updates is not None:
+            self._updates.finish()
         return self.num_updates
-
-    def _note_update(self, contributors: Sequence[int]) -> None:
-        assert self._offloaded is not None
-        self._is_update_under_way = False
-        if self._pulled is not None:
-            self._pulled.pull()
-        self._offloaded.finish(contributors)
-
-    def _end_update(self, *, is_whole: bool) -> None:
-        """Has whoever uses parameters next wait for the update that was pushed.
-
-        Args:
-            is_whole: Whether this worker had a gradient of every parameter; else others tell which are updated.
-        """
-        assert self._offloaded is not None
-        self._is_update_under_way = True
-        if not self._waits_for_update:
-            return self._path.flush()
-        self._pass_by("step.pull")
-        contributors = self._path.collect(counts=self._waits_here or not is_whole)
-        if contributors:
-            self._note_update(contributors)
-        else:  # a stream waits
-            self._offloaded.expect()
-        self._pass_by("step.done")
 
     def measured(self, *, num_changes: int = 0, are_unscaled: bool = False) -> list[MeasuredGradient]:
         """The averaged gradients of the last backward, those that there are, as memory devices measured them.
@@ -225,9 +201,8 @@ class GradientSynchroniser:
             RuntimeError: As check_finished().
         """
         self.check_finished()
-        self.finish_update()
-        self.num_updates += 1
-        self._pass_by("step.prepare")
+        assert self._updates is not None
+        self._updates.begin()
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 continue
@@ -244,16 +219,13 @@ class GradientSynchroniser:
         Args:
             present: As bring_to_slots() returned it.
         """
+        assert self._updates is not None
         for index, has_gradient in enumerate(present):
             if self._failpoints:
                 self._path.flush()
-                self._pass_by("step.push", index)
+                self._updates.reach("step.push", index)
             self._path.take_part(index, UpdateKind.UPDATE_BY_MEAN, present=has_gradient)
-        self._end_update(is_whole=all(present))
-
-    def _pass_by(self, place: str, count: int = 0) -> None:
-        if self._failpoints:
-            self._failpoints.reach(place, step=self.num_updates, count=count)
+        self._updates.end(is_whole=all(present))
 
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
@@ -370,10 +342,6 @@ class GradientSynchroniser:
         """Whether the gradient of this parameter is under way."""
         return self._expecting and bool(self._pushed[self._index_of[id(parameter)]])
 
-    def end_step(self) -> None:
-        """Admits the next update that a backward makes."""
-        self._is_step_due = False
-
     def _restart(self) -> None:
         self._pushed = bytearray(len(self._parameters))
         self._handed_out = bytearray(len(self._parameters))
@@ -403,13 +371,11 @@ class GradientSynchroniser:
 
     def _arm(self) -> None:
         self._armed_in = current_backward()
-        if self._updates_in_backward and not self._is_prepared:
-            if self._is_step_due:
+        if self._updates_in_backward is not None and not self._is_prepared:
+            if self._updates_in_backward.is_step_due:
                 raise gradient_errors.step_is_due(self._rank)
             self._is_prepared = True
-            assert self._offloaded is not None
-            self._before_update()
-            self._offloaded.begin()
+            self._updates_in_backward.begin_backward()
         Variable._execution_engine.queue_callback(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -423,9 +389,8 @@ class GradientSynchroniser:
             self._check_averaged_once(index)
         self._pushed[index] = 1
         self._num_pushed += 1
-        if self._updates_in_backward:
-            assert self._offloaded is not None
-            self._offloaded.expect_one(index)
+        if self._updates_in_backward is not None:
+            self._updates_in_backward.expect_one(index)
         if gradient is not None and self._tables.are_there and index in self._tables:
             self._tables.hold(index, gradient)
         else:
@@ -478,26 +443,24 @@ class GradientSynchroniser:
                 return
             if self._turns is not None:
                 self._turns.finish()
-            for index in self._tables.bring_rows(are_averaged=not self._updates_in_backward):
+            for index in self._tables.bring_rows(are_averaged=self._updates_in_backward is None):
                 self._path.take_part(index, self._kind, present=True)
             self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
-            if not self._updates_in_backward:
-                contributors = self._path.collect(counts=bool(self._absent))
-                self._path.deliver(self._absent, contributors)
-                self._tables.deliver(contributors)
-                if self._kind is UpdateKind.MEASURE:
-                    self._delivered = fingerprints([p.grad for p in self._parameters])
+            if self._updates_in_backward is None:
+                self._deliver_averages()
             else:
-                self._end_updates()
+                for parameter in self._parameters:
+                    parameter.grad = None
+                self._updates_in_backward.end_backward(is_whole=not self._absent)
 
-    def _end_updates(self) -> None:
-        self.num_updates += 1
-        self._is_step_due = True
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._end_update(is_whole=not self._absent)
+    def _deliver_averages(self) -> None:
+        contributors = self._path.collect(counts=bool(self._absent))
+        self._path.deliver(self._absent, contributors)
+        self._tables.deliver(contributors)
+        if self._kind is UpdateKind.MEASURE:
+            self._delivered = fingerprints([p.grad for p in self._parameters])
 
     def _push_remaining(self) -> None:
         """Pushes what may be left over: unused parameters, and a static graph's first iteration."""

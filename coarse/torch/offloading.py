@@ -14,6 +14,7 @@ from coarse.errors import SessionClosedError
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.buffers import broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
+from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
@@ -70,7 +71,7 @@ class Offloading(Refusals):
         overlap: bool,
         measures: bool = False,
         staleness: int = 0,
-        before_update: Callable[[], object] = lambda: None,
+        before_backward: Callable[[], object] = lambda: None,
     ) -> OffloadedParameters:
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
@@ -81,7 +82,7 @@ class Offloading(Refusals):
             measures: Whether memory devices measure averaged gradients, for measured_gradients().
             staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
                 devices, else copies: `cached_parameters`.
-            before_update: With `overlap`, called as each backward() begins that averages.
+            before_backward: With `overlap`, called as each backward() begins that averages.
 
         Raises:
             RuntimeError: If this was done before.
@@ -117,13 +118,15 @@ class Offloading(Refusals):
             writes=writes,
             finish_update=gradients.finish_update,
         )
-        gradients.update(offloaded, waits_here=bool(staleness))
-        gradients.num_updates = offloaded.recovered_step
+        updates = gradients.update(
+            offloaded,
+            before_backward=before_backward if overlap else None,
+            waits=not (overlap and staleness),
+            waits_here=bool(staleness),
+        )
         self._offloaded = offloaded
-        self._hold_parameters(offloaded, gradients, staleness=staleness)
+        self._hold_parameters(offloaded, gradients, updates, staleness=staleness)
         self._follow_module(offloaded)
-        if overlap:
-            gradients.update_in_backward(before_update, waits=not staleness)
         self._watch_end()
         return self._offloaded
 
@@ -145,7 +148,12 @@ class Offloading(Refusals):
         self._gradients = gradients
 
     def _hold_parameters(
-        self, offloaded: OffloadedParameters, gradients: GradientSynchroniser, *, staleness: int
+        self,
+        offloaded: OffloadedParameters,
+        gradients: GradientSynchroniser,
+        updates: DeviceUpdates,
+        *,
+        staleness: int,
     ) -> None:
         """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
         assert isinstance(gradients.group, TensorGroup)
@@ -156,7 +164,7 @@ class Offloading(Refusals):
             self.cached_parameters = offloaded.cache(staleness=staleness)
             self.cached_parameters.follow(self.module)
         elif has_copies:
-            gradients.mirror(offloaded.mirror(gradients.settle))
+            updates.mirror(offloaded.mirror(gradients.settle))
         else:
             offloaded.share()
 

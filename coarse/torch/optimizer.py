@@ -133,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             overlap=overlap,
             measures=policy.needs_measures,
             staleness=staleness,
-            before_update=_weakly(self._prepare_update),
+            before_backward=_weakly(self._prepare_update),
         )
         self._stand_in_for(optimizer)
 
