@@ -297,6 +297,25 @@ def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
     assert told[1] is None
 
 
+@pytest.mark.parametrize(
+    ("who", "error"), [("device", "MemoryDeviceLostError"), ("worker", "WorkerLostError")]
+)
+def test_another_node_is_told_of_a_loss(stand_ins, tmp_path, who, error):
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:1", "loss_script.py", who, nodes=("a", "b"), **stand_ins)
+    survivors = told if who == "device" else told[:1]
+    assert [each["error"] for each in survivors] == [error] * len(survivors), told
+
+
+@pytest.mark.parametrize("launch", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))])
+def test_a_gpu_that_fails_ends_the_session_on_all_nodes(stand_ins, tmp_path, launch):
+    faults = {"STAND_IN_FAULTS_AT": f"0:{launch}"}
+    told, errors = run_workers(
+        tmp_path, "cuda:0", "loss_script.py", "gpu", nodes=("a", "b"), **faults, **stand_ins
+    )
+    assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2, told
+    assert "terminate called" not in errors
+
+
 @pytest.mark.parametrize("algorithm", ["exchange", "direct", "ring", "nccl"])
 @pytest.mark.parametrize("launch", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 9))])
 def test_a_gpu_that_fails_is_told_with_its_reason(stand_ins, tmp_path, algorithm, launch):
