@@ -64,7 +64,7 @@ struct ProxyStatistics {
 /// its sync cores (shard_reducer.hpp), together with those of the other memory devices.
 ///
 /// Thread safety: all public functions may be called from one control thread; sync cores run on threads of
-/// their own. Locks: each of the two alone.
+/// their own. Locks: eventsMutex_ and nodeTasksMutex_; whoever has the latter may take the former.
 class Proxy {
  public:
   /// Maps what the devices of a session share. `doorbellsFd` comes from device 0; all descriptors stay the

@@ -26,9 +26,8 @@ struct ShardArrays {
   std::vector<const void*> inputs{};  // in the order in which they are added; at least one
   std::vector<void*> outputs{};       // perhaps none
   ReduceOp op = ReduceOp::kSum;
-  std::uint32_t divisor = 1;  // of a mean
-  bool isMeasured =
-      false;  // whether the GradientMeasure of the result is noted, without whose elements are not finite
+  std::uint32_t divisor = 1;       // of a mean
+  bool isMeasured = false;         // whether the GradientMeasure of the result is noted; not whose NaN it has
   std::function<void()> finish{};  // called when the result is in place, instead of ShardCompute::Finish
 };
 
