@@ -106,7 +106,8 @@ class Client:
         )
         self.shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
         """Partition threshold of what is registered next."""
-        self._routable = routable_algorithms(settings, table)
+        self._algorithms = algorithms_of(settings, table, num_nodes=agreement.num_nodes)
+        self._routable = routable_algorithms(settings, table, num_nodes=agreement.num_nodes)
         self._staging: TensorGroup | None = None
         self.algorithm_choice: AlgorithmChoice | None = None
         """Of the algorithms that this session could choose from, once it had to."""
@@ -245,12 +246,11 @@ class Client:
         The first call may measure it, and so must be all workers' alike.
         """
         if self.algorithm_choice is None:
-            algorithms = algorithms_of(self._settings, self.table)
-            if len(algorithms) == 1 and not self._routable:
+            if len(self._algorithms) == 1 and not self._routable:
                 return None
             from coarse.client.algorithm_choice import Way, measure_ways
 
-            ways = [Way(algorithm) for algorithm in algorithms if algorithm != NCCL or self._has_nccl]
+            ways = [Way(algorithm) for algorithm in self._algorithms if algorithm != NCCL or self._has_nccl]
             ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]
             self.algorithm_choice = measure_ways(self, ways, gpu, self._settings)
             if self.rank == self.ranks[0]:

@@ -58,10 +58,10 @@ def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int)
 
 
 def _check_gpus(settings: Settings, num_nodes: int) -> None:
-    if num_nodes > 1:
+    if num_nodes > 1 and settings.routing == "profile":
         raise ValueError(
-            f"memory devices on GPUs work within one node, and this job has {num_nodes}; have them own memory of the "
-            "host (COARSE_MEMORY_DEVICES=2): models may be on GPUs all the same"
+            "COARSE_ROUTING=profile works within one node where memory devices are on GPUs, and this job has "
+            f"{num_nodes}; unset it"
         )
     if settings.machine:
         return

@@ -36,6 +36,11 @@ class NodeAgreement:
         self._timeout_s = timeout_s
 
     @property
+    def num_nodes(self) -> int:
+        """Of the job."""
+        return self._nodes.num_nodes
+
+    @property
     def ranks_elsewhere(self) -> tuple[int, ...]:
         """The workers of all other nodes."""
         return tuple(r for node, ranks in enumerate(self._nodes.ranks) if node != self._node for r in ranks)

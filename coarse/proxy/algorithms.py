@@ -16,7 +16,7 @@ _SHARES_GPUS = (2, 30, 0)
 """The first version of NCCL that takes several ranks on one GPU."""
 
 
-def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
+def algorithms_of(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
     """Those for which the memory devices of a node are set up, besides what needs nothing; the first is the default.
 
     There is a choice between GPUs alone: what is fastest over their links is to be measured
@@ -25,26 +25,28 @@ def algorithms_of(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
     Args:
         settings: Of the session.
         table: Its memory devices.
+        num_nodes: Of the job; what goes between those begins and ends in the one memory device that has a shard.
     """
     if settings.sync_algorithm != "auto":
         return (settings.sync_algorithm,)
-    if len(set(table.memories)) == 1 or not table.is_on_gpus or settings.keep_devices:
+    if len(set(table.memories)) == 1 or not table.is_on_gpus or settings.keep_devices or num_nodes > 1:
         return (DIRECT,)
     has_nccl = not _nccl_problem(table)
     return (EXCHANGE, DIRECT, RING, *((NCCL,) if has_nccl else ()))
 
 
-def routable_algorithms(settings: Settings, table: PartitionTable) -> tuple[str, ...]:
+def routable_algorithms(settings: Settings, table: PartitionTable, *, num_nodes: int = 1) -> tuple[str, ...]:
     """Those of algorithms_of() by which slots may lie with other memory devices than the workers' own.
 
     Where GPUs have the slots, what a worker pushes crosses links that differ; in the host's memory none. Rings and
     NCCL take each contribution from its own memory device. Kept groups are found again by where they lie.
 
     Args:
-        settings, table: As for algorithms_of().
+        settings, table, num_nodes: As for algorithms_of().
     """
     are_links_alike = not table.is_on_gpus or len(set(table.memories)) == 1
-    if are_links_alike or settings.machine or settings.keep_devices or settings.routing == "local":
+    is_local = settings.routing == "local" or num_nodes > 1
+    if are_links_alike or settings.machine or settings.keep_devices or is_local:
         return ()
     return tuple(each for each in algorithms_of(settings, table) if each in (EXCHANGE, DIRECT))
 

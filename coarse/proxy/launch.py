@@ -230,7 +230,7 @@ def _job_of(
     token: str,
     keep_s: float,
 ) -> DeviceJob:
-    algorithms = algorithms_of(settings, table)
+    algorithms = algorithms_of(settings, table, num_nodes=len(nodes))
     num_devices, num_clients = table.num_devices, table.num_workers
     return DeviceJob(
         device=device,

@@ -285,6 +285,11 @@ class Registrar:
         """Where the tensors of a group lie."""
         return HostMemory() if schema.on_host and not self._memory.is_mappable else self._memory
 
+    @property
+    def _sent_from(self) -> DeviceMemory:
+        """Where what goes to other nodes and comes from them lies: sockets take no memory of a GPU."""
+        return self._memory if self._memory.is_mappable else HostMemory()
+
     def _reach_of(self, schema: GroupSchema) -> DeviceMemory:
         """By which this device reaches all tensors of a group, and what an optimizer keeps for them."""
         keeps_states = self._job.is_home and schema.state_names is not None
@@ -312,8 +317,10 @@ class Registrar:
             for name, length in num_bytes.items()
         }
         if self._job.num_nodes > 1:
-            node_bytes = _native.node_segment_bytes(plan, self._job.node, self._job.num_nodes)
-            allocated[NODE] = self._memory.allocate(f"{NODE} of {schema.name}", node_bytes)
+            node_bytes = _native.node_segment_bytes(
+                plan, self._job.node, self._job.num_nodes, is_staged=not self._memory_of(schema).is_mappable
+            )
+            allocated[NODE] = self._sent_from.allocate(f"{NODE} of {schema.name}", node_bytes)
         control_bytes = _native.group_control_bytes(plan.num_shards, self._job.num_clients)
         allocated[CONTROL] = self._memory.allocate_host(f"{CONTROL} of {schema.name}", control_bytes)
         if self._undoes(schema):
@@ -348,10 +355,8 @@ class Registrar:
         return allocated
 
     def _check_fits(self, schema: GroupSchema) -> None:
-        # A slot for each worker of this memory, places for what other nodes contribute to the shards that this one
-        # owns, and what an optimizer keeps.
+        # A slot for each worker of this memory, and what an optimizer keeps.
         tensor_bytes = sum(spec.slot_bytes for spec in schema.specs)
-        num_nodes = self._job.num_nodes
         largest = max(spec.slot_bytes for spec in schema.specs)
         slot_bytes = (
             min(tensor_bytes, max(schema.window_bytes, largest)) if schema.window_bytes else tensor_bytes
@@ -360,7 +365,7 @@ class Registrar:
         if schema.routes:  # but for what is small
             is_here = [self._job.memories[table.bw_proxy] == self._job.memory for table in schema.routes]
             num_clients = max(1, sum(is_here))
-        own = slot_bytes * num_clients + tensor_bytes * (num_nodes - 1) // num_nodes
+        own = slot_bytes * num_clients
         common = schema.kept_bytes
         if (kept := self._kept.find(schema)) is not None:
             common -= sum(segment.num_bytes for segment in kept.segments.values())
@@ -368,7 +373,12 @@ class Registrar:
             own += schema.kept_bytes
         if self._undoes(schema):
             common += schema.kept_bytes
+        sent = self._sent_bytes(schema, tensor_bytes)
+        if self._memory_of(schema).is_mappable:
+            own += sent
         needs = [(self._memory_of(schema), own + common // self._common.num_places)]
+        if sent > 0 and not self._memory_of(schema).is_mappable:
+            needs.append((self._sent_from, sent))
         if common > 0:
             needs.append((self._common, common))
         for memory, needed in needs:
@@ -379,6 +389,15 @@ class Registrar:
                     f"{len(schema.specs)} tensors, {available / 2**20:.1f} MiB are available on {memory.name}. Use "
                     "fewer workers on this node, a smaller model or a smaller dtype."
                 )
+
+    def _sent_bytes(self, schema: GroupSchema, tensor_bytes: int) -> int:
+        """How much this node has of a group for what comes from other nodes and goes there.
+
+        A place for what each contributes to the shards that this one owns; where its slots are of a GPU, one for
+        every other shard too.
+        """
+        elsewhere = tensor_bytes * (self._job.num_nodes - 1) // self._job.num_nodes
+        return elsewhere if self._memory_of(schema).is_mappable else 2 * elsewhere
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         self._add_group(registration, proxy)

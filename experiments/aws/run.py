@@ -3,7 +3,10 @@
     python -m experiments.aws.run --instance p3.16xlarge --results results
 
 Runs every model under every system that is installed, one after the other, and prints a table; figures are appended
-to RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine.
+to RESULTS/runs.jsonl. `--instance cpu` does the same with small models on any machine. Over several instances
+(Figure 16f) each runs the same command with its own number:
+
+    python -m experiments.aws.run --instance p3.16xlarge --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
 """
 
 from __future__ import annotations
@@ -61,6 +64,32 @@ class Run:
         return f"{self.model}, batch {self.batch}, {self.system}{devices}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The instances that train together.
+
+    Args:
+        number: How many.
+        rank: Which one this is.
+        master_addr: Address of the first one; "" where there is one.
+        master_port: The first of as many ports there as there are runs, so that none meets the one before it.
+    """
+
+    number: int = 1
+    rank: int = 0
+    master_addr: str = ""
+    master_port: int = 29500
+
+    def flags(self, run: int) -> list[str]:
+        """Of `coarse run`, in the run of that number."""
+        if self.number == 1:
+            return []
+        return [
+            *("--nnodes", str(self.number), "--node-rank", str(self.rank)),
+            *("--master-addr", self.master_addr, "--master-port", str(self.master_port + run)),
+        ]
+
+
 class RunError(Exception):
     """A run failed, or came to something else than the others."""
 
@@ -69,13 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what is asked for; 1 if a run failed or its results differ."""
     arguments = _parse(argv)
     instance: Instance = arguments.found
+    nodes: Nodes = arguments.nodes
     provenance = Provenance.here()
     done: list[tuple[Run, dict[str, Any]]] = []
     failures = []
-    for run in plan(instance, arguments.models, arguments.systems):
+    for number, run in enumerate(
+        plan(instance, arguments.models, arguments.systems or installed_systems(nodes))
+    ):
         print(f"{run} ...", flush=True)
         try:
-            result = execute(run, instance, warm_up=arguments.warm_up, steps=arguments.steps)
+            flags = nodes.flags(number)
+            result = execute(run, instance, flags, warm_up=arguments.warm_up, steps=arguments.steps)
+            if nodes.rank > 0:
+                continue  # worker 0 has the results, on the first instance
             is_checked = check(run, result, done)
         except RunError as error:
             failures.append(f"{run}: {error}")
@@ -85,13 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = {
             "bench": "aws",
             "instance": arguments.instance,
+            "nodes": nodes.number,
             "is_nvlink_disabled": is_nvlink_disabled(),
             **_as_json(run, result),
         }
         append_records(arguments.results / "runs.jsonl", [record | {"is_checked": is_checked}], provenance)
         if not is_checked:
             print(f"{run}: there is no run of ddp to compare it with", file=sys.stderr)
-    print(table(done))
+    if nodes.rank == 0:
+        print(table(done))
     for failure in failures:
         print(f"FAILED: {failure.splitlines()[0]}", file=sys.stderr)
     return 1 if failures else 0
@@ -121,27 +158,35 @@ def _placements(system: str, instance: Instance) -> Iterator[tuple[str, str]]:
     yield from (("cuda", ratio) for ratio in instance.tables)
 
 
-def installed_systems() -> tuple[str, ...]:
-    """Systems that can run here; Horovod where it is installed."""
-    has_horovod = importlib.util.find_spec("horovod") is not None and find_program("horovodrun") is not None
+def installed_systems(nodes: Nodes = Nodes()) -> tuple[str, ...]:
+    """Systems that can run here; Horovod where it is installed, on one instance: its launcher needs SSH for more."""
+    is_installed = importlib.util.find_spec("horovod") is not None and find_program("horovodrun") is not None
+    has_horovod = is_installed and nodes.number == 1
     return tuple(system for system in SYSTEMS if system != "horovod" or has_horovod)
 
 
-def execute(run: Run, instance: Instance, *, warm_up: int, steps: int) -> dict[str, Any]:
-    """Trains, and returns what worker 0 wrote down.
+def execute(
+    run: Run, instance: Instance, flags: Sequence[str], *, warm_up: int, steps: int
+) -> dict[str, Any]:
+    """Trains, and returns what worker 0 wrote down, if it is here.
+
+    Args:
+        run, instance, flags, warm_up, steps: As for command_of().
 
     Raises:
         RunError: If it failed.
     """
     with tempfile.TemporaryDirectory(prefix="coarse-aws-") as folder:
         result = Path(folder) / "result.json"
-        command = command_of(run, instance, warm_up=warm_up, steps=steps, result=result)
+        command = command_of(run, instance, flags, warm_up=warm_up, steps=steps, result=result)
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
             raise RunError(f"not done after {_LIMIT_S} s") from None
         except OSError as error:
             raise RunError(f"could not be started: {error}") from None
+        if done.returncode == 0 and not result.exists() and flags:
+            return {}
         if done.returncode != 0 or not result.exists():
             last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
             raise RunError(f"ended with exit code {done.returncode}:\n{last}")
@@ -149,8 +194,16 @@ def execute(run: Run, instance: Instance, *, warm_up: int, steps: int) -> dict[s
         return found
 
 
-def command_of(run: Run, instance: Instance, *, warm_up: int, steps: int, result: Path) -> list[str]:
-    """The command that starts all workers of a run."""
+def command_of(
+    run: Run, instance: Instance, flags: Sequence[str] = (), *, warm_up: int, steps: int, result: Path
+) -> list[str]:
+    """The command that starts all workers of a run on this instance.
+
+    Args:
+        run, instance: What, and where.
+        flags: Of `coarse run`, where there are several instances.
+        warm_up, steps, result: As of experiments.aws.train.
+    """
     workers = str(instance.num_workers)
     script = [
         str(TRAIN),
@@ -166,7 +219,7 @@ def command_of(run: Run, instance: Instance, *, warm_up: int, steps: int, result
         devices = ["--partition-table", str(instance.tables[run.ratio])]
     elif run.memory == "host":
         devices = ["--memory-devices", str(instance.devices[run.ratio])]
-    return [sys.executable, "-m", "coarse", "run", "-n", workers, *devices, *script]
+    return [sys.executable, "-m", "coarse", "run", *flags, "-n", workers, *devices, *script]
 
 
 def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool:
@@ -256,11 +309,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=SYSTEMS,
         help="only this one; repeatable",
     )
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="instances that train together")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--master-addr", default="", metavar="HOST", help="address of the first one")
+    parser.add_argument(
+        "--master-port", type=int, default=29500, metavar="PORT", help="the first of a port for each run"
+    )
     parser.add_argument("--warm-up", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=50, help="steps that are")
     arguments = parser.parse_args(argv)
     if arguments.steps < 1 or arguments.warm_up < 0:
         parser.error("there is nothing to time without --steps of 1 or more, and --warm-up of 0 or more")
+    arguments.nodes = _nodes(parser, arguments)
     arguments.found = INSTANCES[arguments.instance]
     if problem := _missing_gpus(arguments.found):
         parser.error(f"--instance {arguments.instance} {problem}")
@@ -272,6 +332,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except OSError as error:
         parser.error(f"--results {arguments.results}: {error.strerror}")
     return arguments
+
+
+def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes:
+    number, rank = arguments.nnodes, arguments.node_rank
+    if not 0 <= rank < number:
+        parser.error(f"--node-rank {rank} must be from 0 to {number - 1}, for --nnodes {number}")
+    if number > 1 and not arguments.master_addr:
+        parser.error(f"--nnodes {number} needs --master-addr, the address of the instance of --node-rank 0")
+    if number > 1 and "horovod" in arguments.systems:
+        parser.error("--system horovod runs on one instance: its launcher needs SSH between several")
+    return Nodes(
+        number=number,
+        rank=rank,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+    )
 
 
 def _missing_gpus(instance: Instance) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 
 import pytest
 
 from coarse.machine.partition_table import PartitionTable
 from experiments.aws.instances import INSTANCES
-from experiments.aws.run import TRAIN, Run, RunError, check, command_of, main, plan, table
+from experiments.aws.run import TRAIN, Nodes, Run, RunError, check, command_of, main, plan, table
 
 P3, CPU = INSTANCES["p3.16xlarge"], INSTANCES["cpu"]
 
@@ -61,6 +64,68 @@ def test_every_system_has_its_launcher(tmp_path):
     assert "p3-2to1.toml" in command("coarse", "2:1", "cuda")
     assert "coarse run -n 4 --memory-devices 2 " in command("coarse", "2:1", "host")
     assert "--device cuda --gpus 0,2,4,6 " in command("none")
+
+
+def test_each_run_of_several_instances_has_a_port_of_its_own(tmp_path):
+    nodes = Nodes(number=2, rank=1, master_addr="10.0.0.1", master_port=4000)
+    run = Run(system="coarse", ratio="1:1", memory="cuda", model="bert-large", batch=2)
+    for number, port in ((0, 4000), (3, 4003)):
+        command = command_of(run, P3, nodes.flags(number), warm_up=5, steps=50, result=tmp_path / "r")
+        expected = f"coarse run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port {port} -n 4 --partition"
+        assert expected in " ".join(command)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_instances_train_together(tmp_path):
+    """Both are this machine, which COARSE_NODE cuts in two."""
+    port = free_port()
+    shared = ["--instance", "cpu", "--model", "digits", "--steps", "2", "--warm-up", "1"]
+    shared += ["--system", "ddp", "--system", "coarse", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    instances = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "experiments.aws.run", *shared),
+                *("--node-rank", str(rank), "--master-port", str(port)),
+                *("--results", str(tmp_path / str(rank))),
+            ],
+            cwd=TRAIN.parents[2],
+            env=os.environ | {"COARSE_NODE": f"instance {rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [instance.communicate(timeout=300)[0] for instance in instances]
+    assert [instance.returncode for instance in instances] == [0, 0], told
+    records = [json.loads(line) for line in (tmp_path / "0" / "runs.jsonl").read_text().splitlines()]
+    assert [(each["system"], each["ratio"], each["workers"], each["nodes"]) for each in records] == [
+        ("ddp", "", 4, 2),
+        ("coarse", "1:1", 4, 2),
+        ("coarse", "2:1", 4, 2),
+    ]
+    assert all(each["is_checked"] for each in records)
+    assert not (tmp_path / "1" / "runs.jsonl").exists()
+    assert "| digits | 64 | coarse | 2:1 | host |" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 needs --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2 must be from 0 to 1"),
+        (["--nnodes", "2", "--master-addr", "a", "--system", "horovod"], "horovod runs on one instance"),
+    ],
+)
+def test_instances_that_cannot_train_together_are_refused(flags, told, capsys):
+    with pytest.raises(SystemExit):
+        main(["--instance", "cpu", *flags])
+    assert told in capsys.readouterr().err
 
 
 def test_a_model_that_the_instance_does_not_train_is_refused(capsys):

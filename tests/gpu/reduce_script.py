@@ -44,19 +44,21 @@ def bytes_of(memory: TensorBytes) -> torch.Tensor:
 
 
 def stored_values(session: Session) -> list[memoryview]:
-    """What workers store of each other, some of it more than a page of a GPU, and what a snapshot has of it."""
+    """What workers of a node store of each other, some more than a page of a GPU, and what a snapshot has of it."""
     rank, lengths = session.identity.rank, (7, 1 << 20)
     for length in lengths:
         session.store(f"{rank}/{length}", np.arange(length, dtype=np.float32) + rank)
     session.barrier()
-    keys = [f"{other}/{length}" for other in range(2) for length in lengths]
+    keys = [f"{other}/{length}" for other in session.node_workers for length in lengths]
     with session.snapshot_stored() as snapshot:
         session.barrier()
         session.store(f"{rank}/{lengths[1]}", np.full(lengths[1], rank, dtype=np.float32))
         session.barrier()
         found = [session.load(key) for key in keys] + [snapshot.load(key) for key in keys]
-    assert [value.version for value in found] == [1, 2, 1, 2, 1, 1, 1, 1]
-    assert (np.frombuffer(found[-1].value, np.float32) == np.arange(lengths[1]) + 1).all()
+    num_workers = len(session.node_workers)
+    assert [value.version for value in found] == [1, 2] * num_workers + [1, 1] * num_workers
+    last = session.node_workers[-1]
+    assert (np.frombuffer(found[-1].value, np.float32) == np.arange(lengths[1]) + last).all()
     return [value.value for value in found]
 
 

@@ -67,6 +67,34 @@ def test_results_have_the_bits_of_the_host(cuda, tmp_path, memory_devices, place
     assert found == expected
 
 
+def reports_of_two_nodes(folder, memory_devices, place):
+    """The same of a worker on each of two nodes, which both are this machine."""
+    folder.mkdir()
+    command = [sys.executable, str(HERE / "reduce_script.py"), str(folder), place]
+    job = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "COARSE_MEMORY_DEVICES": memory_devices,
+    }
+    workers = [
+        subprocess.Popen(
+            command,
+            env=os.environ | job | {"RANK": str(rank), "COARSE_NODE": f"node {rank}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [json.loads(each.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for each in workers]
+
+
+@pytest.mark.parametrize("place", ["host", "gpu"])
+def test_several_nodes_have_the_bits_of_the_host(cuda, tmp_path, place):
+    expected = reports_of_two_nodes(tmp_path / "expected", "1", "host")
+    assert reports_of_two_nodes(tmp_path / "found", "cuda:0", place) == expected
+
+
 @pytest.mark.parametrize("algorithm", ["exchange", "ring", "nccl"])
 def test_algorithms_between_devices_have_the_bits_of_the_host(cuda, tmp_path, monkeypatch, algorithm):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")

@@ -35,25 +35,31 @@ def stand_ins(cuda_stand_ins):
     }
 
 
-def run_workers(tmp_path, memory_devices, script, *arguments, **environment):
-    """Runs two workers to their ends; returns what each printed last, as JSON if it is, and the errors of both."""
+def run_workers(tmp_path, memory_devices, script, *arguments, nodes=("", ""), **environment):
+    """Runs workers to their ends; returns what each printed last, as JSON if it is, and the errors of all.
+
+    `nodes` is that of each worker.
+    """
     store = tmp_path / memory_devices.replace(":", "")
     store.mkdir()
     variables = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(len(nodes)),
+        "LOCAL_WORLD_SIZE": str(len(nodes)),
         "COARSE_MEMORY_DEVICES": memory_devices,
         MARK: str(store),
     }
     workers = [
         subprocess.Popen(
             [sys.executable, str(SCRIPTS / script), str(store), *arguments],
-            env=os.environ | variables | environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ
+            | variables
+            | environment
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "COARSE_NODE": node},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, node in enumerate(nodes)
     ]
     ended = [worker.communicate(timeout=LIMIT_S) for worker in workers]
     assert not processes_left(str(store))
@@ -91,6 +97,18 @@ def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, host_results, me
     found, errors = run_workers(tmp_path, memory_devices, "reduce_script.py", "host", **stand_ins)
     assert found[0] is not None, errors
     assert found == host_results
+
+
+@pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:1"])
+def test_several_nodes_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
+    nodes = ("a", "b", "b")
+    expected, errors = run_workers(tmp_path, "2", "reduce_script.py", "host", nodes=nodes)
+    assert expected[0] is not None, errors
+    found, errors = run_workers(
+        tmp_path, memory_devices, "reduce_script.py", "host", nodes=nodes, **stand_ins
+    )
+    assert found[0] is not None, errors
+    assert found == expected
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("ring", marks=pytest.mark.slow), "nccl"])
@@ -277,6 +295,25 @@ def test_survivors_of_a_worker_are_told(stand_ins, tmp_path, algorithm):
     )
     assert told[0]["error"] == "WorkerLostError"
     assert told[1] is None
+
+
+@pytest.mark.parametrize(
+    ("who", "error"), [("device", "MemoryDeviceLostError"), ("worker", "WorkerLostError")]
+)
+def test_another_node_is_told_of_a_loss(stand_ins, tmp_path, who, error):
+    told, _ = run_workers(tmp_path, "cuda:0,cuda:1", "loss_script.py", who, nodes=("a", "b"), **stand_ins)
+    survivors = told if who == "device" else told[:1]
+    assert [each["error"] for each in survivors] == [error] * len(survivors), told
+
+
+@pytest.mark.parametrize("launch", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))])
+def test_a_gpu_that_fails_ends_the_session_on_all_nodes(stand_ins, tmp_path, launch):
+    faults = {"STAND_IN_FAULTS_AT": f"0:{launch}"}
+    told, errors = run_workers(
+        tmp_path, "cuda:0", "loss_script.py", "gpu", nodes=("a", "b"), **faults, **stand_ins
+    )
+    assert [each["error"] for each in told] == ["MemoryDeviceLostError"] * 2, told
+    assert "terminate called" not in errors
 
 
 @pytest.mark.parametrize("algorithm", ["exchange", "direct", "ring", "nccl"])

@@ -86,6 +86,37 @@ class GroupIn {
     ASSERT_EQ(finished_.size(), plan_.shards.size());
     ASSERT_FALSE(compute_->isBusy());
   }
+  /// Reduces each shard of what clients 0 and 2 have in their slots, and of what lies in the host's memory
+  /// between them, as of another node; has the result everywhere, or only in the host's memory if
+  /// `isPartial`.
+  /// @returns that memory.
+  std::vector<std::byte> runBesideHost(bool isPartial) {
+    const Memory places(plan_.clientBytes());
+    const TensorBytes reached = memory_->reach(places.data(), places.mapping.numBytes());
+    std::mt19937_64 random(11);
+    for (std::uint32_t number = 0; number < plan_.shards.size(); ++number) {
+      const Shard& shard = plan_.shards[number];
+      fillShard(places.data() + shard.offset, shard, random);
+      std::byte* const place = reached.get() + shard.offset;
+      ShardArrays arrays;
+      arrays.inputs = {group_->slot(0, shard), place, group_->slot(2, shard)};
+      arrays.outputs = {place};
+      for (std::size_t client = 0; client < kNumClients && !isPartial; ++client)
+        arrays.outputs.push_back(group_->slot(client, shard));
+      arrays.op = isPartial && shard.op == ReduceOp::kMean ? ReduceOp::kSum : shard.op;
+      arrays.divisor = 5;
+      arrays.isMeasured = !isPartial && plan_.hasOptimizer;
+      ShardTask task{group_.get(), {plan_.id, number, 1, 0}};
+      task.arrays = std::make_shared<const ShardArrays>(arrays);
+      if (memory_->isHost()) {
+        reduceArrays(*group_, number, arrays);
+      } else {
+        compute_->begin(task);
+      }
+    }
+    compute_->drain();
+    return {places.data(), places.data() + plan_.clientBytes()};
+  }
   /// Reduces a shard with which links are through at `notBefore`. @returns when it was finished.
   MonotonicNs reduceHeld(std::uint32_t shard, MonotonicNs notBefore) {
     compute_->begin({group_.get(), {plan_.id, shard, 1, 0}, {}, notBefore});

@@ -97,6 +97,28 @@ TEST(CudaTensorMemory, MeasuresToTheBitsOfTheHost) {
   both.expectSameMeasures();
 }
 
+TEST(CudaTensorMemory, ReducesWhatLiesInTheHostsMemoryBesideSlots) {
+  for (const bool isPartial : {true, false}) {
+    BothMemories both(makeVariousPlan(), gpu());
+    std::vector<std::vector<std::byte>> places;
+    both.forBoth([&](GroupIn& each) { places.push_back(each.runBesideHost(isPartial)); });
+    EXPECT_EQ(places[0], places[1]);
+    both.expectSame();
+  }
+}
+
+TEST(CudaTensorMemory, MeasuresWhatComesOfSeveralNodes) {
+  BothMemories both(makeGradientPlan(), gpu());
+  both.forBoth([](GroupIn& each) {
+    auto* const floats = reinterpret_cast<float*>(each.group().slot(2, each.group().plan().shards[1]));
+    floats[4'000] = std::numeric_limits<float>::quiet_NaN();
+    each.runBesideHost(false);
+  });
+  both.expectSame();
+  both.expectSameMeasures();
+  both.forBoth([](GroupIn& each) { EXPECT_EQ(each.group().control().measure(1).nonFiniteOf, kEverybody); });
+}
+
 class CudaUpdates : public testing::TestWithParam<std::uint8_t> {};
 
 TEST_P(CudaUpdates, HaveTheBitsOfTheHost) {

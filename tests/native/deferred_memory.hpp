@@ -53,6 +53,7 @@ class Gate {
 inline void runOnHost(const ShardRun& run) {
   TensorGroup& group = *run.group;
   const ShardShape shape = group.shape(run.firstShard);
+  if (run.arrays != nullptr) return reduceArrays(group, run.firstShard, *run.arrays);
   if (run.work == ShardWork::kMeasure) return reduceAndMeasureShard(group, run.firstShard);
   if (run.work == ShardWork::kReduce) {
     const Contributions all(group, run.firstShard, run.firstElement);
@@ -168,6 +169,9 @@ class DeferredMemory : public TensorMemory {
   explicit DeferredMemory(Gate& gate) : gate_(gate) {}
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override {
     return hostMemory()->map(region, numBytes, what);
+  }
+  TensorBytes reach(std::byte* memory, std::size_t numBytes) const override {
+    return hostMemory()->reach(memory, numBytes);
   }
   std::unique_ptr<TensorCopies> makeCopies() const override { return hostMemory()->makeCopies(); }
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {

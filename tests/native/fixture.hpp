@@ -273,7 +273,7 @@ class Cluster {
     for (std::size_t client = 0; client < shape_.numClients; ++client) addToClient(plan, client);
   }
   void addToProxies(const GroupPlan& plan) {
-    auto memory = std::make_unique<GroupMemory>(plan, index_, shape_.hasReplica);
+    auto memory = std::make_unique<GroupMemory>(plan, index_, shape_);
     for (std::size_t device = 0; device < shape_.numDevices; ++device)
       proxies_[device]->addGroup(plan, memory->control.fd, regionsOf(memory->slots), device == 0,
                                  memory->nodeSegment.fd, memory->optimizerFds(), {}, memory->rowsFds(),
@@ -348,9 +348,9 @@ class Cluster {
 
  private:
   struct GroupMemory {
-    GroupMemory(const GroupPlan& plan, NodeIndex index, bool hasReplica)
+    GroupMemory(const GroupPlan& plan, NodeIndex index, const ClusterShape& shape)
         : control(GroupControl::numBytes(plan.shards.size(), plan.numClients)),
-          nodeSegment(NodeSegment::numBytes(plan, index)),
+          nodeSegment(NodeSegment::numBytes(plan, index, shape.isDeferred)),
           parameters(plan.hasOptimizer ? plan.parameterBytes() : 1),
           states(std::max<std::size_t>(plan.keptBytes(), 1)),
           snapshotRequest(sizeof(SnapshotRequest)),
@@ -361,7 +361,7 @@ class Cluster {
         slots.emplace_back(plan.clientBytes());
         settings.emplace_back(std::max<std::size_t>(plan.settingsBytes(), 1));
       }
-      if (hasReplica && plan.hasOptimizer) {
+      if (shape.hasReplica && plan.hasOptimizer) {
         for (const std::size_t length :
              {ReplicaControl::numBytes(plan.shards.size()), plan.parameterBytes(), plan.keptBytes()})
           replica.emplace_back(std::max<std::size_t>(length, 1));

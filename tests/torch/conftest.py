@@ -109,3 +109,8 @@ def two_node_pool(make_pool: MakePool) -> WorkerPool:
 @pytest.fixture(scope="session")
 def two_node_stand_in_gpu_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
     return make_pool("coarse, stand-in GPU", stand_ins=cuda_stand_ins, num_nodes=2)
+
+
+@pytest.fixture(scope="session")
+def two_node_gpu_slots_pool(make_pool: MakePool, cuda_stand_ins: Path) -> WorkerPool:
+    return make_pool("coarse, stand-in GPU that has slots", stand_ins=cuda_stand_ins, num_nodes=2)

@@ -198,6 +198,13 @@ def test_equals_torch_from_gpus_across_two_nodes(
     assert_equal_results(name, ddp_pool, two_node_stand_in_gpu_pool, SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN, PARITY))
+def test_equals_torch_in_memory_of_gpus_across_two_nodes(
+    name: str, ddp_pool: WorkerPool, two_node_gpu_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, two_node_gpu_slots_pool, SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize(
     "name",
     slow_but_for(

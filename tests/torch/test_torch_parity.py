@@ -71,6 +71,13 @@ def test_equals_torch_across_two_nodes(name: str, ddp_pool: WorkerPool, two_node
     assert_equal_results(name, ddp_pool, two_node_pool, PARITY_SCENARIOS[name].tolerance)
 
 
+@pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, ACROSS_NODES))
+def test_equals_torch_in_memory_of_gpus_across_two_nodes(
+    name: str, ddp_pool: WorkerPool, two_node_gpu_slots_pool: WorkerPool
+) -> None:
+    assert_equal_results(name, ddp_pool, two_node_gpu_slots_pool, PARITY_SCENARIOS[name].tolerance)
+
+
 @pytest.mark.parametrize("name", slow_but_for(IN_EVERY_RUN, WHERE_WORKERS_REDUCE))
 def test_equals_torch_where_workers_reduce_themselves(
     name: str, ddp_pool: WorkerPool, own_path_pool: WorkerPool

@@ -115,7 +115,10 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
         (("--keep-devices", "9", "--replicas", "1", "--memory-devices", "1"), "there is one device only"),
         (("--algorithm", "ring", *TWO_NODES), "'ring' works within one node, and this job has 2"),
         (("--keep-devices", "9", *TWO_NODES), "memory devices are kept within one node"),
-        (("--memory-devices", "cuda:0", *TWO_NODES), "memory devices on GPUs work within one node"),
+        (
+            ("--memory-devices", "cuda:0", "--routing", "profile", *TWO_NODES),
+            "COARSE_ROUTING=profile works within one node",
+        ),
         (
             ("--memory-devices", "cuda:0", "--routing", "profile", "--keep-devices", "9"),
             "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs",

@@ -94,10 +94,10 @@ void registerTensorGroup(py::module_& module) {
       py::arg("num_devices"));
   module.def(
       "node_segment_bytes",
-      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes) {
-        return NodeSegment::numBytes(plan, {node, numNodes});
+      [](const GroupPlan& plan, std::size_t node, std::size_t numNodes, bool isStaged) {
+        return NodeSegment::numBytes(plan, {node, numNodes}, isStaged);
       },
-      py::arg("plan"), py::arg("node"), py::arg("num_nodes"));
+      py::arg("plan"), py::arg("node"), py::arg("num_nodes"), py::arg("is_staged"));
   module.attr("UPDATE_SETTINGS_BYTES") = sizeof(UpdateSettings);
   module.attr("RING_LOGS_BYTES") = sizeof(RingLogs);
   module.attr("RING_SEGMENT_BYTES") = sizeof(RingSegment);

@@ -8,8 +8,8 @@
 namespace coarse {
 namespace {
 
-// A kernel takes so many contributions, and as many slots.
-constexpr std::size_t kMostClientsOfGpu = 128;
+// A kernel takes so many contributions, those of each other node as one, and as many slots.
+constexpr std::size_t kMostContributionsToGpu = 128;
 
 std::string describe(const ShardShape& shape) {
   return std::to_string(shape.numElements) + " elements of dtype " +
@@ -111,22 +111,22 @@ std::string firstDifference(const UpdateSettings& one, const UpdateSettings& oth
 }
 
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths) {
-  if (!paths.isHostMemory && plan.numClients > kMostClientsOfGpu)
-    return "memory devices on GPUs serve at most " + std::to_string(kMostClientsOfGpu) + " workers";
+  if (!paths.isHostMemory && plan.numClients + paths.numNodes - 1 > kMostContributionsToGpu)
+    return "memory devices on GPUs serve at most " + std::to_string(kMostContributionsToGpu) +
+           " workers, of whom those of each other node count as one";
+  const bool hasNodes = paths.numNodes > 1;
   for (const Shard& shard : plan.shards) {
     const Algorithm algorithm = shard.algorithm;
     if (!paths.isHostMemory && algorithm == Algorithm::kProbe)
       return "links to the memory of GPUs cannot be probed yet; set COARSE_PROFILE=off";
-    if (!paths.isHostMemory && paths.hasNodes)
-      return "memory devices on GPUs synchronise one node only; this session has several";
     if (!paths.isHostMemory && plan.isTable(shard))
       return "memory devices on GPUs take whole gradients, not rows of tables";
     if (algorithm == Algorithm::kProbe) continue;
     if (plan.hasOptimizer && algorithm != Algorithm::kDirect && algorithm != Algorithm::kGather)
       return "optimizers run in coherent memory only; choose the algorithm auto, direct or gather";
-    if (plan.isTable(shard) && paths.hasNodes)
+    if (plan.isTable(shard) && hasNodes)
       return "rows of tables do not lead to other nodes; this session has several";
-    if (paths.hasNodes && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
+    if (hasNodes && (algorithm == Algorithm::kRing || algorithm == Algorithm::kExchange))
       return "rings and exchanges do not lead to other nodes; choose another algorithm when the session "
              "starts";
     if (algorithm == Algorithm::kRing && !paths.hasRings && paths.numDevices > 1)

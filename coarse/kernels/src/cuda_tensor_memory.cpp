@@ -69,17 +69,21 @@ class Measures {
   void note() {
     const auto* result = reinterpret_cast<const cuda::ShardMeasure*>(pages_.data());
     for (const ShardRun& run : measured_) {
-      const Contributions all(*run.group, run.firstShard);
-      const std::int32_t position = result->nonFiniteOf;
-      run.group->control().measure(run.firstShard) = {
-          result->sumOfSquares, position < 0 ? position : static_cast<std::int32_t>(all.clients[position]),
-          0};
+      run.group->control().measure(run.firstShard) = {result->sumOfSquares,
+                                                      offenderOf(run, result->nonFiniteOf), 0};
       ++result;
     }
     measured_.clear();
   }
 
  private:
+  /// Whose input it is.
+  static std::int32_t offenderOf(const ShardRun& run, std::int32_t position) noexcept {
+    if (position < 0) return position;
+    if (run.arrays != nullptr) return kEverybody;
+    return static_cast<std::int32_t>(Contributions(*run.group, run.firstShard).clients[position]);
+  }
+
   PinnedPages pages_;
   std::vector<ShardRun> measured_;
 };
@@ -127,6 +131,18 @@ struct Launch {
   std::vector<ShardRun> measured{};  // of measuring kernels
 };
 
+/// What a run is reduced of, and whereto.
+ShardArrays arraysOf(const ShardRun& run) {
+  if (run.arrays != nullptr) return *run.arrays;
+  const Contributions all(*run.group, run.firstShard, run.firstElement);
+  ShardArrays arrays;
+  arrays.inputs.assign(all.inputs.begin(), all.inputs.begin() + static_cast<std::ptrdiff_t>(all.numInputs));
+  arrays.outputs.assign(all.slots.begin(), all.slots.begin() + static_cast<std::ptrdiff_t>(all.numSlots));
+  arrays.op = run.group->shape(run.firstShard).op;
+  arrays.divisor = run.group->divisor(run.firstShard);
+  return arrays;
+}
+
 /// Runs batches of shards on a stream of their own: each is a few launches with an event behind them.
 class CudaRunner : public BatchRunner {
  public:
@@ -152,7 +168,7 @@ class CudaRunner : public BatchRunner {
   void add(const ShardRun& run);
   void addReduction(const ShardRun& run);
   void addUpdate(const ShardRun& run);
-  void bringNear(Contributions& all, std::size_t numBytes);
+  void bringNear(ShardArrays& arrays, std::size_t numBytes);
   template <class Batch, class Append>
   void addTo(Launch<Batch>& next, Append append);
   void flush();
@@ -259,26 +275,27 @@ void CudaRunner::add(const ShardRun& run) {
 
 void CudaRunner::addReduction(const ShardRun& run) {
   const bool isMeasured = run.work == ShardWork::kMeasure;
-  Contributions all(*run.group, run.firstShard, run.firstElement);
-  if (all.numInputs == 0) {
+  ShardArrays arrays = arraysOf(run);
+  if (arrays.inputs.empty()) {
     if (isMeasured) run.group->control().measure(run.firstShard) = {0, kNobody, 0};
     return;
   }
-  const ShardShape shape = run.group->shape(run.firstShard);
-  const auto dtype = static_cast<std::size_t>(shape.dtype);
-  const std::size_t itemSize = itemBytes(shape.dtype);
-  const std::uint32_t divisor = shape.op == ReduceOp::kMean ? run.group->divisor(run.firstShard) : 0;
-  bringNear(all, run.numElements * itemSize);
-  const auto numInputs = static_cast<std::uint32_t>(all.numInputs);
-  const auto numSlots = static_cast<std::uint32_t>(all.numSlots);
+  const auto dtype = static_cast<std::size_t>(run.group->shape(run.firstShard).dtype);
+  const std::size_t itemSize = itemBytes(static_cast<DType>(dtype));
+  const std::uint32_t divisor = arrays.op == ReduceOp::kMean ? arrays.divisor : 0;
+  bringNear(arrays, run.numElements * itemSize);
+  const auto numInputs = static_cast<std::uint32_t>(arrays.inputs.size());
+  const auto numOutputs = static_cast<std::uint32_t>(arrays.outputs.size());
   // Where everybody has contributed, one list of arrays says all.
-  const void* const* inputs = numInputs == numSlots ? all.slots.data() : all.inputs.data();
+  const bool areSame =
+      std::equal(arrays.inputs.begin(), arrays.inputs.end(), arrays.outputs.begin(), arrays.outputs.end());
+  const void* const* inputs = areSame ? arrays.outputs.data() : arrays.inputs.data();
   const auto append = [&](cuda::ReduceBatch& batch) {
-    return cuda::append(batch, itemSize, run.numElements, divisor, inputs, numInputs, all.slots.data(),
-                        numSlots);
+    return cuda::append(batch, itemSize, run.numElements, divisor, inputs, numInputs, arrays.outputs.data(),
+                        numOutputs);
   };
   if (!isMeasured) {
-    addTo((shape.op == ReduceOp::kMax ? maxima_ : sums_)[dtype], append);
+    addTo((arrays.op == ReduceOp::kMax ? maxima_ : sums_)[dtype], append);
     return;
   }
   const std::uint32_t numTiles = cuda::numTilesOf(run.numElements, cuda::kTileBytes / itemSize);
@@ -289,9 +306,9 @@ void CudaRunner::addReduction(const ShardRun& run) {
 }
 
 /// Has arrays that this GPU cannot reach be copies of them.
-void CudaRunner::bringNear(Contributions& all, std::size_t numBytes) {
-  for (std::size_t i = 0; i < all.numInputs; ++i) all.inputs[i] = near_.toRead(all.inputs[i], numBytes);
-  for (std::size_t i = 0; i < all.numSlots; ++i) all.slots[i] = near_.toWrite(all.slots[i], numBytes);
+void CudaRunner::bringNear(ShardArrays& arrays, std::size_t numBytes) {
+  for (const void*& each : arrays.inputs) each = near_.toRead(each, numBytes);
+  for (void*& each : arrays.outputs) each = near_.toWrite(each, numBytes);
 }
 
 void CudaRunner::addUpdate(const ShardRun& run) {
@@ -421,6 +438,11 @@ TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   } catch (const cuda::Error&) {
     return nullptr;
   }
+}
+
+TensorBytes CudaTensorMemory::reach(std::byte* memory, std::size_t numBytes) const {
+  const auto registration = std::make_shared<cuda::HostRegistration>(context_, memory, numBytes);
+  return {registration, static_cast<std::byte*>(pointerTo(registration->deviceAddress()))};
 }
 
 std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {

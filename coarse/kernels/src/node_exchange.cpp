@@ -7,13 +7,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "coarse/copy.hpp"
 #include "coarse/reduce.hpp"
 
 namespace coarse {
 namespace {
-
-constexpr std::size_t kMostInputs = 512;
 
 /// What nodes send to the owner are sums; only the owner turns them into means.
 ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
@@ -125,10 +122,11 @@ std::string nameOf(const FrameHeader& header) {
 }  // namespace
 
 NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
-                           const std::vector<std::vector<int>>& fds, FinishShard finishShard, Report report,
-                           std::function<void(NodeEvent)> onEvent)
+                           const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
+                           Report report, std::function<void(NodeEvent)> onEvent)
     : index_{node, ranks.size()},
       ranks_(std::move(ranks)),
+      reduce_(std::move(reduce)),
       finishShard_(std::move(finishShard)),
       report_(std::move(report)),
       hasLeft_(new std::atomic<bool>[index_.numNodes]()),
@@ -149,7 +147,7 @@ NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks
 
 void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& memory) {
   const std::uint32_t id = group->plan().id;
-  NodeSegment segment(group->plan(), index_, memory);
+  NodeSegment segment(group->plan(), index_, memory, group->memory());
   auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
   const std::lock_guard<std::mutex> lock(groupsMutex_);
   groups_[id] = std::move(added);
@@ -198,29 +196,40 @@ void NodeExchange::noteUpdate(const TensorGroup& tensors, std::uint32_t shard) {
   group->segment.settings(shard).store(settingsDigest(tensors, shard), std::memory_order_relaxed);
 }
 
-/// Reduces what this node's workers contributed, into the slot of the first of them, and sends it from there:
-/// the slot belongs to the memory devices until the result is in it.
+/// Has a shard reduced, if there is something to reduce.
+void NodeExchange::run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays) {
+  TensorGroup& tensors = *group->tensors;
+  const bool isEmpty = arrays.inputs.empty();
+  if (isEmpty && arrays.isMeasured) tensors.control().measure(entry.shard) = {0, kNobody, 0};
+  if (isEmpty || (arrays.outputs.empty() && !arrays.isMeasured)) return arrays.finish();
+  reduce_(tensors, entry, std::move(arrays));
+}
+
+/// Reduces what this node's workers contributed, and sends it: from its stage, or else from the slot of the
+/// first of them, which belongs to the memory devices until the result is in it.
 void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry) {
   const TensorGroup& tensors = *group->tensors;
+  const NodeSegment& segment = group->segment;
   const Shard& shard = tensors.plan().shards[entry.shard];
-  std::array<const void*, kMostInputs> inputs;
-  std::size_t numInputs = 0;
-  std::byte* partial = nullptr;
+  ShardArrays arrays;
+  arrays.op = partialOp(tensors.shape(entry.shard).op);
+  std::byte* partial = segment.stage(entry.shard);
+  if (partial != nullptr) arrays.outputs = {segment.reached(partial)};
   for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
     if (!tensors.isPresent(entry.shard, client)) continue;
-    std::byte* slot = tensors.slot(client, shard);
-    if (numInputs == 0) partial = slot;
-    inputs[numInputs++] = slot;
+    std::byte* const slot = tensors.slot(client, shard);
+    arrays.inputs.push_back(slot);
+    if (partial == nullptr) partial = slot;
   }
-  const ShardShape shape = tensors.shape(entry.shard);
-  if (numInputs > 1) {
-    void* outputs[] = {partial};
-    reduce(shape.dtype, partialOp(shape.op), inputs.data(), numInputs, outputs, 1, shape.numElements, 1);
-  }
-  const FrameHeader header = contributionHeader(tensors, group->segment, entry);
-  // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
-  group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
-  links_.send(index_.ownerOf(entry.shard), header, {partial, group});
+  const bool isInSlot = arrays.outputs.empty();
+  if (isInSlot && arrays.inputs.size() > 1) arrays.outputs = {partial};
+  const FrameHeader header = contributionHeader(tensors, segment, entry);
+  arrays.finish = [this, group, header, partial] {
+    // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
+    group->segment.round(header.shard).store(header.step, std::memory_order_release);
+    links_.send(index_.ownerOf(header.shard), header, {partial, group});
+  };
+  run(group, entry, std::move(arrays));
 }
 
 /// @pre the contribution was recorded.
@@ -244,39 +253,40 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
     report_(std::move(difference));
     return;
   }
-  TensorGroup& tensors = *group->tensors;
+  const TensorGroup& tensors = *group->tensors;
   const NodeSegment& segment = group->segment;
   const Shard& shard = tensors.plan().shards[entry.shard];
-  std::array<const void*, kMostInputs> inputs;
-  std::array<void*, kMostInputs> outputs;
-  std::size_t numInputs = 0;
-  std::size_t numOutputs = 0;
+  ShardArrays arrays;
+  const auto add = [&](std::byte* array, bool isPresent) {
+    arrays.outputs.push_back(array);
+    if (isPresent) arrays.inputs.push_back(array);
+  };
   // In the order of the nodes, so that results do not depend on who came when. Each partial is one term;
   // those of this node's workers are terms of their own, which saves a pass over them.
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node != index_.node) {
-      outputs[numOutputs] = segment.place(entry.shard, node);
-      if (segment.contribution(entry.shard, node).numPresent > 0) inputs[numInputs++] = outputs[numOutputs];
-      ++numOutputs;
+      add(segment.reached(segment.place(entry.shard, node)),
+          segment.contribution(entry.shard, node).numPresent > 0);
       continue;
     }
-    for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
-      outputs[numOutputs] = tensors.slot(client, shard);
-      if (tensors.isPresent(entry.shard, client)) inputs[numInputs++] = outputs[numOutputs];
-      ++numOutputs;
-    }
+    for (std::size_t client = 0; client < tensors.plan().numClients; ++client)
+      add(tensors.slot(client, shard), tensors.isPresent(entry.shard, client));
   }
-  const ShardShape shape = tensors.shape(entry.shard);
-  const std::uint32_t divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
-  if (numInputs > 0) {
-    reduce(shape.dtype, shape.op, inputs.data(), numInputs, outputs.data(), numOutputs, shape.numElements,
-           divisor);
-  }
+  arrays.op = tensors.shape(entry.shard).op;
+  arrays.divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
+  arrays.isMeasured = tensors.isMeasured(entry.shard);
+  arrays.finish = [this, group, entry] { noteResult(group, entry); };
+  run(group, entry, std::move(arrays));
+}
+
+/// The result of an owned shard is in place.
+void NodeExchange::noteResult(const GroupPointer& group, const RingEntry& entry) {
+  TensorGroup& tensors = *group->tensors;
   const std::uint32_t numPresent = total(*group, entry.shard, &NodeContribution::numPresent);
   tensors.control().contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
   // release: the next contributions, which another device may take, come after this step.
-  segment.round(entry.shard).store(entry.step, std::memory_order_release);
-  sendResults(group, entry, shape, numPresent);
+  group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
+  sendResults(group, entry, tensors.shape(entry.shard), numPresent);
   finishShard_(tensors, entry);
 }
 
@@ -371,7 +381,8 @@ FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t nod
       index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
   if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
     throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
-  return {tensors.slot(0, tensors.plan().shards[header.shard]), group};
+  std::byte* const stage = group->segment.stage(header.shard);
+  return {stage != nullptr ? stage : tensors.slot(0, tensors.plan().shards[header.shard]), group};
 }
 
 void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
@@ -391,11 +402,20 @@ void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, cons
 void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& header) {
   TensorGroup& tensors = *group->tensors;
   const Shard& shard = tensors.plan().shards[header.shard];
-  for (std::size_t client = 1; header.payloadBytes > 0 && client < tensors.plan().numClients; ++client)
-    copyBytes(tensors.slot(client, shard), tensors.slot(0, shard), header.payloadBytes);
-  tensors.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
-  group->segment.result(header.shard).store(header.step, std::memory_order_release);
-  finishShard_(tensors, entryOf(header));
+  std::byte* const stage = group->segment.stage(header.shard);
+  ShardArrays arrays;
+  if (header.payloadBytes > 0)
+    arrays.inputs = {stage != nullptr ? group->segment.reached(stage) : tensors.slot(0, shard)};
+  for (std::size_t client = stage != nullptr ? 0 : 1; client < tensors.plan().numClients; ++client)
+    arrays.outputs.push_back(tensors.slot(client, shard));
+  arrays.isMeasured = tensors.isMeasured(header.shard);
+  arrays.finish = [this, group, header] {
+    TensorGroup& done = *group->tensors;
+    done.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
+    group->segment.result(header.shard).store(header.step, std::memory_order_release);
+    finishShard_(done, entryOf(header));
+  };
+  run(group, entryOf(header), std::move(arrays));
 }
 
 // ---- leaving ----

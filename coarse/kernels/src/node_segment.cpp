@@ -13,10 +13,13 @@ std::size_t shardBytes(const Shard& shard) {
 
 }  // namespace
 
-NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory)
+NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory,
+                         const TensorMemory& tensors)
     : index_(index),
-      placeOffsets_(placeOffsets(plan, index)),
-      mapping_(mapShared(memory, numBytes(plan, index), Mapping::Access::kReadWrite, "node segment")) {
+      placeOffsets_(placeOffsets(plan, index, !tensors.isHost())),
+      mapping_(mapShared(memory, numBytes(plan, index, !tensors.isHost()), Mapping::Access::kReadWrite,
+                         "node segment")),
+      reached_(tensors.reach(mapping_.data(), mapping_.numBytes())) {
   const std::size_t numShards = plan.shards.size();
   ArrayCursor cursor(mapping_.data());
   rounds_ = cursor.take<std::atomic<std::uint32_t>>(numShards);
@@ -27,24 +30,33 @@ NodeSegment::NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& m
   places_ = mapping_.data() + cursor.offset();
 }
 
-std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index) {
-  return headBytes(plan.shards.size(), index) + placeOffsets(plan, index).back();
+std::size_t NodeSegment::numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged) {
+  return headBytes(plan.shards.size(), index) + placeOffsets(plan, index, isStaged).back();
 }
 
 std::byte* NodeSegment::place(std::size_t shard, std::size_t node) const noexcept {
-  const std::size_t owned = shard / index_.numNodes;
-  const std::size_t stride = (placeOffsets_[owned + 1] - placeOffsets_[owned]) / (index_.numNodes - 1);
+  const std::size_t stride = (placeOffsets_[shard + 1] - placeOffsets_[shard]) / (index_.numNodes - 1);
   const std::size_t other = node < index_.node ? node : node - 1;
-  return places_ + placeOffsets_[owned] + other * stride;
+  return places_ + placeOffsets_[shard] + other * stride;
 }
 
-std::vector<std::size_t> NodeSegment::placeOffsets(const GroupPlan& plan, NodeIndex index) {
+std::byte* NodeSegment::stage(std::size_t shard) const noexcept {
+  const bool hasStage = !index_.owns(shard) && placeOffsets_[shard + 1] > placeOffsets_[shard];
+  return hasStage ? places_ + placeOffsets_[shard] : nullptr;
+}
+
+std::vector<std::size_t> NodeSegment::placeOffsets(const GroupPlan& plan, NodeIndex index, bool isStaged) {
   std::vector<std::size_t> offsets{0};
-  for (std::size_t shard = index.node; shard < plan.shards.size(); shard += index.numNodes) {
+  for (std::size_t shard = 0; shard < plan.shards.size(); ++shard) {
     const std::size_t stride = roundUp(shardBytes(plan.shards[shard]), kCacheLineBytes);
-    offsets.push_back(offsets.back() + stride * (index.numNodes - 1));
+    offsets.push_back(offsets.back() + stride * numPlaces(shard, index, isStaged));
   }
   return offsets;
+}
+
+std::size_t NodeSegment::numPlaces(std::size_t shard, NodeIndex index, bool isStaged) noexcept {
+  if (index.owns(shard)) return index.numNodes - 1;
+  return isStaged ? 1 : 0;
 }
 
 std::size_t NodeSegment::headBytes(std::size_t numShards, NodeIndex index) noexcept {

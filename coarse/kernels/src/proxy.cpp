@@ -128,6 +128,9 @@ void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
   config_.validate();
   nodeExchange_ = std::make_unique<NodeExchange>(
       node, std::move(ranks), fds,
+      [this](TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
+        reduceForNodes(group, entry, std::move(arrays));
+      },
       [this](TensorGroup& group, const RingEntry& entry) { takeMean(group, entry); },
       [this](std::string message) { report(-1, std::move(message)); },
       [this](NodeEvent event) {
@@ -152,6 +155,11 @@ void Proxy::stop() noexcept {
   }
   syncCores_->stop();
   syncCores_->finish([this] {
+    {
+      const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+      areCoresStopped_ = true;
+      finishNodeTasks();
+    }
     for (const Compute& each : computes_) each.compute->drain();
     if (rings_) rings_->drain();
     if (collectives_) collectives_->drain();
@@ -190,6 +198,7 @@ void Proxy::addCompute(const std::shared_ptr<const TensorMemory>& memory) {
     if (each.memory == memory) return;
   }
   computes_.push_back({memory, memory->makeCompute([this](const ShardTask& task) {
+                         if (task.arrays != nullptr) return task.arrays->finish();
                          if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
                          deviceExchange_->reduced(task.entry);
                        })});
@@ -204,7 +213,7 @@ ShardCompute& Proxy::computeOf(const TensorGroup& group) const noexcept {
 SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
   SessionPaths paths;
   paths.numDevices = config_.numDevices;
-  paths.hasNodes = nodeExchange_ != nullptr;
+  paths.numNodes = nodeExchange_ == nullptr ? 1 : nodeExchange_->numNodes();
   paths.hasRings = rings_ != nullptr && &rings_->memory() == &memory;
   paths.hasCollectives = collectives_ != nullptr && &collectives_->memory() == &memory;
   paths.hasExchange = deviceExchange_ != nullptr;
@@ -311,6 +320,7 @@ bool Proxy::work(std::size_t core) {
   bool progressed = servesQueues && intake_.drain();
   if (servesQueues) wakeOthers();
   progressed |= runReadyShard(core);
+  if (servesQueues && nodeExchange_ != nullptr) progressed |= beginNodeTasks();
   if (servesQueues) progressed |= advanceComputes();
   if (rings_) progressed |= rings_->advance(core, config_.numSyncCores);
   if (servesQueues && collectives_) progressed |= collectives_->advance();
@@ -483,18 +493,51 @@ void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
   computeOf(group).begin({&group, entry});
 }
 
+/// Has a shard reduced to which other nodes contribute, or whose result they send. Called from sync cores and
+/// from the thread of the links between nodes.
+void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
+  if (group.memory().isHost()) {
+    reduceArrays(group, entry.shard, arrays);
+    return arrays.finish();
+  }
+  ShardTask task{&group, entry};
+  task.arrays = std::make_shared<const ShardArrays>(std::move(arrays));
+  const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+  nodeTasks_.push_back(std::move(task));
+  if (areCoresStopped_) return syncCores_->finish([this] { finishNodeTasks(); });
+  doorbells_[config_.device].ring();
+}
+
+/// Does what no sync core will any more. @pre nodeTasksMutex_ is locked.
+void Proxy::finishNodeTasks() {
+  for (const ShardTask& task : std::exchange(nodeTasks_, {})) {
+    ShardCompute& compute = computeOf(*task.group);
+    compute.begin(task);
+    compute.drain();
+  }
+}
+
+/// @returns whether there were any.
+bool Proxy::beginNodeTasks() {
+  std::vector<ShardTask> tasks;
+  {
+    const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+    tasks.swap(nodeTasks_);
+  }
+  for (const ShardTask& task : tasks) computeOf(*task.group).begin(task);
+  return !tasks.empty();
+}
+
 /// Brings a shard to its end whose mean over all nodes is in every slot. Called from sync cores and from the
 /// thread of the links between nodes.
 void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
-  if (!group.isUpdate(entry.shard)) {
-    if (group.isMeasured(entry.shard)) measureMean(group, entry.shard);
-    return concludeShard(group, entry);
-  }
+  if (!group.isUpdate(entry.shard)) return concludeShard(group, entry);
   // From now on it is as if workers had contributed the mean, which any sync core can take.
   Contribution& first = group.control().contribution(entry.shard, 0);
   const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
   first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
-  if (!pushReady(group.control(), {entry.shard, entry.step})) return runShard(group, entry);
+  if (!pushReady(group.control(), {entry.shard, entry.step}) && group.memory().isHost())
+    return runShard(group, entry);
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 

@@ -27,6 +27,19 @@ std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t o
   return kEverybody;
 }
 
+/// Of a mean to which nobody knows who has contributed what.
+GradientMeasure measureOf(const ShardShape& shape, const void* mean) noexcept {
+  const std::size_t itemSize = itemBytes(shape.dtype);
+  const std::size_t numBytes = shape.numElements * itemSize;
+  GradientMeasure measure{0, kNobody, 0};
+  for (std::size_t offset = 0; offset < numBytes; offset += kTileBytes) {
+    const std::size_t count = std::min(kTileBytes, numBytes - offset) / itemSize;
+    measure.sumOfSquares += sumOfSquares(shape.dtype, at(mean, offset), count);
+  }
+  if (!std::isfinite(measure.sumOfSquares)) measure.nonFiniteOf = kEverybody;
+  return measure;
+}
+
 }  // namespace
 
 Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
@@ -104,18 +117,16 @@ void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shardIndex) noexcep
   group.control().measure(shardIndex) = measure;
 }
 
-void measureMean(TensorGroup& group, std::uint32_t shardIndex) noexcept {
-  const Shard& shard = group.plan().shards[shardIndex];
-  const bool isUsed = group.control().contributors(shardIndex).load(std::memory_order_relaxed) > 0;
-  const std::size_t itemSize = itemBytes(shard.dtype);
-  const std::size_t numBytes = isUsed ? shard.numElements * itemSize : 0;
-  GradientMeasure measure{0, kNobody, 0};
-  for (std::size_t offset = 0; offset < numBytes; offset += kTileBytes) {
-    const std::size_t count = std::min(kTileBytes, numBytes - offset) / itemSize;
-    measure.sumOfSquares += sumOfSquares(shard.dtype, at(group.slot(0, shard), offset), count);
+void reduceArrays(TensorGroup& group, std::uint32_t shardIndex, const ShardArrays& arrays) noexcept {
+  const ShardShape shape = group.shape(shardIndex);
+  if (!arrays.outputs.empty()) {
+    reduce(shape.dtype, arrays.op, arrays.inputs.data(), arrays.inputs.size(), arrays.outputs.data(),
+           arrays.outputs.size(), shape.numElements, arrays.divisor);
   }
-  if (!std::isfinite(measure.sumOfSquares)) measure.nonFiniteOf = kEverybody;
-  group.control().measure(shardIndex) = measure;
+  if (arrays.isMeasured) {
+    const void* const result = arrays.outputs.empty() ? arrays.inputs.front() : arrays.outputs.front();
+    group.control().measure(shardIndex) = measureOf(shape, result);
+  }
 }
 
 void updateShard(TensorGroup& group, std::uint32_t shardIndex) noexcept {

@@ -7,9 +7,11 @@
 namespace coarse {
 namespace {
 
-ShardWork workOf(const TensorGroup& group, std::uint32_t shard) noexcept {
-  if (group.isUpdate(shard)) return ShardWork::kUpdate;
-  return group.isMeasured(shard) ? ShardWork::kMeasure : ShardWork::kReduce;
+ShardWork workOf(const ShardTask& task) noexcept {
+  const TensorGroup& group = *task.group;
+  if (task.arrays != nullptr) return task.arrays->isMeasured ? ShardWork::kMeasure : ShardWork::kReduce;
+  if (group.isUpdate(task.entry.shard)) return ShardWork::kUpdate;
+  return group.isMeasured(task.entry.shard) ? ShardWork::kMeasure : ShardWork::kReduce;
 }
 
 bool haveSameFlags(const TensorGroup& group, std::uint32_t one, std::uint32_t other) noexcept {
@@ -21,7 +23,7 @@ bool haveSameFlags(const TensorGroup& group, std::uint32_t one, std::uint32_t ot
 }
 
 bool continues(const ShardRun& run, const ShardTask& task) noexcept {
-  if (!run.isWhole) return false;
+  if (!run.isWhole || run.arrays != nullptr || task.arrays != nullptr) return false;
   const std::uint32_t last = run.firstShard + run.numShards - 1;
   if (task.group != run.group || task.entry.shard != last + 1 || run.work == ShardWork::kMeasure)
     return false;
@@ -47,8 +49,9 @@ void add(std::vector<ShardRun>& runs, const ShardTask& task, const ShardPiece& p
   run.numShards = 1;
   run.firstElement = piece.begin;
   run.numElements = numElements;
-  run.work = workOf(*task.group, task.entry.shard);
+  run.work = workOf(task);
   run.isWhole = isWhole;
+  run.arrays = task.arrays;
   runs.push_back(run);
 }
 

@@ -42,6 +42,9 @@ class HostMemory : public TensorMemory {
         std::make_shared<Mapping>(mapShared(region, numBytes, Mapping::Access::kReadWrite, what));
     return {mapping, mapping->data()};
   }
+  TensorBytes reach(std::byte* memory, std::size_t) const override {
+    return {std::shared_ptr<void>(), memory};
+  }
   std::unique_ptr<TensorCopies> makeCopies() const override { return std::make_unique<HostCopies>(); }
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
     return std::make_unique<HostCompute>(std::move(finish));

@@ -17,7 +17,7 @@ namespace coarse {
 /// By which ways the proxies of a session can synchronise.
 struct SessionPaths {
   std::size_t numDevices = 1;
-  bool hasNodes = false;        // workers of other nodes take part
+  std::size_t numNodes = 1;     // whose workers take part
   bool hasRings = false;        // memory for rings over the devices
   bool hasCollectives = false;  // a library's, between the devices
   bool hasExchange = false;     // logs of an exchange between distinct memories

@@ -11,6 +11,7 @@
 
 #include "coarse/node_link.hpp"
 #include "coarse/node_segment.hpp"
+#include "coarse/shard_compute.hpp"
 #include "coarse/shard_queue.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -29,6 +30,8 @@ class NodeExchange {
  public:
   /// Called when the result of a shard lies in the slots of all clients of this node.
   using FinishShard = std::function<void(TensorGroup&, const RingEntry&)>;
+  /// Has a shard reduced from and to these arrays, where the group's tensors lie, and `finish` called then.
+  using Reduce = std::function<void(TensorGroup&, const RingEntry&, ShardArrays)>;
   /// Called when something cannot come to its end: `message` says why, or is empty if workers have left.
   using Report = std::function<void(std::string message)>;
 
@@ -36,9 +39,10 @@ class NodeExchange {
   /// thread.
   /// @throws std::invalid_argument if they do not fit each other.
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
-               const std::vector<std::vector<int>>& fds, FinishShard finishShard, Report report,
-               std::function<void(NodeEvent)> onEvent);
+               const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
+               Report report, std::function<void(NodeEvent)> onEvent);
 
+  std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }
   /// Ends the exchange once the other nodes have what they wait for. Idempotent.
   void stop() noexcept { links_.stop(); }
@@ -72,9 +76,11 @@ class NodeExchange {
   GroupPointer find(std::uint32_t group);
   std::vector<GroupPointer> allGroups();
 
+  void run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays);
   void sendPartial(const GroupPointer& group, const RingEntry& entry);
   void arrive(const GroupPointer& group, const RingEntry& entry);
   void reduceOwned(const GroupPointer& group, const RingEntry& entry);
+  void noteResult(const GroupPointer& group, const RingEntry& entry);
   std::uint32_t total(const Group& group, std::uint32_t shard,
                       std::uint32_t NodeContribution::* count) const noexcept;
   std::string disagreement(const Group& group, std::uint32_t shard) const;
@@ -92,6 +98,7 @@ class NodeExchange {
 
   NodeIndex index_;
   std::vector<std::vector<int>> ranks_;
+  Reduce reduce_;
   FinishShard finishShard_;
   Report report_;
   std::mutex groupsMutex_;  // guards groups_

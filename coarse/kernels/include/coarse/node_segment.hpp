@@ -8,6 +8,7 @@
 #include "coarse/layout.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/tensor_group.hpp"
+#include "coarse/tensor_memory.hpp"
 
 namespace coarse {
 
@@ -38,11 +39,17 @@ static_assert(sizeof(NodeContribution) == 24);
 /// (docs/design/nodes.md). Every owned shard has a place for each other node's contribution, which is also
 /// where the result for that node waits to be sent: a node contributes to the next step only after it has had
 /// the result of the last, so a place is never needed twice at once.
+///
+/// Where tensors lie in memory that the host does not read, every other shard has a place too, from which
+/// this node's contribution is sent, and which takes the result.
 class NodeSegment {
  public:
-  /// Maps `memory`, whose descriptor stays the caller's. @throws std::invalid_argument as mapShared().
-  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory);
-  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index);
+  /// Maps `memory`, whose descriptor stays the caller's.
+  /// @param tensors where the group's tensors lie.
+  /// @throws std::invalid_argument as mapShared(); std::runtime_error as TensorMemory::reach().
+  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors);
+  /// @param isStaged whether the host does not read the memory of the tensors.
+  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged);
 
   /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.
   std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
@@ -59,14 +66,20 @@ class NodeSegment {
   }
   /// @pre `node` is another node.
   std::byte* place(std::size_t shard, std::size_t node) const noexcept;
+  /// The one place of a shard that another node owns; null where its slots are read by the host.
+  std::byte* stage(std::size_t shard) const noexcept;
+  /// By which a place is named to what computes where the tensors lie.
+  std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
 
  private:
-  static std::vector<std::size_t> placeOffsets(const GroupPlan& plan, NodeIndex index);
+  static std::vector<std::size_t> placeOffsets(const GroupPlan& plan, NodeIndex index, bool isStaged);
+  static std::size_t numPlaces(std::size_t shard, NodeIndex index, bool isStaged) noexcept;
   static std::size_t headBytes(std::size_t numShards, NodeIndex index) noexcept;
 
   NodeIndex index_;
-  std::vector<std::size_t> placeOffsets_;  // of each owned shard; then the end
+  std::vector<std::size_t> placeOffsets_;  // of each shard; then the end
   Mapping mapping_;
+  TensorBytes reached_;  // the same memory
   std::atomic<std::uint32_t>* rounds_ = nullptr;
   std::atomic<std::uint32_t>* results_ = nullptr;
   std::atomic<std::uint32_t>* settings_ = nullptr;

@@ -64,7 +64,7 @@ struct ProxyStatistics {
 /// its sync cores (shard_reducer.hpp), together with those of the other memory devices.
 ///
 /// Thread safety: all public functions may be called from one control thread; sync cores run on threads of
-/// their own. Locks: eventsMutex_ alone.
+/// their own. Locks: eventsMutex_ and nodeTasksMutex_; whoever has the latter may take the former.
 class Proxy {
  public:
   /// Maps what the devices of a session share. `doorbellsFd` comes from device 0; all descriptors stay the
@@ -150,6 +150,9 @@ class Proxy {
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
   void runShard(TensorGroup& group, const RingEntry& entry);
+  void reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays);
+  bool beginNodeTasks();
+  void finishNodeTasks();
   void takeMean(TensorGroup& group, const RingEntry& entry);
   void concludeShard(TensorGroup& group, const RingEntry& entry) noexcept;
   void finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept;
@@ -178,6 +181,10 @@ class Proxy {
   std::vector<std::vector<std::byte>> stagings_;  // of each sync core, for copies to replicas
   std::uint32_t numPushedReady_ = 0;              // by core 0, since it last woke others
   bool hasPushedRing_ = false;
+
+  std::mutex nodeTasksMutex_;         // guards these two
+  std::vector<ShardTask> nodeTasks_;  // for core 0, where the host does not compute itself
+  bool areCoresStopped_ = false;
 
   std::atomic<int> numLeft_{0};  // clients of this node
   std::atomic<bool> hasLeftElsewhere_{false};

@@ -3,9 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "coarse/pacer.hpp"
+#include "coarse/reduce.hpp"
 #include "coarse/shard_queue.hpp"
 
 namespace coarse {
@@ -18,12 +20,24 @@ struct ShardPiece {
   std::uint32_t end = 0;
 };
 
+/// What a shard is reduced of, and whereto, where that is not only what its own clients have in their slots:
+/// where there are several nodes.
+struct ShardArrays {
+  std::vector<const void*> inputs{};  // in the order in which they are added; at least one
+  std::vector<void*> outputs{};       // perhaps none
+  ReduceOp op = ReduceOp::kSum;
+  std::uint32_t divisor = 1;       // of a mean
+  bool isMeasured = false;         // whether the GradientMeasure of the result is noted; not whose NaN it has
+  std::function<void()> finish{};  // called when the result is in place, instead of ShardCompute::Finish
+};
+
 /// A shard that is to be reduced, measured or updated.
 struct ShardTask {
   TensorGroup* group = nullptr;
   RingEntry entry;
   std::vector<ShardPiece> pieces{};  // which alone are to be reduced; all of the shard if there are none
   MonotonicNs notBefore = 0;         // when emulated links have brought what is read; 0 if all is there
+  std::shared_ptr<const ShardArrays> arrays{};  // of which alone it is to be reduced; null for its slots
 };
 
 /// What the sync cores of one memory device reduce and update shards with, where their tensors lie: each core

@@ -52,9 +52,8 @@ void reducePieces(TensorGroup& group, std::uint32_t shard, const std::vector<Sha
 /// As reduceShard() for means, of which it notes the GradientMeasure. @pre as for reduceShard().
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
-/// Notes the GradientMeasure of a mean that several nodes have reduced, and that is in every slot. Whose NaN
-/// or Inf is in it is not known then. @pre as for reduceShard(), and the number of contributors is noted.
-void measureMean(TensorGroup& group, std::uint32_t shard) noexcept;
+/// Reduces a shard from and to other arrays than its slots, but leaves it to the caller to call `finish`.
+void reduceArrays(TensorGroup& group, std::uint32_t shard, const ShardArrays& arrays) noexcept;
 
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and
 /// they are an update.

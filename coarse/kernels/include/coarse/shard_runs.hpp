@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "coarse/batched_compute.hpp"
@@ -20,12 +21,13 @@ struct ShardRun {
   std::uint32_t firstElement = 0;  // of the first shard
   std::uint64_t numElements = 0;   // of all
   ShardWork work = ShardWork::kReduce;
-  bool isWhole = true;  // all elements of its shards
+  bool isWhole = true;                          // all elements of its shards
+  std::shared_ptr<const ShardArrays> arrays{};  // as in ShardTask
 };
 
 /// Puts the shards of a batch together to the fewest runs. Shards to be measured stay alone: each has a
-/// measure of its own; so do pieces. The same in each process for the same batch. @pre no shard is in the
-/// batch twice.
+/// measure of its own; so do pieces, and what has arrays of its own. The same in each process for the same
+/// batch. @pre no shard is in the batch twice.
 std::vector<ShardRun> runsOf(const ShardBatch& batch);
 
 }  // namespace coarse

@@ -44,6 +44,13 @@ class TensorMemory {
   /// cannot be mapped.
   virtual TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const = 0;
 
+  /// Has what computes here read and write memory of the host as well, as long as the result or a copy of it
+  /// lives.
+  /// @param memory, numBytes as mmap returned them; must outlive the result.
+  /// @returns the address by which to name it to a ShardCompute.
+  /// @throws std::runtime_error if it cannot be reached.
+  virtual TensorBytes reach(std::byte* memory, std::size_t numBytes) const = 0;
+
   virtual std::unique_ptr<TensorCopies> makeCopies() const = 0;
 
   /// What a memory device reduces and updates with. It must not outlive this.
