@@ -99,7 +99,7 @@ def test_results_have_the_bits_of_the_host(stand_ins, tmp_path, host_results, me
     assert found == host_results
 
 
-@pytest.mark.parametrize("memory_devices", ["cuda:0", "cuda:0,cuda:1"])
+@pytest.mark.parametrize("memory_devices", [pytest.param("cuda:0", marks=pytest.mark.slow), "cuda:0,cuda:1"])
 def test_several_nodes_have_the_bits_of_the_host(stand_ins, tmp_path, memory_devices):
     nodes = ("a", "b", "b")
     expected, errors = run_workers(tmp_path, "2", "reduce_script.py", "host", nodes=nodes)
@@ -306,7 +306,7 @@ def test_another_node_is_told_of_a_loss(stand_ins, tmp_path, who, error):
     assert [each["error"] for each in survivors] == [error] * len(survivors), told
 
 
-@pytest.mark.parametrize("launch", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 9))])
+@pytest.mark.parametrize("launch", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, *range(3, 9)))])
 def test_a_gpu_that_fails_ends_the_session_on_all_nodes(stand_ins, tmp_path, launch):
     faults = {"STAND_IN_FAULTS_AT": f"0:{launch}"}
     told, errors = run_workers(

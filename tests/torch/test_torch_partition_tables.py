@@ -49,14 +49,12 @@ def moved_to_the_host(table: Path, folder: Path) -> Path:
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [
         ("p3-1to1", "ring"),  # for which its memory devices are in the order of their links
-        *(
-            pytest.param(path.stem, "exchange", marks=pytest.mark.slow)
-            for path in sorted(TABLES.glob("*.toml"))
-        ),
+        *((path.stem, "exchange") for path in sorted(TABLES.glob("*.toml"))),
     ],
 )
 def test_a_table_trains_what_memory_devices_on_the_host_do(

@@ -20,6 +20,7 @@ POOLS = {
     "stand_in_gpu_pool": training_loops(has_rows=False, writes_data=False),
     "stand_in_gpu_with_slots_pool": training_loops(has_rows=False),
     "nccl_pool": training_loops(has_rows=False),
+    "two_node_gpu_slots_pool": training_loops(has_rows=False),
 }
 
 any_loops = settings(
