@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Sequence
@@ -55,11 +56,18 @@ def host_identity(node: str = "") -> str:
     Args:
         node: As in Settings: splits a host into several nodes by name.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     names = [node] if node else []
     return "/".join(
-        [boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid")), *names]
+        [_boot_identity(), *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid")), *names]
     )
+
+
+def _boot_identity() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # sandboxes hide /proc/sys
+        booted = re.search(r"^btime .*", Path("/proc/stat").read_text(), re.MULTILINE)
+        return f"{os.uname().nodename} {booted and booted[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
