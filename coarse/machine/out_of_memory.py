@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes because memory ran out, of which it tells neither them nor their parents."""
+"""Whether the kernel has killed processes because memory ran out, of which it does not tell their parents."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def refused(error: OSError, label: str, num_bytes: int, shortage: str) -> OutOfD
     if error.errno == errno.EFBIG:  # for the kernel, shared memory is a file
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return OutOfDeviceMemoryError(
-            f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece, and a file of this process, as shared memory is "
-            f"one, may have {limit / 2**20:.1f} MiB at most. Raise that limit: `ulimit -f unlimited` in a shell, "
+            f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece, and a file of this process, as shared memory "
+            f"is one, may have {limit / 2**20:.1f} MiB at most. Raise that limit: `ulimit -f unlimited` in a shell, "
             "LimitFSIZE of a service"
         )
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
