@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, WorkerLostError, told_error
+from coarse.presence import Lookout, Presence
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
@@ -30,18 +32,26 @@ class WorkerAddress:
         host: Equal for workers that can share memory: those of one node.
         pid: Its process on that host.
         started: When that process started, in the kernel's units: tells it from a later one of the same number.
+        reached_at: Where its Presence listens, for workers of other nodes; "" and 0 if it has none.
     """
 
     host: str
     pid: int
     started: int
+    reached_at: tuple[str, int] = ("", 0)
 
     @classmethod
-    def of_this_process(cls, node: str = "") -> WorkerAddress:
+    def of_this_process(cls, node: str = "", presence: Presence | None = None) -> WorkerAddress:
         """Args:
         node: As in Settings.
+        presence: By which other nodes notice its end.
         """
-        return cls(host=host_identity(node), pid=os.getpid(), started=_start_time(os.getpid()))
+        return cls(
+            host=host_identity(node),
+            pid=os.getpid(),
+            started=_start_time(os.getpid()),
+            reached_at=("", 0) if presence is None else (presence.host, presence.port),
+        )
 
     @property
     def boot(self) -> str:
@@ -55,11 +65,18 @@ def host_identity(node: str = "") -> str:
     Args:
         node: As in Settings: splits a host into several nodes by name.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     names = [node] if node else []
     return "/".join(
-        [boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid")), *names]
+        [_boot_identity(), *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("mnt", "pid")), *names]
     )
+
+
+def _boot_identity() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # sandboxes hide /proc/sys
+        booted = re.search(r"^btime .*", Path("/proc/stat").read_text(), re.MULTILINE)
+        return f"{os.uname().nodename} {booted and booted[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,31 +117,51 @@ class NodeMap:
 
 
 _FAILED = "failed"
+_STARTED = "started"
 
 
 class PeerWatch:
     """Notices the death of other workers of this node before the memory devices do it, and what other nodes tell.
 
-    A context manager. One thread at a time.
+    The first worker of a node also notices that the first of another one is gone, and with it all of that node, or it
+    would have been told. A context manager. One thread at a time.
 
     Args:
         identity: Which worker this process is.
         node: As in Settings.
+        store: Where workers of other nodes are met; None if there are none, or follow() comes later.
+        reached_at: An address at which these can notice the end of this process; "" if they need not.
     """
 
-    def __init__(self, identity: WorkerIdentity, node: str = "") -> None:
+    def __init__(
+        self, identity: WorkerIdentity, node: str = "", *, store: Store | None = None, reached_at: str = ""
+    ) -> None:
         self._identity = identity
         self._host = host_identity(node)
-        self._store: Store | None = None
+        self._node = node
+        self._store = store
+        self._presence: Presence | None = None
+        if reached_at:
+            with contextlib.suppress(OSError):  # which link_nodes() tells
+                self._presence = Presence(reached_at)
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._gone: set[int] = set()  # before they were watched
+        self._elsewhere: dict[int, WorkerAddress] = {}
+        self._lookouts: dict[int, Lookout] = {}
+
+    def own_address(self) -> WorkerAddress:
+        """What others have to know of this process."""
+        return WorkerAddress.of_this_process(self._node, self._presence)
 
     def add(self, rank: int, address: WorkerAddress) -> None:
         """Starts to watch a worker. If it is gone already, get() still has what it has left, and check() tells."""
-        if rank == self._identity.rank or rank in self._pids or address.host != self._host:
+        if rank == self._identity.rank or rank in self._pids:
             return
         self._pids[rank] = address.pid
+        if address.host != self._host:
+            self._elsewhere[rank] = address
+            return
         try:
             self._pidfds[rank] = os.pidfd_open(address.pid)
             is_gone = _start_time(address.pid) != address.started
@@ -171,8 +208,40 @@ class PeerWatch:
             CoarseError: Why a worker of another node has given up.
         """
         self._check_processes()
-        if self._store is not None and (told := self._told()) is not None:
-            raise told
+        if self._store is not None:
+            if (told := self._told()) is not None:
+                raise told
+            self._check_nodes(self._store)
+
+    def _check_nodes(self, store: Store) -> None:
+        if min({self._identity.rank, *self._pidfds, *self._gone}) < self._identity.rank:
+            return
+        firsts: dict[str, int] = {}
+        for rank, address in sorted(self._elsewhere.items(), key=lambda item: item[0]):
+            firsts.setdefault(address.host, rank)
+        for rank in firsts.values():
+            if not self._look_out_for(rank).sees_end():
+                continue
+            if (told := self._told()) is not None:
+                raise told
+            try:
+                store.get(f"{_STARTED}/{rank}", 0.0)
+            except TimeoutError:
+                raise self._loss([rank]) from None
+            self._lookouts[rank].close()
+
+    def _look_out_for(self, rank: int) -> Lookout:
+        if rank not in self._lookouts:
+            self._lookouts[rank] = Lookout(*self._elsewhere[rank].reached_at)
+        lookout = self._lookouts[rank]
+        if lookout.problem:
+            host, port = self._elsewhere[rank].reached_at
+            logger.warning(
+                "[w%s] worker %s (pid %s) cannot be reached at %s port %s (%s): it ended, or is behind a firewall",
+                *(self._identity.rank, rank, self._pids[rank], host, port, lookout.problem),
+            )
+            lookout.problem = ""
+        return lookout
 
     def _told(self) -> CoarseError | None:
         assert self._store is not None
@@ -220,11 +289,17 @@ class PeerWatch:
         """Stops watching. Idempotent."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
+        for lookout in self._lookouts.values():
+            lookout.close()
+        if self._presence is not None:
+            self._presence.close()
 
     def __enter__(self) -> PeerWatch:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._presence is not None and self._store is not None:
+            self._store.set(f"{_STARTED}/{self._identity.rank}", b"")  # its presence ends, for no bad reason
         self.close()
 
     def _loss(self, ranks: Sequence[int]) -> WorkerLostError:
@@ -268,10 +343,10 @@ def gather_workers(
             f"worker {identity.rank}: another process has joined as rank {identity.rank} already. "
             "Give each process its own RANK."
         )
-    announcement = {"world_size": identity.world_size, **asdict(WorkerAddress.of_this_process(node))}
-    store.set(f"worker/{identity.rank}", json.dumps(announcement).encode())
     with contextlib.ExitStack() as stack:
-        watch = watch or stack.enter_context(PeerWatch(identity))
+        watch = watch or stack.enter_context(PeerWatch(identity, node))
+        announcement = {"world_size": identity.world_size, **asdict(watch.own_address())}
+        store.set(f"worker/{identity.rank}", json.dumps(announcement).encode())
         return _RollCall(identity, store, watch).wait(timeout_s)
 
 

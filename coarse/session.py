@@ -30,6 +30,7 @@ from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.proxy.launch import DeviceProcesses
+from coarse.proxy.node_links import try_address_of_this_node
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
@@ -113,7 +114,11 @@ class Session:
         if identity.world_size == 1:
             check_solo(settings)
             return cls(identity, settings, SoloClient(), None, attempt)
-        with PeerWatch(identity, settings.node) as watch:
+        has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
+        reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
+        with PeerWatch(
+            identity, settings.node, store=store if has_other_nodes else None, reached_at=reached_at
+        ) as watch:
             addresses = gather_workers(
                 identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
             )

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from coarse.bench import leftovers
 from coarse.bench.channel import Channel
@@ -66,6 +66,10 @@ class Adapter(Protocol):
         """Leaves the system; collective where the system's own shutdown is."""
 
 
+Inbox: TypeAlias = "queue.SimpleQueue[dict[str, Any]]"
+"""What the driver asks for and has not been done yet."""
+
+
 def make_adapter(system: str, job: WorkerJob) -> Adapter:
     """The adapter of a system; its framework is imported by setup(), no earlier.
 
@@ -88,10 +92,8 @@ def make_adapter(system: str, job: WorkerJob) -> Adapter:
     return factories[system](job)
 
 
-def serve(channel: Channel, adapter: Adapter, job: WorkerJob) -> None:
+def serve(channel: Channel, inbox: Inbox, adapter: Adapter) -> None:
     """Executes commands until "close" has been answered. Errors are reported to the driver, which decides."""
-    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive_all, args=(channel, inbox, job), daemon=True).start()
     while True:
         message = inbox.get()
         try:
@@ -112,10 +114,10 @@ def _execute(adapter: Adapter, message: dict[str, Any]) -> Any:
     return getattr(adapter, command)(**message["with"])
 
 
-def _receive_all(channel: Channel, inbox: queue.SimpleQueue[dict[str, Any]], job: WorkerJob) -> None:
+def _receive_all(channel: Channel, inbox: Inbox, job: WorkerJob) -> None:
     """Moves messages to `inbox`; ends the process when the driver is gone, after tidying up in its place.
 
-    The main thread may be blocked in a collective that a dead driver's workers will never finish.
+    The main thread may be setting up, or blocked in a collective that a dead driver's workers will never finish.
     """
     try:
         while True:
@@ -134,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", required=True, type=WorkerJob.from_json, help="a WorkerJob as JSON")
     parsed = parser.parse_args(arguments)
     channel = Channel.connect(parsed.socket)
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_receive_all, args=(channel, inbox, parsed.job), daemon=True).start()
     try:
         adapter = make_adapter(parsed.system, parsed.job)
         channel.send({"rank": adapter.setup()})
@@ -141,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         channel.send({"error": f"{type(error).__name__}: {error}"})
         return 1
-    serve(channel, adapter, parsed.job)
+    serve(channel, inbox, adapter)
     return 0
 
 

@@ -26,6 +26,7 @@ class WorkerExit:
         returncode: Exit code, or minus the signal that killed it.
         stderr_tail: The last of its stderr; empty if it was not captured.
         was_stopped: Whether the launcher had told it to stop before it ended.
+        evidence: What speaks for a reason for which it was killed; "" if nothing does.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class WorkerExit:
     returncode: int
     stderr_tail: str = ""
     was_stopped: bool = False
+    evidence: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -52,7 +54,10 @@ class WorkerExit:
 
     def __str__(self) -> str:
         if self.returncode < 0:
-            return f"worker {self.rank} (pid {self.pid}) was killed by {signal_name(-self.returncode)}"
+            reason = f"; {self.evidence}" if self.evidence else ""
+            return (
+                f"worker {self.rank} (pid {self.pid}) was killed by {signal_name(-self.returncode)}{reason}"
+            )
         return f"worker {self.rank} (pid {self.pid}) failed with exit code {self.returncode}"
 
 

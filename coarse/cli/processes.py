@@ -5,7 +5,8 @@
 
 The supervisor does the work. The front stays in the terminal's process group and hands signals on. If the
 front is killed, the kernel sends the supervisor SIGTERM; if the supervisor is killed, the kernel kills the
-workers and the front sweeps up what they had started. Linux only; the calling process must be
+workers and the front sweeps up what they had started. At Ctrl-Z the front stops with all that is below the
+supervisor, which goes on so that it can still end them. Linux only; the calling process must be
 single-threaded, since a child's death signal is tied to the thread that forked it.
 """
 
@@ -22,6 +23,9 @@ from pathlib import Path
 
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What ends a job when the launcher gets it."""
+
+_TERMINAL_STOP = signal.SIGTSTP
+"""What a terminal sends at Ctrl-Z."""
 
 FRONT_PATIENCE_S = 4.0
 """How much longer than it was given the supervisor may take to end a job before the front does it."""
@@ -105,13 +109,15 @@ def run_guarded(supervise: Callable[[], int], *, shutdown_timeout_s: float) -> i
     """Runs `supervise` in a child process and returns its exit code; afterwards no descendant is left.
 
     `supervise` starts in a session of its own, as a subreaper, with this process's signal mask. After a signal it
-    gets `shutdown_timeout_s` to end, after a second one it is to end at once.
+    gets `shutdown_timeout_s` to end, after a second one it is to end at once. A terminal's Ctrl-Z stops this process
+    and what `supervise` has started, until this process is continued.
     """
     spared = descendants(os.getpid())
     become_subreaper()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    forwarded = {number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    handled = {*FORWARDED_SIGNALS, _TERMINAL_STOP}
+    handled = {number for number in handled if signal.getsignal(number) is not signal.SIG_IGN}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled | {signal.SIGCHLD})
     sys.stdout.flush()
     sys.stderr.flush()
     front = os.getpid()
@@ -119,7 +125,7 @@ def run_guarded(supervise: Callable[[], int], *, shutdown_timeout_s: float) -> i
     if supervisor == 0:
         _be_supervisor(front, mask, supervise)
     try:
-        return _attend(supervisor, forwarded, shutdown_timeout_s)
+        return _attend(supervisor, handled, shutdown_timeout_s)
     finally:
         sweep(spared=spared)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -147,12 +153,14 @@ def _hold_signals() -> None:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
 
 
-def _attend(supervisor: int, forwarded: Collection[signal.Signals], shutdown_timeout_s: float) -> int:
+def _attend(supervisor: int, handled: Collection[signal.Signals], shutdown_timeout_s: float) -> int:
     deadline: float | None = None
     patience_s = shutdown_timeout_s + FRONT_PATIENCE_S
     while (status := _status_of(supervisor)) is None:
-        number = _next_signal(forwarded, deadline)
-        if number is not None:
+        number = _next_signal(handled, deadline)
+        if number == _TERMINAL_STOP:
+            _pause(supervisor)
+        elif number is not None:
             os.kill(supervisor, number)
             deadline = time.monotonic() + patience_s
             patience_s = FRONT_PATIENCE_S
@@ -167,9 +175,21 @@ def _status_of(child: int) -> int | None:
     return status if pid else None
 
 
-def _next_signal(forwarded: Collection[signal.Signals], deadline: float | None) -> int | None:
-    """Waits for a signal to hand on; returns None when a child changed its state or `deadline` passed."""
-    waited_for = {*forwarded, signal.SIGCHLD}
+def _pause(supervisor: int) -> None:
+    """Stops with all that the supervisor has started; returns when this process, and so they, are to go on."""
+    stopped: list[int] = []
+    while new := [
+        pid for pid in descendants(supervisor) if pid not in stopped
+    ]:  # they may start others meanwhile
+        signal_all(new, signal.SIGSTOP)
+        stopped += new
+    os.kill(os.getpid(), signal.SIGSTOP)
+    signal_all(stopped, signal.SIGCONT)
+
+
+def _next_signal(handled: Collection[signal.Signals], deadline: float | None) -> int | None:
+    """Waits for a signal to act on; returns None when a child changed its state or `deadline` passed."""
+    waited_for = {*handled, signal.SIGCHLD}
     if deadline is None:
         number = signal.sigwaitinfo(waited_for).si_signo
     else:

@@ -22,8 +22,9 @@ from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 set, marks each line they print, and ends all of them as soon as one fails, with that one's exit code, or starts
-them again as often as --max-restarts says. A job over several nodes takes one such command on each, with the
-same --nnodes, --master-addr and --master-port and a --node-rank of its own."""
+them again as often as --max-restarts says. Ctrl-Z stops the job, and fg continues it. A job over several
+nodes takes one such command on each, with the same --nnodes, --master-addr and --master-port and a --node-rank
+of its own."""
 
 _SHUTDOWN_TIMEOUT_S = 30.0
 

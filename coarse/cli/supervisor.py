@@ -18,6 +18,7 @@ from coarse.cli.output import Channel, Console, Piece, Tail, open_consoles
 from coarse.cli.processes import FORWARDED_SIGNALS, descendants, die_with_parent, signal_all, sweep
 from coarse.env import Attempt
 from coarse.errors import CoarseError
+from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.proxy.kept_directory import forget_job, kept_pids
 
 REPORT_GRACE_S = 1.0
@@ -94,6 +95,7 @@ class _Worker:
     tail: Tail
     channels: list[Channel] = field(default_factory=list)
     was_stopped: bool = False
+    evidence: str = ""
 
     def exit(self) -> WorkerExit:
         return WorkerExit(
@@ -102,6 +104,7 @@ class _Worker:
             returncode=self.process.returncode,
             stderr_tail=self.tail.text,
             was_stopped=self.was_stopped,
+            evidence=self.evidence,
         )
 
 
@@ -130,6 +133,7 @@ class Supervisor:
         self._is_failing = False
         self._has_children = True
         self._num_restarts = 0
+        self._memory_watch = OutOfMemoryWatch()
 
     def run(self) -> int:
         """Runs the job to its end and returns its exit code; no process of it is left then."""
@@ -260,6 +264,8 @@ class Supervisor:
         if worker is None:  # an orphan of a worker's
             return
         worker.process.returncode = returncode
+        if returncode == -signal.SIGKILL and not worker.was_stopped:
+            worker.evidence = self._memory_watch.evidence()
         self._ended.append(worker)
         if returncode != 0 and not self._is_failing and self._interrupted_by is None:
             self._is_failing = True

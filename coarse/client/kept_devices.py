@@ -12,7 +12,7 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.env import Attempt, Settings
 from coarse.errors import MemoryDeviceLostError, RendezvousError
 from coarse.machine.partition_table import PartitionTable
-from coarse.proxy.kept_directory import KeptDevices, session_directory
+from coarse.proxy.kept_directory import KeptDevices, require_private_root, session_directory
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import PeerWatch
 
@@ -51,8 +51,10 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0
         Those that are lost, and whose places new ones are to take; None if no device waits.
 
     Raises:
-        RendezvousError: If they are for other workers than `table` has, or still have workers.
+        RendezvousError: If they are for other workers than `table` has, or still have workers; or another user has
+            a hand in where they are looked for.
     """
+    require_private_root()
     kept = KeptDevices.read(keeping.directory)
     is_first = keeping.attempt.number == 0
     if kept is not None and is_first:

@@ -42,9 +42,7 @@ class Cpu:
     @property
     def num_cores_granted(self) -> int:
         """Cores that can be kept busy: what mask and quota both admit, at least 1."""
-        if self.quota_cores is None:
-            return self.num_cores_allowed
-        return max(1, min(self.num_cores_allowed, int(self.quota_cores)))
+        return _granted_cores(self.num_cores_allowed, self.quota_cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +182,15 @@ def read_cpu(root: Path = _ROOT) -> Cpu:
         quota_cores=_quota_cores(root),
         vector_flags=tuple(flag for flag in _VECTOR_FLAGS if flag in flags),
     )
+
+
+def count_granted_cores(root: Path = _ROOT) -> int:
+    """As Cpu.num_cores_granted, without a look at what the cores are."""
+    return _granted_cores(len(os.sched_getaffinity(0)), _quota_cores(root))
+
+
+def _granted_cores(num_allowed: int, quota: float | None) -> int:
+    return num_allowed if quota is None else max(1, min(num_allowed, int(quota)))
 
 
 def read_memory(root: Path = _ROOT) -> Memory:
@@ -398,12 +405,25 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
             limit_bytes = parse_limit_bytes(_text(folder / limit_name))
             if limit_bytes is None:
                 continue
-            statistics = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
             yield _MemoryGroup(
                 limit_bytes=limit_bytes,
                 used_bytes=parse_limit_bytes(_text(folder / used_name)),
-                cached_bytes=int(statistics.get(cached_name, 0)),
+                cached_bytes=_count(folder / "memory.stat", cached_name),
             )
+
+
+def read_out_of_memory_kills(root: Path = _ROOT) -> tuple[int, int]:
+    """How many processes the kernel has killed so far because memory had run out: in this process's cgroup and those
+    above it, and on the whole machine."""
+    names = ("memory.events", "memory.oom_control")
+    files = [folder / name for folder in _cgroup_folders(root, "memory") for name in names]
+    counts = [_count(path, "oom_kill") for path in files]
+    return sum(counts), _count(root / "proc/vmstat", "oom_kill")
+
+
+def _count(path: Path, name: str) -> int:
+    """Reads a file of lines "name count"."""
+    return next((int(line.split()[1]) for line in _text(path).splitlines() if line.startswith(f"{name} ")), 0)
 
 
 def _text(path: Path) -> str:

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
+from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import HOME_DEVICE, DeviceJob
@@ -101,6 +102,7 @@ class MemoryDevice:
         self.replaced: dict[int, int] = {}
         """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
         self._loss: Loss | None = None
+        self._memory_watch = OutOfMemoryWatch()
         self._goes_on = False
         self._failed_ranks: set[int] = set()  # of workers that have left before their time
         self._is_dismissed = False
@@ -376,7 +378,8 @@ class MemoryDevice:
         """Ends the session because a worker is gone."""
         proxy = self._data_path.running_proxy
         last_step = proxy.last_step(worker.client) if proxy is not None else 0
-        self._abort(worker_died(self._job.rank(worker.client), worker.pid, last_step))
+        evidence = self._memory_watch.evidence()
+        self._abort(worker_died(self._job.rank(worker.client), worker.pid, last_step, evidence))
         self._leave(worker)
 
     def dismissed(self) -> None:

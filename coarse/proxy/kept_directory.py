@@ -69,6 +69,16 @@ def session_directory(job: str, session: str) -> Path:
     return _job_directory(job) / _digest(session, 8)
 
 
+def require_private_root() -> None:
+    """Has nobody look for memory devices where another user may have put something.
+
+    Raises:
+        RendezvousError: If somebody else has prepared the directory of all jobs of this user.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_private(_root())
+
+
 def make_session_directory(job: str, session: str) -> Path:
     """Makes session_directory(), empty.
 
@@ -127,10 +137,10 @@ def kept_pids(job: str) -> set[int]:
 
 def forget_job(job: str) -> None:
     """Removes what memory devices of a job have left behind that were killed."""
-    if _job_directory(job).exists():
+    with contextlib.suppress(OSError):  # nothing there, or somebody else's
+        _job_directory(job).lstat()
         shutil.rmtree(_job_directory(job), ignore_errors=True)
-        with contextlib.suppress(OSError):
-            _root().rmdir()
+        _root().rmdir()
 
 
 def _root() -> Path:

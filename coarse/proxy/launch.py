@@ -17,6 +17,8 @@ from pathlib import Path
 
 from coarse.env import Settings, own_process_environment
 from coarse.machine.emulation import Emulation
+from coarse.machine.host import count_granted_cores
+from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.proxy.job import DeviceJob
@@ -69,6 +71,7 @@ class DeviceProcesses:
         self._scratch = Scratch("session") if kept_in is None else None
         self.directory = str(kept_in if self._scratch is None else self._scratch.path)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._memory_watch = OutOfMemoryWatch()
         started = range(table.num_devices) if replaces is None else sorted(replaces)
         token_file = Path(self.directory) / TOKEN_FILE
         if replaces is None:
@@ -139,7 +142,10 @@ class DeviceProcesses:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return "stopped answering"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        evidence = self._memory_watch.evidence()
+        return f"was killed by {signal.Signals(-code).name}{f': {evidence}' if evidence else ''}"
 
     def kill_silent(self, device: int) -> bool:
         """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more.
@@ -177,7 +183,7 @@ def count_sync_cores(settings: Settings, num_devices: int, num_workers: int) -> 
     """
     if settings.machine:
         return settings.sync_cores or 1
-    spare = len(os.sched_getaffinity(0)) - num_workers
+    spare = count_granted_cores() - num_workers
     return settings.sync_cores or max(1, min(_MOST_DEFAULT_SYNC_CORES, spare // num_devices))
 
 
@@ -202,7 +208,7 @@ def choose_pace(settings: Settings, num_devices: int, num_workers: int) -> Pace:
     in synchronisation with a wake-up per MiB, 20 ms with one per 16 MiB.
     """
     num_threads = num_workers + num_devices * count_sync_cores(settings, num_devices, num_workers)
-    is_shared = num_threads > len(os.sched_getaffinity(0))
+    is_shared = num_threads > count_granted_cores()
     pace = _SPARING if is_shared else _EAGER
     if settings.machine:
         pace = replace(

@@ -142,11 +142,18 @@ def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
     )
 
 
-def worker_died(rank: int, pid: int, last_step: int) -> Loss:
-    """A worker has ended without a goodbye."""
+def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Loss:
+    """A worker has ended without a goodbye.
+
+    Args:
+        rank, pid: Which.
+        last_step: The last that it has contributed to.
+        evidence: What speaks for a reason; "" if nothing does.
+    """
     return Loss(
         error="WorkerLostError",
-        text=f"worker {rank} (pid {pid}) died; its last contribution was step {last_step}. "
+        text=f"worker {rank} (pid {pid}) died; {f'{evidence}; ' if evidence else ''}its last contribution was step "
+        f"{last_step}. "
         "Parameters are those of the last step that every worker finished, or, on a GPU, of no step. Start the job "
         "again from the former, or from your last checkpoint.",
     )

@@ -126,6 +126,14 @@ def address_of_this_node(settings: Settings) -> str:
         ) from None
 
 
+def try_address_of_this_node(settings: Settings) -> str:
+    """As address_of_this_node(); "" if there is none."""
+    try:
+        return address_of_this_node(settings)
+    except RendezvousError:
+        return ""
+
+
 def link_nodes(
     nodes: NodeMap,
     node: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.worker import WorkerJob
 from coarse.errors import SyncTimeoutError, WorkerLostError
 
 pytest.importorskip("torch")
@@ -117,3 +119,22 @@ def test_workers_end_with_their_driver(how: signal.Signals, private_directory: P
     assert len(workers) == 2
     assert driver.returncode != 0
     assert_gone(workers)
+
+
+def test_a_worker_that_is_being_set_up_ends_with_its_driver(private_directory: Path) -> None:
+    """Here it would wait for a second worker."""
+    directory = private_directory / "job"
+    directory.mkdir()
+    job = WorkerJob(rank=0, num_workers=2, directory=directory, options={})
+    path = os.fspath(private_directory / "socket")
+    options = ["--system", "gloo", "--socket", path, "--job", job.to_json()]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        with subprocess.Popen([sys.executable, "-m", "coarse.bench.worker", *options]) as worker:
+            try:
+                listener.accept()[0].close()
+                assert worker.wait(timeout=20) == 1
+            finally:
+                worker.kill()
+    os.unlink(path)

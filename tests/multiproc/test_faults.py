@@ -274,6 +274,38 @@ def test_a_worker_that_goes_on_in_time_is_not_missed(job):
     assert [worker.finish().details for worker in workers] == ["", ""]
 
 
+@pytest.mark.slow
+def test_a_job_that_was_stopped_as_a_whole_for_longer_than_the_time_out_goes_on(job):
+    """At Ctrl-Z: who waited must not blame the others for that time."""
+
+    def worker(me):
+        with me.join(memory_devices=1, heartbeat_s=1.0) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            session.limit_waits(2 * SHORT_S)
+            me.tell(session.device_pids)
+            if me.rank == 1:
+                me.hear()
+            group.push(0)
+            group.pull(0)
+            me.tell()
+
+    workers, device_pids = started(job, 2, worker)
+    time.sleep(0.5)  # worker 0 has begun to wait
+    job.stop_device(device_pids[0])
+    for running in workers:
+        running.stop()
+    time.sleep(2 * SHORT_S)
+    workers[0].signal(signal.SIGCONT)
+    time.sleep(0.5)  # it has looked
+    job.signal_device(device_pids[0], signal.SIGCONT)
+    workers[1].signal(signal.SIGCONT)
+    workers[1].tell()
+    for running in workers:
+        running.hear()
+    assert [running.finish().details for running in workers] == ["", ""]
+
+
 def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
     def worker(me):
         with me.join(timeout_s=SHORT_S) as session:

@@ -31,6 +31,7 @@ from test_sync import (
     together,
 )
 
+from coarse import rendezvous
 from coarse.client import join
 from coarse.errors import SchemaMismatchError
 from coarse.proxy import node_links
@@ -436,6 +437,37 @@ def test_a_worker_that_dies_before_its_node_is_linked_is_told_on_the_others(job,
         outcome = running.finish()
         assert outcome.error in ("WorkerLostError", "MemoryDeviceLostError"), outcome
         assert f"worker 2 (pid {workers[2].pid}) died" in outcome.message, outcome
+        assert outcome.ended_s - killed_s < PROMPT_S
+
+
+@pytest.mark.parametrize("place", ["roll call", "linking"])
+def test_the_end_of_a_whole_node_at_the_start_is_told_on_the_others(job, place, monkeypatch):
+    """Nobody is left there who could tell."""
+
+    def worker(me):
+        if place == "roll call" and me.rank == 2:
+            me.hear()  # never comes
+        if place == "linking" and me.rank == 1:
+            monkeypatch.setattr(join, "link_nodes", lambda *_, **__: me.hear())
+        if me.rank == 0:
+            check = rendezvous.PeerWatch.check
+            looks = iter(["looked"])
+
+            def tell(watch):
+                check(watch)
+                if 1 in watch._lookouts and (said := next(looks, "")):
+                    me.tell(said)
+
+            monkeypatch.setattr(rendezvous.PeerWatch, "check", tell)
+        me.join(node=f"n{me.rank}")
+
+    workers = job.start(3, worker)
+    assert workers[0].hear() == "looked"
+    killed_s = workers[1].kill()
+    for running in workers[:1] if place == "roll call" else workers[::2]:
+        outcome = running.finish()
+        assert outcome.error == "WorkerLostError", outcome
+        assert f"worker 1 (pid {workers[1].pid}) died while" in outcome.message
         assert outcome.ended_s - killed_s < PROMPT_S
 
 

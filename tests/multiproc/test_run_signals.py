@@ -8,6 +8,8 @@ import select
 import signal
 import struct
 import termios
+import time
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
@@ -132,6 +134,46 @@ def test_ctrl_c_reaches_each_worker_once(tmp_path):
         stdout, _ = launcher.communicate(timeout=LIMIT_S)
     assert sorted(stdout.splitlines()) == [b"[w0] interrupted", b"[w1] interrupted"]
     assert launcher.returncode == 130
+
+
+def state_of(pidfd: int) -> str:
+    """What proc(5) says of a process: T if it is stopped."""
+    about = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    pid = int(next(line.split()[1] for line in about.splitlines() if line.startswith("Pid:")))
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop_at_the_terminal(launcher, pidfds):
+    launcher.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, launcher.pid, os.WSTOPPED)
+    states = {name: state_of(pidfd) for name, pidfd in pidfds.items()}
+    assert states.pop("supervisor") == "S"
+    assert set(states.values()) == {"T"}
+
+
+def test_ctrl_z_stops_everything_and_fg_continues_it(family):
+    with spawned(*family, "willing", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        for _ in range(2):
+            stop_at_the_terminal(launcher, pidfds)
+            launcher.send_signal(signal.SIGCONT)
+            deadline_s = time.monotonic() + LIMIT_S
+            while "T" in map(state_of, pidfds.values()):
+                assert time.monotonic() < deadline_s
+                os.sched_yield()
+        launcher.terminate()
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
+        assert launcher.wait(timeout=LIMIT_S) == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_launcher_that_is_ended_while_it_is_stopped(family, number):
+    with spawned(*family, "willing", stdout=PIPE, stderr=PIPE) as launcher:
+        pidfds = read_pidfds(launcher.stdout, NUM_PROCESSES)
+        stop_at_the_terminal(launcher, pidfds)
+        launcher.send_signal(number)
+        launcher.send_signal(signal.SIGCONT)  # as shells do at `kill %1`
+        assert all_end_within(GONE_WITHIN_S, pidfds) == []
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path):

@@ -76,6 +76,11 @@ def test_an_exit_is_named_as_a_shell_would(returncode, exit_code, text):
     assert (failure.exit_code, str(failure)) == (exit_code, text)
 
 
+def test_what_speaks_for_the_reason_of_a_death_is_told():
+    failure = WorkerExit(rank=1, pid=101, returncode=-9, evidence="memory ran out")
+    assert report(failure) == "worker 1 (pid 101) was killed by SIGKILL; memory ran out\n"
+
+
 def test_the_last_traceback_is_reported_and_what_came_before_is_not():
     assert report(ended(1, stderr_tail=LOST + "retrying\n" + BOOM)).splitlines() == [
         "worker 1 (pid 101) failed with exit code 1",

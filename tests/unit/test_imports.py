@@ -27,7 +27,7 @@ LAYERS = (
     ("profiler", "checkpoint", "rendezvous"),
     ("kernels", "env", "socket_store"),
     ("machine", "schema", "store", "failpoints"),
-    ("errors", "scratch"),
+    ("errors", "scratch", "presence"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from coarse.client.kept_devices import Keeping, find_kept_devices
 from coarse.env import Attempt, Settings
 from coarse.errors import RendezvousError
+from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.kept_directory import (
     KeptDevices,
     forget_job,
@@ -50,6 +52,20 @@ def test_what_is_left_there_is_found_and_forgotten(temporary):
     assert list(temporary.iterdir()) == []
 
 
+def test_a_directory_that_only_another_user_can_enter_is_nobody_elses_business(temporary):
+    """Jobs whose memory devices are not kept look for what others may have left, too."""
+    user = os.geteuid()
+    temporary.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)  # whom modes do stop
+        forget_job("job")
+        assert kept_pids("job") == set()
+    finally:
+        os.seteuid(user)
+        temporary.chmod(0o700)
+
+
 def test_what_a_job_has_left_that_was_killed_goes_with_the_next_one(temporary):
     """Unless its memory devices still wait."""
     directories = [make_session_directory(job, "session") for job in ("killed", "waiting")]
@@ -73,8 +89,11 @@ def test_a_directory_that_others_can_enter_is_refused(temporary, kind):
     else:
         root.mkdir()
         root.chmod(0o755)
+    table = PartitionTable.even(num_workers=2, num_devices=2)
     with pytest.raises(RendezvousError, match="no directory of this user alone"):
         make_session_directory("job", "session")
+    with pytest.raises(RendezvousError, match="no directory of this user alone"):
+        find_kept_devices(Keeping(session="session", attempt=Attempt(job="job", number=1)), table)
 
 
 def test_a_job_is_named_by_its_launcher():

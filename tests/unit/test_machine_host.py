@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from coarse.env import Settings
 from coarse.machine import host
+from coarse.machine.out_of_memory import OutOfMemoryWatch
+from coarse.proxy.launch import choose_pace, count_sync_cores
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -101,6 +105,48 @@ def test_the_tightest_cgroup_allows_what_it_has_left_and_can_drop(tmp_path):
         },
     )
     assert host.read_cgroup_available_bytes(root) == 500
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "events"),
+    [("0::/pod/job\n", "pod/memory.events"), ("4:memory:/job\n", "memory/job/memory.oom_control")],
+)
+def test_what_the_kernel_kills_when_memory_runs_out_is_known(tmp_path, cgroups, events):
+    limits = {"pod/memory.max": "2097152\n", "memory/job/memory.limit_in_bytes": "2097152\n"}
+    root = tree(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in limits.items()})
+
+    def killed(in_group, on_machine):
+        return tree(
+            root,
+            {
+                "proc/self/cgroup": cgroups,
+                f"sys/fs/cgroup/{events}": f"oom 9\noom_kill {in_group}\noom_group_kill 7\n",
+                "proc/vmstat": f"nr_free_pages 1\noom_kill {on_machine}\n",
+            },
+        )
+
+    watch = OutOfMemoryWatch(killed(1, 4))
+    assert watch.evidence() == ""
+    killed(1, 5)
+    assert "processes of this machine, which ran out of memory" in watch.evidence()
+    killed(2, 6)
+    assert "this control group, which may have 2 MiB of memory and ran out" in watch.evidence()
+
+
+def test_where_nothing_is_told_of_kills_nothing_is_said(tmp_path):
+    assert OutOfMemoryWatch(tmp_path).evidence() == ""
+
+
+def test_quotas_bound_sync_cores_and_how_long_they_spin(tmp_path, monkeypatch):
+    """A container of a large machine may have the time of a few of its cores, and sees them all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    assert count_sync_cores(Settings(), num_devices=2, num_workers=2) == 4
+    assert choose_pace(Settings(), num_devices=2, num_workers=2).spin_us == 100
+    monkeypatch.setattr(host, "_quota_cores", lambda root: 4.0)
+    assert count_sync_cores(Settings(), num_devices=2, num_workers=2) == 1
+    assert choose_pace(Settings(), num_devices=2, num_workers=2).spin_us == 100
+    monkeypatch.setattr(host, "_quota_cores", lambda root: 2.0)
+    assert choose_pace(Settings(), num_devices=2, num_workers=2).spin_us == 30
 
 
 def test_without_a_limit_cgroups_say_nothing(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.proxy.memory import HostMemory
+from coarse.proxy.memory.host import refused
 
 NUM_BYTES = 3 * mmap.PAGESIZE + 1
 TERABYTES = 1 << 50
@@ -114,16 +115,32 @@ def test_a_shortage_gives_both_numbers_and_takes_nothing():
     assert open_descriptors() == before
 
 
-def test_what_the_system_refuses_is_a_shortage_too():
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+@pytest.mark.parametrize(
+    ("limit", "most", "told"),
+    [
+        (resource.RLIMIT_FSIZE, NUM_BYTES - 1, r"^test needs .* MiB in one piece, and a file .* `ulimit -f"),
+        (resource.RLIMIT_NOFILE, 0, r"for coarse-test: Too many open files$"),
+    ],
+)
+@pytest.mark.parametrize("allocate", [HostMemory.allocate, HostMemory.allocate_sparse])
+def test_a_limit_of_the_process_is_told_as_such(allocate, limit, most, told):
+    soft, hard = resource.getrlimit(limit)
     before = open_descriptors()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (NUM_BYTES - 1, hard))
+    memory = HostMemory()
+    memory.available_bytes = lambda: NUM_BYTES  # reads files
+    resource.setrlimit(limit, (most, hard))
     try:
-        with pytest.raises(OutOfDeviceMemoryError, match=r"test needs .* MiB of host memory"):
-            HostMemory().allocate("test", NUM_BYTES)
+        with pytest.raises(OutOfDeviceMemoryError, match=told):
+            allocate(memory, "test", NUM_BYTES)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(limit, (soft, hard))
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM])
+def test_memory_that_was_gone_when_it_was_taken_is_a_shortage_too(number):
+    error = refused(OSError(number, ""), "test", NUM_BYTES, "too little")
+    assert str(error) == "too little"
 
 
 def test_what_is_available_is_less_than_the_machine_has():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +33,18 @@ def test_the_last_words_of_a_worker_that_ended_before_it_was_watched_are_heard(t
             watch.get(store, "what it never said", 10.0)
         with pytest.raises(WorkerLostError):
             watch.check()
+
+
+def test_a_host_is_known_where_a_sandbox_hides_its_boot(monkeypatch):
+    read = Path.read_text
+
+    def hide(path, *args, **kwargs):
+        if "/proc/sys/" in str(path):
+            raise PermissionError(path)
+        return read(path, *args, **kwargs)
+
+    known = host_identity("n1")
+    monkeypatch.setattr(Path, "read_text", hide)
+    boot, *rest = host_identity("n1").split("/")
+    assert boot.startswith(f"{os.uname().nodename} btime ")
+    assert rest == known.split("/")[1:]

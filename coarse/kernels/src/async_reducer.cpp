@@ -82,13 +82,12 @@ void AsyncReducer::reduce(std::string_view key, const void* source, void* destin
 std::string AsyncReducer::awaitOthers(std::uint32_t group, std::uint32_t tensor,
                                       const std::function<bool()>& isDone) {
   const Inside inside(numInside_);
-  const std::chrono::duration<double> timeout(timeoutSeconds_);
-  const auto began = Clock::now();
+  Patience patience(timeoutSeconds_);
   YieldingSpin spin(kLookAfter);
   while (!isDone()) {
     if (spin.yield()) continue;
     WaitStatus status = client_.checkPeers();
-    if (status == WaitStatus::kDone && Clock::now() - began > timeout) status = WaitStatus::kTimedOut;
+    if (status == WaitStatus::kDone && patience.isOver()) status = WaitStatus::kTimedOut;
     if (status != WaitStatus::kDone) failAll(describe(status, group, tensor));
     if (std::string reason = failure(); !reason.empty()) return reason;
     std::this_thread::sleep_for(kLookAfter);

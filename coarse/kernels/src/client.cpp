@@ -422,8 +422,7 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
     if (isDone()) return WaitStatus::kDone;
   } while (spin.yield());
 
-  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                           std::chrono::duration<double>(timeoutSeconds));
+  Patience patience(timeoutSeconds);
   auto nextHealthCheck = Clock::now() + kHealthInterval;
   WaitStatus status = WaitStatus::kDone;
   inbox.wakeAt.store(wakeAt, std::memory_order_relaxed);
@@ -440,7 +439,7 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
     nextHealthCheck = now + kHealthInterval;
     if (isDone()) break;
     if (status = health(); status != WaitStatus::kDone) break;
-    if (now >= deadline) {
+    if (patience.isOver(now)) {
       status = WaitStatus::kTimedOut;
       break;
     }

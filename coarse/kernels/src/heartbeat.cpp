@@ -3,13 +3,6 @@
 #include <algorithm>
 
 namespace coarse {
-namespace {
-
-// Between two looks no more than this counts as seen.
-constexpr std::chrono::seconds kLongestGap{1};
-
-}  // namespace
-
 HeartbeatWatch::HeartbeatWatch(const Doorbell* doorbells, std::size_t numDevices,
                                std::chrono::milliseconds limit)
     : doorbells_(doorbells), limit_(limit), devices_(numDevices) {}

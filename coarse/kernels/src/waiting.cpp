@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <ctime>
 
@@ -39,6 +40,12 @@ void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept {
 }
 
 void makeSleepsExact() noexcept { ::prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); }
+
+bool Patience::isOver(Clock::time_point now) noexcept {
+  waited_ += std::min<Clock::duration>(now - lastLook_, kLongestGap);
+  lastLook_ = now;
+  return waited_ >= limit_;
+}
 
 bool YieldingSpin::yield() noexcept {
   const auto now = Clock::now();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
 from coarse.errors import OutOfDeviceMemoryError
@@ -30,7 +32,7 @@ class HostMemory:
         try:
             return Segment(_native.create_sealed_memory(memory_name(label), num_bytes), num_bytes)
         except OSError as error:
-            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, available)) from error
+            raise refused(error, label, num_bytes, _shortage(label, num_bytes, available)) from error
 
     def allocate_host(self, label: str, num_bytes: int) -> Segment:
         return self.allocate(label, num_bytes)
@@ -39,7 +41,9 @@ class HostMemory:
         try:
             return Segment(_native.create_sparse_sealed_memory(memory_name(label), num_bytes), num_bytes)
         except OSError as error:
-            raise OutOfDeviceMemoryError(_shortage(label, num_bytes, self.available_bytes())) from error
+            raise refused(
+                error, label, num_bytes, _shortage(label, num_bytes, self.available_bytes())
+            ) from error
 
     def available_bytes(self) -> int:
         return within_cgroup(_meminfo_bytes("MemAvailable") - RESERVE_BYTES)
@@ -61,6 +65,26 @@ def within_cgroup(num_bytes: int) -> int:
     """So much of `num_bytes` of host memory as this process's control groups allow."""
     allowed = read_cgroup_available_bytes()
     return max(0, num_bytes if allowed is None else min(num_bytes, allowed))
+
+
+def refused(error: OSError, label: str, num_bytes: int, shortage: str) -> OutOfDeviceMemoryError:
+    """What the kernel's refusal of host memory means.
+
+    Args:
+        error: The refusal.
+        label, num_bytes: What was asked for.
+        shortage: What to say if there is too little memory.
+    """
+    if error.errno == errno.EFBIG:  # for the kernel, shared memory is a file
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return OutOfDeviceMemoryError(
+            f"{label} needs {num_bytes / 2**20:.1f} MiB in one piece, and a file of this process, as shared memory "
+            f"is one, may have {limit / 2**20:.1f} MiB at most. Raise that limit: `ulimit -f unlimited` in a shell, "
+            "LimitFSIZE of a service"
+        )
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return OutOfDeviceMemoryError(shortage)
+    return OutOfDeviceMemoryError(str(error.strerror))
 
 
 def _shortage(label: str, num_bytes: int, available: int) -> str:

@@ -18,7 +18,7 @@ from coarse.machine.host import (
     parse_kib,
     read_numa_nodes,
 )
-from coarse.proxy.memory.host import RESERVE_BYTES, memory_name, within_cgroup
+from coarse.proxy.memory.host import RESERVE_BYTES, memory_name, refused, within_cgroup
 from coarse.proxy.memory.segment import Segment
 
 _PAGE_BYTES = mmap.PAGESIZE  # what numa_maps counts in; a huge page counts as many small ones
@@ -88,7 +88,8 @@ class NumaMemory:
                     f"{label}: this process may not say on which NUMA node its memory lies (mbind: "
                     f"{error.strerror}). In a container: docker run --cap-add SYS_NICE"
                 ) from error
-            raise OutOfDeviceMemoryError(self._shortage(label, num_bytes, self.available_bytes())) from error
+            shortage = self._shortage(label, num_bytes, self.available_bytes())
+            raise refused(error, label, num_bytes, shortage) from error
         return Segment(fd, num_bytes)
 
     def _verify(self, label: str, segment: Segment) -> None:

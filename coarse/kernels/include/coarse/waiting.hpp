@@ -16,6 +16,24 @@ void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
 /// Wakes up to `count` sleepers on `word`, in whatever process they are.
 void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept;
 
+/// Between two looks at what is waited for, no more than this counts as waited. A process that looks later
+/// was stopped, or had other things to do, and those that it waits for may have been stopped with it.
+constexpr std::chrono::seconds kLongestGap{1};
+
+/// How long a wait may still take, of which only time counts in which somebody looks.
+class Patience {
+ public:
+  explicit Patience(double seconds) noexcept : limit_(seconds) {}
+
+  /// To be asked a few times a second. @returns whether it is at its end.
+  bool isOver(Clock::time_point now = Clock::now()) noexcept;
+
+ private:
+  std::chrono::duration<double> limit_;
+  Clock::duration waited_{};
+  Clock::time_point lastLook_ = Clock::now();
+};
+
 /// Lets timed sleeps of this thread end when they are due, instead of up to 50 us later (prctl(2), timer
 /// slack).
 void makeSleepsExact() noexcept;

@@ -1,0 +1,61 @@
+"""The end of a process is noticed on other machines, and of one that cannot be reached nothing is claimed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from coarse.presence import Lookout, Presence
+
+LIMIT_S = 30.0
+MANY = 50
+
+
+def await_end(lookout):
+    deadline_s = time.monotonic() + LIMIT_S
+    while not lookout.sees_end():
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
+
+
+def await_connection(lookout):
+    """In a test, loopback connections are there at once."""
+    for _ in range(100):
+        assert not lookout.sees_end()
+
+
+def test_a_process_that_is_killed_is_seen_to_end_by_all_who_look():
+    presence = Presence("127.0.0.1")
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    lookouts = [Lookout(presence.host, presence.port) for _ in range(MANY)]
+    presence.close()  # now only the other process has it
+    for lookout in lookouts:
+        await_connection(lookout)
+    os.kill(pid, signal.SIGKILL)
+    for lookout in lookouts:
+        await_end(lookout)
+        lookout.close()
+        assert not lookout.sees_end()
+    os.waitpid(pid, 0)
+
+
+def test_one_that_cannot_be_reached_is_not_taken_for_one_that_has_ended():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as gone:
+        port = gone.getsockname()[1]
+    refused, absent, unknown = Lookout("127.0.0.1", port), Lookout("", 0), Lookout("no such host", 1)
+    for lookout in (refused, absent, unknown):
+        await_connection(lookout)
+        lookout.close()
+    assert (refused.problem, absent.problem) == ("Connection refused", "")
+
+
+def test_an_address_that_is_not_there_is_refused():
+    with pytest.raises(OSError, match="assign requested address"):
+        Presence("192.0.2.1")
