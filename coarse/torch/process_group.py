@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
+from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
 from coarse.torch.store import TorchStore
 
@@ -77,7 +78,7 @@ def _destroy(owner_pid: int) -> None:
 
 def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
     """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
-    host, port = _master(identity, environ)
+    host, port = meeting_place(identity, environ)
     served_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = identity.rank == 0 and not served_by_agent
     started = time.monotonic()
@@ -115,17 +116,6 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
         return dist.PrefixStore(f"coarse/attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _master(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise RendezvousError(
-            f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} "
-            "is no address. Start the script with `coarse run -n N script.py` or `torchrun "
-            "--nproc-per-node N script.py`."
-        )
-    return host, int(port)
 
 
 def _first_line(error: BaseException) -> str:
