@@ -43,6 +43,13 @@ class WorkerAddress:
         """
         return cls(host=host_identity(node), pid=os.getpid(), started=_start_time(os.getpid()))
 
+    def lives_here(self) -> bool:
+        """Whether it is a process of this host, and lives."""
+        try:
+            return self.host == host_identity() and self.started == _start_time(self.pid)
+        except OSError:
+            return False
+
     @property
     def boot(self) -> str:
         """Equal for workers of one running system, whether they can share memory or not."""

@@ -16,7 +16,7 @@ from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
-from coarse.torch.store import TorchStore
+from coarse.torch.meeting import fresh_part
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,15 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
 
 
 def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) -> None:
-    timeout_s = Settings.from_environment().timeout_s
-    if identity.world_size == 1:
-        store = dist.HashStore()
+    rank, size, timeout_s = identity.rank, identity.world_size, Settings.from_environment().timeout_s
+    if size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size)
     else:
-        store = _connect(identity, environ, timeout_s)
-        # Before torch's own rendezvous, which waits without a word.
-        gather_workers(identity, TorchStore(store, prefix="join"), timeout_s=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=identity.rank, world_size=identity.world_size)
+        whole = _connect(identity, environ, timeout_s)
+        with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
+            # Before torch's own rendezvous, which waits without a word.
+            gather_workers(identity, store, timeout_s=timeout_s)
+            dist.init_process_group("gloo", store=store.part("group"), rank=rank, world_size=size)
     atexit.register(_destroy, os.getpid())
 
 
@@ -115,7 +116,7 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
             time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(f"coarse/attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return store
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,9 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from coarse.env import Settings
-from coarse.socket_store import PrefixStore
 from coarse.torch.backend.meeting import open_group
-from coarse.torch.store import TorchStore
+from coarse.torch.meeting import fresh_part
 
 # A group's time-out is of its operations; processes may take longer to come together, once.
 _LEAST_MEETING_S = 30.0
@@ -41,17 +40,15 @@ def create_backend(options: Any) -> Any:
     )
     settings = Settings.from_environment()
     rank, size = options.group_rank, options.group_size
-    store = TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group))
-    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
-    generation = store.add(f"generations/{rank}", 1)
-    collectives, extension = open_group(
-        PrefixStore(store, f"generation{generation}"),
-        rank=rank,
-        size=size,
-        settings=replace(
-            settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
-        ),
+    settings = replace(
+        settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
     )
+    prefix = _prefix(options.global_ranks_in_group)
+    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
+    with fresh_part(
+        options.store, prefix=prefix, rank=rank, size=size, timeout_s=settings.timeout_s
+    ) as store:
+        collectives, extension = open_group(store, rank=rank, size=size, settings=settings)
     if extension is None:
         from coarse.torch.backend.fallback import PythonProcessGroup
 
