@@ -92,6 +92,7 @@ _TOLD = (
     OutOfDeviceMemoryError,
     DeviceMemoryBusyError,
     RendezvousError,
+    SettingsError,
     SyncTimeoutError,
 )
 

@@ -25,6 +25,7 @@ _MPI = {  # rank, number of workers, and both on this node
 }
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _PORTS = range(20_000, 30_000)  # below those that systems give to whoever asks for any
+_PORTS_BETWEEN_STEPS = 997
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,12 @@ class Launch:
         )
 
 
-def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
+def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, of a job of several workers.
+
+    Raises:
+        RendezvousError: If they are missing, or no address.
+    """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not host or not port.isdigit() or int(port) > 65535:
         raise RendezvousError(
@@ -66,14 +72,19 @@ def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
             "address. Start the script with `coarse run -n N script.py`, torchrun, or a TF_CONFIG; under mpirun on "
             "several nodes name the first one (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500)."
         )
+    return host, int(port)
+
+
+def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
+    host, port = meeting_place(identity, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return TcpAddress(host, int(port))
+        return TcpAddress(host, port)
     # torchrun's agent has the port for a store that only PyTorch can speak to.
     if identity.local_world_size == identity.world_size:
         job = f"{host}:{port}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return LocalAddress(hashlib.sha256(f"{job}/{attempt}".encode()).hexdigest()[:32])
-    return TcpAddress(host, int(port) + 1)
+    return TcpAddress(host, port + 1)
 
 
 def _from_tf_config(text: str) -> Launch:
@@ -109,9 +120,9 @@ def adopt_launcher(environ: MutableMapping[str, str] | None = None, *, parent_pi
     """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for a worker that mpirun or srun has started.
 
     Does nothing where RANK or WORLD_SIZE is set, or nothing of such a launcher is. MASTER_ADDR and MASTER_PORT are
-    set too, unless the user has: to the first node of a Slurm step and a port by the number of its job, or, if all of
-    MPI's workers are on this node, to it and a port by the launcher's process. Workers on several nodes under mpirun
-    have to be told (`mpirun -x MASTER_ADDR=host`).
+    set too, unless the user has: to the first node of a Slurm step and a port by the numbers of job and step, or, if
+    all of MPI's workers are on this node, to it and a port by the launcher's process. Workers on several nodes under
+    mpirun have to be told (`mpirun -x MASTER_ADDR=host`).
     """
     environ = os.environ if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
@@ -138,8 +149,10 @@ def _slurm(environ: MutableMapping[str, str]) -> dict[str, str]:
     rank, size, local_rank, per_node = (environ[name] for name in _SLURM)
     counts = list(_tasks_of_nodes(per_node))
     found = _ranks(rank, size, local_rank, str(counts[int(environ.get("SLURM_NODEID", "0"))]))
-    host = _first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    return found | {"MASTER_ADDR": host, "MASTER_PORT": _port(int(environ.get("SLURM_JOB_ID", "0")))}
+    nodes = environ.get("SLURM_STEP_NODELIST", "" if len(counts) > 1 else "127.0.0.1")
+    # Steps of a job may run side by side, and jobs are numbered one after the other: far from each other.
+    number = int(environ.get("SLURM_JOB_ID", "0")) + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])
+    return found | ({"MASTER_ADDR": _first_host(nodes), "MASTER_PORT": _port(number)} if nodes else {})
 
 
 def _ranks(rank: str, size: str, local_rank: str, local_size: str) -> dict[str, str]:
@@ -157,5 +170,6 @@ def _tasks_of_nodes(text: str) -> Iterator[int]:
 
 
 def _first_host(nodes: str) -> str:
-    """Of Slurm's `gpu[03-05,9],login`: gpu03."""
-    return re.sub(r"\[(\w+)[^\]]*\].*", r"\1", nodes) if "[" in nodes.split(",")[0] else nodes.split(",")[0]
+    """Of Slurm's `rack[2-3]gpu[03-05,9]-ib,login`: rack2gpu03-ib."""
+    with_first_numbers = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes)
+    return with_first_numbers.split(",")[0]

@@ -15,6 +15,7 @@ from coarse.torch import DistributedDataParallel
 from coarse.torch.comm_hooks import travel_dtype
 
 NAME = "coarse"
+NAME_WITH_UNUSED = f"{NAME}_find_unused_parameters_true"
 
 
 class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
@@ -43,8 +44,15 @@ class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes strategy="coarse" known to Lightning; done once, as this module is imported."""
-        strategy_registry.register(NAME, cls, description="Gradients are averaged by memory devices")
+        """Makes strategy="coarse" known to Lightning; done once, as this module is imported.
+
+        And "coarse_find_unused_parameters_true", as Lightning has it of "ddp".
+        """
+        description = "Gradients are averaged by memory devices"
+        strategy_registry.register(NAME, cls, description=description)
+        strategy_registry.register(
+            NAME_WITH_UNUSED, cls, description=f"{description}, unused ones too", find_unused_parameters=True
+        )
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)

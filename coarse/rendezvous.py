@@ -53,6 +53,13 @@ class WorkerAddress:
             reached_at=("", 0) if presence is None else (presence.host, presence.port),
         )
 
+    def lives_here(self) -> bool:
+        """Whether it is a process of this host, and lives."""
+        try:
+            return self.host == host_identity() and self.started == _start_time(self.pid)
+        except OSError:
+            return False
+
     @property
     def boot(self) -> str:
         """Equal for workers of one running system, whether they can share memory or not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from coarse.env import Attempt, Settings, WorkerIdentity
+from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.launch import Launch
 from coarse.rendezvous import WorkerAddress, gather_workers
@@ -26,9 +26,7 @@ def join_session(launch: Launch, number: int) -> Session:
         return Session.join(
             identity=launch.identity, store=DirectoryStore(os.devnull), settings=settings, name=name
         )
-    store = PrefixStore(
-        _store_of_process(launch, settings), f"attempt{Attempt.from_environment().number}/session{number}"
-    )
+    store = PrefixStore(_store_of_process(launch, settings), f"session{number}")
     addresses = gather_workers(
         launch.identity, PrefixStore(store, "join"), timeout_s=settings.timeout_s, node=settings.node
     )

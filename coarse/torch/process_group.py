@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
+from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
-from coarse.torch.store import TorchStore
+from coarse.torch.meeting import fresh_part
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +59,15 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
 
 
 def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) -> None:
-    timeout_s = Settings.from_environment().timeout_s
-    if identity.world_size == 1:
-        store = dist.HashStore()
+    rank, size, timeout_s = identity.rank, identity.world_size, Settings.from_environment().timeout_s
+    if size == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size)
     else:
-        store = _connect(identity, environ, timeout_s)
-        # Before torch's own rendezvous, which waits without a word.
-        gather_workers(identity, TorchStore(store, prefix="join"), timeout_s=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=identity.rank, world_size=identity.world_size)
+        whole = _connect(identity, environ, timeout_s)
+        with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
+            # Before torch's own rendezvous, which waits without a word.
+            gather_workers(identity, store, timeout_s=timeout_s)
+            dist.init_process_group("gloo", store=store.part("group"), rank=rank, world_size=size)
     atexit.register(_destroy, os.getpid())
 
 
@@ -77,7 +79,7 @@ def _destroy(owner_pid: int) -> None:
 
 def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
     """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
-    host, port = _master(identity, environ)
+    host, port = meeting_place(identity, environ)
     served_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = identity.rank == 0 and not served_by_agent
     started = time.monotonic()
@@ -114,18 +116,7 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
             time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(f"coarse/attempt{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _master(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise RendezvousError(
-            f"worker {identity.rank} of {identity.world_size}: MASTER_ADDR={host!r}, MASTER_PORT={port!r} "
-            "is no address. Start the script with `coarse run -n N script.py` or `torchrun "
-            "--nproc-per-node N script.py`."
-        )
-    return host, int(port)
+        return store
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from coarse.env import Settings, WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.rendezvous import host_identity
 from coarse.session import Session
+from coarse.torch.meeting import fresh_part
 from coarse.torch.store import TorchStore, store_of_group
 
 
@@ -68,14 +69,14 @@ def session_of_group(process_group: Any) -> GroupSession:
 
 
 def _join(process_group: Any) -> GroupSession:
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    timeout_s = Settings.from_environment().timeout_s
     torch_store = store_of_group(process_group)
     # A launcher's store may outlive process groups: keys of an earlier session must not be taken for ours.
-    rank = dist.get_rank(process_group)
-    number = TorchStore(torch_store, prefix="coarse").add(f"sessions/{rank}", 1)
-    store = TorchStore(torch_store, prefix=f"coarse/session{number}")
-    session = Session.join(
-        identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
-    )
+    with fresh_part(torch_store, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
+        session = Session.join(
+            identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
+        )
     shared = GroupSession(session)
     atexit.register(_close, shared, os.getpid())
     weakref.finalize(process_group, _close, shared, os.getpid()).atexit = False

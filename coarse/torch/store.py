@@ -44,6 +44,10 @@ class TorchStore:
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))
 
+    def part(self, prefix: str) -> Any:
+        """A part of it, for torch."""
+        return dist.PrefixStore(prefix, self._store)
+
     def has(self, *keys: str) -> bool:
         """Whether every one of `keys` was set or added to."""
         return bool(self._store.check(list(keys)))

@@ -99,7 +99,32 @@ def test_a_missing_worker_is_named(job: dict[str, str]) -> None:
     [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "1", "COARSE_TIMEOUT_S": "6"})])
     assert status != 0
     assert "RendezvousError" in errors.splitlines()[-1]
-    assert errors.count("workers 1 have joined, waiting for 0") == 2  # after 5 s, and in the error
+    assert "[w1] 5 s: waiting for worker 0" in errors
+    assert "worker 1: after 6.0 s worker 0 has not come" in errors.splitlines()[-1]
+    [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "0", "COARSE_TIMEOUT_S": "6"})])
+    assert status != 0
+    assert errors.count("workers 0 have joined, waiting for 1") == 2  # after 5 s, and in the error
+
+
+def test_attempts_that_launchers_of_two_nodes_count_differently_find_each_other(job: dict[str, str]) -> None:
+    """torchrun's agents by a c10d rendezvous do: that of the dead worker counts, the other starts a new one too.
+
+    All attempts have one store. In the first worker 0 dies before worker 1 has come.
+    """
+    dies = (
+        "import os\n"
+        "from coarse.torch import process_group\n"
+        "process_group.gather_workers = lambda *_, **__: os._exit(3)\n"
+        "process_group.current_process_group()\n"
+    )
+    [(status, _, errors)] = run([(dies, {**job, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"})])
+    assert status == 3, errors
+    script = TRAIN + "print(model.module.weight.grad.tolist())"
+    for counts in ("01", "01", "12"):
+        ranks = [{"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": counts[rank]} for rank in range(2)]
+        for status, output, errors in run([(script, {**job, **rank}) for rank in ranks]):
+            assert status == 0, errors
+            assert output.strip() == f"{[[1.5] * 4] * 2}"
 
 
 def test_a_duplicate_rank_is_refused(job: dict[str, str]) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 from collective_scenarios import COLLECTIVES
 from ranks import RankPool, environment
 from training_scenarios import TRAINING
+
+from coarse.torch.backend import building
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -218,6 +221,71 @@ def test_a_rank_that_ends_by_an_error_leaves_the_groups_it_has_not_destroyed(
         for rank in ranks:
             rank.kill()
     assert "rank 0 has left the group" in printed[1]
+
+
+@pytest.mark.parametrize("nodes", [("a", "a"), ("a", "b")])
+def test_all_ranks_run_in_python_where_one_has_no_compiler(
+    nodes: tuple[str, str], coarse: RankPool, site: Path, tmp_path: Path
+) -> None:
+    """They made different calls, and each was told that the other's were wrong."""
+    coarse.run("sub_groups")  # whose start compiles the backend
+    script = tmp_path / "mixed.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('coarse')\n"
+        "dist.barrier()\n"
+        "tensor = torch.ones(2)\n"
+        "dist.all_reduce(tensor)\n"
+        "print(tensor.tolist(), type(dist.new_group([0, 1])).__name__)\n"
+    )
+    no_compiler = {"PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
+    (first, told), (second, reason) = run_two_ranks(script, site, nodes, {}, no_compiler)
+    assert first == second == "[2.0, 2.0] PythonProcessGroup\n", told
+    assert "rank 1 cannot have the one in C++: there is no C++ compiler" in told
+    assert "rank 1: the backend runs in Python, which is slower: there is no C++ compiler" in reason
+    insists = {"COARSE_TORCH_BACKEND": "native"}
+    for printed, error in run_two_ranks(script, site, nodes, insists, no_compiler):
+        assert printed == ""
+        assert "SettingsError: " in error
+        assert "COARSE_TORCH_BACKEND=native on rank(s) 0, but " in error
+        assert "there is no C++ compiler (apt install g++, or set CXX)" in error
+
+
+def test_what_killed_compilers_left_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")  # a compiler that fails at once
+    target = building.cache_folder() / f"_coarse_c10d-{building.build_key()}{EXTENSION_SUFFIXES[0]}"
+    left, other = (target.parent / f"{name}-build-x" for name in (target.stem, "_coarse_c10d-other"))
+    for folder in (left, other):
+        folder.mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(building.BuildError, match="false cannot compile it"):
+            building.build()
+    assert [path.name for path in target.parent.glob("*-build-*")] == [other.name]
+
+
+def run_two_ranks(
+    script: Path, site: Path, nodes: tuple[str, str], *variables: dict[str, str]
+) -> list[tuple[str, str]]:
+    """What each rank printed, and what it said on standard error."""
+    store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(site, RANK=str(rank), COARSE_NODE=nodes[rank], **store, **variables[rank]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [rank.communicate(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_others_hear_of_a_death_at_once(coarse: RankPool) -> None:

@@ -56,6 +56,18 @@ def test_accelerate_launch():
     check_accuracy(run(*module, *flags, *unused, "accelerate_digits.py", *DIGITS))
 
 
+def test_lightning_knows_the_strategy_for_unused_parameters_by_name():
+    needs("lightning")
+    import lightning
+
+    import coarse.lightning
+
+    for name, finds in (("coarse", False), ("coarse_find_unused_parameters_true", True)):
+        strategy = lightning.Trainer(strategy=name, accelerator="cpu", logger=False).strategy
+        assert type(strategy) is coarse.lightning.CoarseStrategy
+        assert strategy._ddp_kwargs.get("find_unused_parameters", False) is finds
+
+
 @pytest.mark.slow
 def test_lightning_starts_its_own_workers():
     needs("lightning")

@@ -120,10 +120,34 @@ def test_a_step_of_slurm():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("a1", "a1"), ("b,c[1-2]", "b"), ("n[1,3]", "n1"), ("gpu-a[007-009]", "gpu-a007")]
+    ("nodes", "first"),
+    [
+        ("a1", "a1"),
+        ("b,c[1-2]", "b"),
+        ("n[1,3]", "n1"),
+        ("gpu-a[007-009]", "gpu-a007"),
+        ("n[1-2]-ib,m", "n1-ib"),
+        ("rack[2-3]gpu[04,7],m[1-2]", "rack2gpu04"),
+    ],
 )
 def test_the_first_node_of_a_list(nodes, first):
     assert adopted(SLURM | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+
+
+def test_steps_of_one_job_meet_at_different_ports():
+    ports = {adopted(SLURM | {"SLURM_STEP_ID": str(step)})["MASTER_PORT"] for step in range(100)}
+    next_job = adopted(SLURM | {"SLURM_JOB_ID": "31235"})["MASTER_PORT"]
+    assert len(ports) == 100
+    assert next_job not in ports
+
+
+def test_nodes_that_slurm_does_not_name_have_to_be_told():
+    """Others than the first waited for themselves, at 127.0.0.1."""
+    unnamed = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
+    assert adopted(unnamed) == dict(zip(NAMES, "4501", strict=True))
+    of_one_node = unnamed | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    of_one_node |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    assert adopted(of_one_node)["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_what_the_user_or_torchrun_has_set_stays():

@@ -7,19 +7,14 @@ Example:
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from coarse.env import Settings
-from coarse.socket_store import PrefixStore
-from coarse.torch.backend.building import BuildError, load_extension
 from coarse.torch.backend.meeting import open_group
-from coarse.torch.store import TorchStore
-
-logger = logging.getLogger(__name__)
+from coarse.torch.meeting import fresh_part
 
 # A group's time-out is of its operations; processes may take longer to come together, once.
 _LEAST_MEETING_S = 30.0
@@ -32,11 +27,12 @@ def create_backend(options: Any) -> Any:
         options: torch's DistributedBackendOptions: store, rank, size, time-out and name of the group.
 
     Returns:
-        A c10d Backend written in C++, compiled at first need; where that fails a ProcessGroup in Python, which is
-        slower and says so.
+        A c10d Backend written in C++, compiled at first need; where that fails for any rank, a ProcessGroup in
+        Python on all, which is slower and says so.
 
     Raises:
         RendezvousError: If a rank is missing.
+        SettingsError: If COARSE_TORCH_BACKEND=native, and a rank cannot have it.
         WorkerLostError: If one dies meanwhile.
     """
     timeout = (
@@ -44,21 +40,16 @@ def create_backend(options: Any) -> Any:
     )
     settings = Settings.from_environment()
     rank, size = options.group_rank, options.group_size
-    store = TorchStore(options.store, prefix=_prefix(options.global_ranks_in_group))
-    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
-    generation = store.add(f"generations/{rank}", 1)
-    collectives = open_group(
-        PrefixStore(store, f"generation{generation}"),
-        rank=rank,
-        size=size,
-        settings=replace(
-            settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
-        ),
+    settings = replace(
+        settings, timeout_s=min(max(timeout.total_seconds(), _LEAST_MEETING_S), settings.timeout_s)
     )
-    try:
-        extension = load_extension(settings.torch_backend)
-    except BuildError as error:
-        logger.warning("rank %s: the backend runs in Python, which is slower: %s", rank, error)
+    prefix = _prefix(options.global_ranks_in_group)
+    # A launcher's store outlives groups: keys of an earlier one of the same ranks must not be taken for ours.
+    with fresh_part(
+        options.store, prefix=prefix, rank=rank, size=size, timeout_s=settings.timeout_s
+    ) as store:
+        collectives, extension = open_group(store, rank=rank, size=size, settings=settings)
+    if extension is None:
         from coarse.torch.backend.fallback import PythonProcessGroup
 
         return PythonProcessGroup(collectives, rank=rank, size=size, timeout=timeout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -34,14 +35,14 @@ _INCLUDE = Path(coarse.__file__).parent / "kernels" / "include"
 _INTERFACE = Path("coarse") / "collective.hpp"
 _UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
 _MODULE = "_coarse_c10d"
-_LIMIT_S = 600.0
+COMPILE_LIMIT_S = 600.0
+"""After which compiling it is given up."""
 
 
 class BuildError(Exception):
     """The C++ backend cannot be had here."""
 
 
-@cache
 def load_extension(kind: str = "auto") -> Any:
     """The C++ backend as a module; compiled at the first call on this machine (about a minute).
 
@@ -49,16 +50,23 @@ def load_extension(kind: str = "auto") -> Any:
         kind: COARSE_TORCH_BACKEND: "python" refuses, "auto" and "native" compile.
 
     Raises:
-        BuildError: If there is no compiler, or it fails; with its messages.
+        BuildError: If there is no compiler, or it fails; with its messages. It is not tried again in this process.
     """
     if kind == "python":
         raise BuildError("COARSE_TORCH_BACKEND=python asks for it")
+    extension = _built_and_loaded()
+    if isinstance(extension, BuildError):
+        raise extension
+    return extension
+
+
+@cache
+def _built_and_loaded() -> Any:
+    """The module, or the BuildError; once for all groups, since compilers that fail take their time too."""
     try:
         return _load(build())
-    except BuildError:
-        if kind == "native":
-            raise RuntimeError("COARSE_TORCH_BACKEND=native, but it cannot be built") from None
-        raise
+    except BuildError as error:
+        return error
 
 
 def build() -> Path:
@@ -121,7 +129,10 @@ def _compile(target: Path) -> None:
     if not compiler:
         raise BuildError("there is no C++ compiler (apt install g++, or set CXX)")
     logger.warning("compiling the torch backend for torch %s, once (about a minute)", torch.__version__)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+    prefix = f"{target.stem}-build-"
+    for left in target.parent.glob(f"{glob.escape(prefix)}*"):  # by who was killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
         unit, result = Path(folder, "backend.cpp"), Path(folder, "backend.so")
         # torch's headers are nine tenths of the work: all sources are one unit.
         unit.write_text("".join(f'#include "{name}"\n' for name in _UNITS if (_SOURCES / name).exists()))
@@ -156,7 +167,7 @@ def _libraries() -> list[str]:
 def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_LIMIT_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} does not compile it: {error}") from error

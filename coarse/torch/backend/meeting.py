@@ -8,12 +8,13 @@ import secrets
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coarse.env import Settings, WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.proxy.node_links import NodeLinks, link_nodes
 from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
+from coarse.torch.backend.choosing import choose_extension
 
 if TYPE_CHECKING:
     from coarse.kernels import _native
@@ -29,17 +30,22 @@ _MOST_SCRATCH_BYTES = 64 << 20
 _LINE_BYTES = 128
 
 
-def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> _native.Collectives:
+def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tuple[_native.Collectives, Any]:
     """Joins the group whose ranks meet in `store`; collective over them.
 
     Args:
         store: Of this group alone.
         rank, size: Of this process in the group, and how many ranks it has.
-        settings: How long to wait for the others, and what a node is.
+        settings: How long to wait for the others, what a node is, and which backend is wanted.
+
+    Returns:
+        Its collectives, and what all ranks call them with: the C++ backend as a module, or None for the one in
+        Python.
 
     Raises:
         RendezvousError: If a rank does not come in time, or there is another of the same number, or a node cannot be
             reached from another.
+        SettingsError: If the C++ backend is insisted on, and some rank cannot have it.
         WorkerLostError: If one dies meanwhile.
     """
     identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
@@ -52,10 +58,11 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> _na
         if nodes.num_nodes > 1:
             watch.follow(store)
         with watch.telling():
+            extension = choose_extension(store, watch, rank=rank, size=size, settings=settings)
             fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
             try:
                 with _links(nodes, rank, store, settings, watch) as links:
-                    return _collectives(fd, addresses, nodes, rank, links)
+                    return _collectives(fd, addresses, nodes, rank, links), extension
             finally:
                 os.close(fd)
 
