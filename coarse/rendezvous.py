@@ -32,13 +32,14 @@ class WorkerAddress:
         host: Equal for workers that can share memory: those of one node.
         pid: Its process on that host.
         started: When that process started, in the kernel's units: tells it from a later one of the same number.
-        reached_at: Where its Presence listens, for workers of other nodes; "" and 0 if it has none.
+        presence_host, presence_port: Where its Presence listens, for workers of other nodes; "" and 0 if it has none.
     """
 
     host: str
     pid: int
     started: int
-    reached_at: tuple[str, int] = ("", 0)
+    presence_host: str = ""
+    presence_port: int = 0
 
     @classmethod
     def of_this_process(cls, node: str = "", presence: Presence | None = None) -> WorkerAddress:
@@ -50,7 +51,8 @@ class WorkerAddress:
             host=host_identity(node),
             pid=os.getpid(),
             started=_start_time(os.getpid()),
-            reached_at=("", 0) if presence is None else (presence.host, presence.port),
+            presence_host="" if presence is None else presence.host,
+            presence_port=0 if presence is None else presence.port,
         )
 
     def lives_here(self) -> bool:
@@ -238,14 +240,15 @@ class PeerWatch:
             self._lookouts[rank].close()
 
     def _look_out_for(self, rank: int) -> Lookout:
+        address = self._elsewhere[rank]
         if rank not in self._lookouts:
-            self._lookouts[rank] = Lookout(*self._elsewhere[rank].reached_at)
+            self._lookouts[rank] = Lookout(address.presence_host, address.presence_port)
         lookout = self._lookouts[rank]
         if lookout.problem:
-            host, port = self._elsewhere[rank].reached_at
+            where = f"{address.presence_host} port {address.presence_port} ({lookout.problem})"
             logger.warning(
-                "[w%s] worker %s (pid %s) cannot be reached at %s port %s (%s): it ended, or is behind a firewall",
-                *(self._identity.rank, rank, self._pids[rank], host, port, lookout.problem),
+                "[w%s] worker %s (pid %s) cannot be reached at %s: it ended, or is behind a firewall",
+                *(self._identity.rank, rank, address.pid, where),
             )
             lookout.problem = ""
         return lookout
