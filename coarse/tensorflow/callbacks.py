@@ -1,4 +1,4 @@
-"""Keras callbacks that write files: on all workers but the first they write nothing."""
+"""Keras callbacks that write files: workers but the first write nothing, and what that one read is everybody's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import fnmatch
 import functools
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+
+from coarse.tensorflow.operations import Operations
 
 _WRITERS = {
     "ModelCheckpoint": ("_save_model",),
@@ -50,3 +54,42 @@ def _guarded(original: Any, strategy_class: Any) -> Any:
 
     setattr(on_first_worker, _MARK, True)
     return on_first_worker
+
+
+def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
+    """Has all workers go on from what BackupAndRestore found on the first one, which alone writes.
+
+    Its folder may be on a disk that others do not see, or may be one of each worker.
+
+    Args:
+        callback_list_class: Keras's CallbackList.
+        strategy_class: Of the strategies for whose models it is done.
+    """
+    original = callback_list_class.on_train_begin
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        original(self, logs)
+        strategy = getattr(self._model, "_distribute_strategy", None)
+        if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1:
+            _take_restored(self._model, strategy.extended._operations)
+
+    setattr(on_train_begin, _MARK, True)
+    callback_list_class.on_train_begin = on_train_begin
+
+
+def _take_restored(model: Any, operations: Operations) -> None:
+    """Takes the first worker's epoch and variables if not all workers restored the same epoch, or if not all did."""
+    own = -1 if model._initial_epoch is None else model._initial_epoch
+    epochs = operations.gather(np.array([own])).numpy().tolist()
+    if len(set(epochs)) == 1:
+        return
+    model._initial_epoch = None if epochs[0] < 0 else epochs[0]
+    variables = [*model.variables, *getattr(model.optimizer, "variables", [])]
+    for number, variable in enumerate(
+        variables
+    ):  # of layers whose names may have other numbers on each worker
+        what = f"taking variable {number} of {len(variables)} as the first worker restored it"
+        variable.assign(operations.broadcast(what, variable.numpy()))

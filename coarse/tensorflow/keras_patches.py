@@ -5,13 +5,14 @@ Each is changed for models of coarse.tensorflow.Strategy only, once per process,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import Any
 
 import tensorflow as tf
 
-from coarse.tensorflow.callbacks import guard
+from coarse.tensorflow.callbacks import guard, share_restored
 from coarse.tensorflow.saving import write_whole_files
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def apply(strategy_class: Any) -> None:
     try:
         import keras
         from keras.src.backend.tensorflow import trainer
+        from keras.src.callbacks.callback_list import CallbackList
         from keras.src.losses import loss
         from keras.src.trainers.trainer import Trainer
     except ImportError:  # tf.distribute works without Keras
@@ -41,6 +43,8 @@ def apply(strategy_class: Any) -> None:
             f"coarse.tensorflow does not know Keras {keras.__version__}: it was tested with 3.15. Install that"
         )
     _patch_outputs(trainer, strategy_class)
+    _patch_metrics(Trainer, strategy_class)
+    _patch_shuffling(trainer.TFEpochIterator, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
     _patch_compile(Trainer, strategy_class)
@@ -49,6 +53,7 @@ def apply(strategy_class: Any) -> None:
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
     _patch_empty_losses(loss, strategy_class)
     guard(keras.callbacks, strategy_class)
+    share_restored(CallbackList, strategy_class)
     write_whole_files(strategy_class)
 
 
@@ -92,8 +97,49 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float)
 
 
+def _patch_metrics(trainer_class: Any, strategy_class: Any) -> None:
+    """Steps of one's own that are as in Keras's guide return compiled metrics under one name, which Keras takes for
+    none of its metrics: epochs then log what replicas returned last, means of what each made of its own rows.
+    """
+    original = trainer_class._get_metrics_result_or_logs
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+        if isinstance(self._distribute_strategy, strategy_class) and isinstance(logs, dict):
+            compiled = logs.get("compile_metrics")
+            if isinstance(compiled, dict):
+                logs = {name: value for name, value in logs.items() if value is not compiled} | compiled
+        return original(self, logs)
+
+    setattr(get_metrics_result_or_logs, _MARK, True)
+    trainer_class._get_metrics_result_or_logs = get_metrics_result_or_logs
+
+
+def _patch_shuffling(iterator_class: Any, strategy_class: Any) -> None:
+    """Arrays are shuffled before they are dealt out: with seeds of their own, workers would deal out other rows."""
+    original = iterator_class.__init__
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, distribute_strategy: Any = None, *arguments: Any, **keywords: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            if isinstance(distribute_strategy, strategy_class) and keywords.get("shuffle"):
+                stack.enter_context(distribute_strategy.extended._common_seed())
+            original(self, distribute_strategy, *arguments, **keywords)
+
+    setattr(init, _MARK, True)
+    iterator_class.__init__ = init
+
+
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
-    """Models that were built outside of scope() belong to no strategy: Keras trains them on each worker alone."""
+    """Models that were built outside of scope() belong to no strategy: Keras trains them on each worker alone.
+
+    And fit() ends when all workers are through: what callbacks of the first one wrote is there then, and what they
+    removed is gone.
+    """
     original = getattr(trainer_class, method)
     if hasattr(original, _MARK):
         return
@@ -104,7 +150,10 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
             _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
         elif isinstance(self._distribute_strategy, strategy_class):
             _check_compilable(self)
-        return original(self, *arguments, **keywords)
+        returned = original(self, *arguments, **keywords)
+        if method == "fit" and isinstance(self._distribute_strategy, strategy_class):
+            self._distribute_strategy.extended._meet("ending fit()")
+        return returned
 
     setattr(train, _MARK, True)
     setattr(trainer_class, method, train)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import secrets
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tensorflow.python.data.experimental.ops.distribute import compute_batch_siz
 from tensorflow.python.distribute import distribute_lib, distribute_utils, input_util, reduce_util
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+from tensorflow.python.eager import context
 from tensorflow.python.framework import random_seed
 
 from coarse.launch import Launch
@@ -171,6 +173,36 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             seed = random_seed.get_seed(None)[0]
         chosen = np.array([secrets.randbits(31) if seed is None else seed], np.int64)
         tf.random.set_seed(int(self._collectives.broadcast("taking the random seed", chosen)[0]))
+
+    @contextlib.contextmanager
+    def _common_seed(self) -> Iterator[None]:
+        """Has tf.random's global seed be that of the first worker, which has one, for as long as this is entered."""
+        if self._collectives is None:
+            yield
+            return
+        runtime = context.context()
+        own, generator = runtime._seed, runtime._rng
+        seed = secrets.randbits(31) if own is None else int(own)
+        chosen = self._collectives.broadcast("taking the seed of a shuffle", np.array([seed], np.int64))
+        common = int(chosen[0])
+        if common == own:
+            yield
+            return
+        tf.random.set_seed(common)
+        try:
+            yield
+        finally:
+            tf.random.set_seed(own)
+            runtime._rng = generator
+
+    def _meet(self, what: str) -> None:
+        """Waits until all workers are here.
+
+        Args:
+            what: Says what they do, for errors.
+        """
+        if self._collectives is not None:
+            self._collectives.broadcast(what, np.zeros(0, np.uint8))
 
     # ---- who there is ----
 

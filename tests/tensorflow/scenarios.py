@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import tempfile
+import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -608,6 +609,109 @@ def saving(strategy: Any) -> dict[str, Any]:
     return {"digest": digest(model), "written": written, "digests": digests}
 
 
+def interrupted(strategy: Any) -> dict[str, Any]:
+    """Training that ends early and goes on from a backup, which the first worker alone has written and finds."""
+    x, y = inputs()
+    options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+
+    def interrupt(epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            raise KeyboardInterrupt
+
+    def build() -> Any:
+        keras.utils.set_random_seed(7 + 100 * strategy.rank)
+        with strategy.scope():
+            model = perceptron()
+            model.compile(offloaded(keras.optimizers.Adam(1e-2)), "mse")
+        return model
+
+    whole, broken, resumed = (build() for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:  # of this worker
+        backup = keras.callbacks.BackupAndRestore(folder)
+        with contextlib.suppress(KeyboardInterrupt):
+            stop = keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
+            broken.fit(x, y, callbacks=[backup, stop], **options)
+        again = resumed.fit(x, y, callbacks=[backup], **options)
+    whole.fit(x, y, **options)
+    states = [saved_state(model.optimizer) for model in (whole, resumed)]
+    return {
+        "epochs": again.epoch,
+        "digest": digest(resumed),
+        "digest of the whole": digest(whole),
+        "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
+    }
+
+
+def files_of_callbacks(strategy: Any) -> dict[str, Any]:
+    """The first worker writes as the last thing of fit(), for a while; the others look for it after fit()."""
+    x, y = inputs()
+    path = Path(tempfile.gettempdir(), "written at the end")  # of the job
+
+    def write(logs: Any = None) -> None:
+        if strategy.rank == 0:
+            time.sleep(0.5)
+            path.touch()
+
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+    callbacks = [keras.callbacks.LambdaCallback(on_train_end=write)]
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    return {"is there": path.exists(), "digest": digest(model)}
+
+
+def shuffled_by_seeds_of_its_own(strategy: Any) -> dict[str, Any]:
+    """All rows are one batch, whose order does not matter; a row that is dealt out twice does."""
+    x, y = inputs()
+    with strategy.scope():
+        model = perceptron()
+        model.compile(keras.optimizers.SGD(1e-2), "mse")
+    keras.utils.set_random_seed(11 + strategy.rank)
+    drawn = [float(tf.random.uniform(())) for _ in range(2)]
+    keras.utils.set_random_seed(11 + strategy.rank)
+    first = float(tf.random.uniform(()))
+    history = model.fit(x, y, batch_size=ROWS, epochs=2, verbose=0).history
+    second = float(tf.random.uniform(()))  # what this process draws goes on as if nothing had been shuffled
+    return {
+        "digest": digest(model),
+        "weights": [float(np.sum(np.abs(weight))) for weight in model.get_weights()],
+        "loss": history["loss"],
+        "draws alike": drawn == [first, second],
+    }
+
+
+class StepOfTheGuide(keras.Model):  # type: ignore[misc,unused-ignore]
+    """As in Keras's guide to training steps of one's own."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=predicted)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, predicted)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def metrics_of_the_guide(strategy: Any) -> dict[str, Any]:
+    """Metrics that are no means of those of each worker's rows."""
+    x, y = inputs()
+    targets = (y > 0.5).astype("f4")
+    with strategy.scope():
+        hidden = perceptron()
+        entry = keras.Input((8,))
+        model = StepOfTheGuide(entry, keras.layers.Activation("sigmoid")(hidden(entry)))
+        metrics = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+        model.compile(keras.optimizers.SGD(1e-2), "binary_crossentropy", metrics=metrics)
+    history = model.fit(x, targets, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history
+    return {"auc": history["auc"], "precision": history["precision"], "digest": digest(model)}
+
+
 def saved_by_all(strategy: Any) -> dict[str, Any]:
     """All workers save to the same files at once, again and again."""
     with strategy.scope():
@@ -767,6 +871,10 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         own_loop,
         batches_in_memory_of_numpy,
         saving,
+        interrupted,
+        files_of_callbacks,
+        shuffled_by_seeds_of_its_own,
+        metrics_of_the_guide,
         saved_by_all,
         without_compiler,
         many_in_flight,

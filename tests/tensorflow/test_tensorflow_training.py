@@ -26,14 +26,18 @@ LIKE_ONE_PROCESS = [
     "offloaded_fit",
     "own_loop",
     "batches_in_memory_of_numpy",
+    "shuffled_by_seeds_of_its_own",
 ]
-TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-3]
+TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-4]
 SCENARIOS = [
     *LIKE_ONE_PROCESS,
     "fewer_rows_than_workers",
     "shuffled_and_clipped",
     "mixed_precision",
     "saving",
+    "interrupted",
+    "files_of_callbacks",
+    "metrics_of_the_guide",
     "saved_by_all",
 ]
 
@@ -109,6 +113,31 @@ def test_what_is_logged_is_the_mean_over_the_workers(results):
 def test_a_loss_that_is_nan_on_one_worker_ends_training_on_all(results):
     alone, workers = scenario_of(results, "logs")
     assert [each["batches"] for each in (alone, *workers)] == [[0, 1]] * 3
+
+
+def test_training_goes_on_from_the_backup_that_the_first_worker_alone_finds(results):
+    _, workers = scenario_of(results, "interrupted")
+    for worker in workers:
+        assert worker["epochs"] == [2]
+        assert worker["digest"] == worker["digest of the whole"]
+        assert worker["states alike"]
+
+
+def test_what_the_first_worker_writes_in_fit_is_there_after_it_on_all(results):
+    _, workers = scenario_of(results, "files_of_callbacks")
+    assert [worker["is there"] for worker in workers] == [True, True]
+
+
+def test_shuffling_leaves_what_a_process_draws_alone(results):
+    alone, workers = scenario_of(results, "shuffled_by_seeds_of_its_own")
+    assert all(each["draws alike"] for each in workers), alone
+
+
+def test_metrics_of_a_step_as_in_the_guide_count_all_rows(results):
+    alone, workers = scenario_of(results, "metrics_of_the_guide")
+    for worker in workers:
+        for name in ("auc", "precision"):
+            assert worker[name] == pytest.approx(alone[name], rel=1e-5), name
 
 
 def test_files_that_all_workers_save_at_once_are_whole(results):
