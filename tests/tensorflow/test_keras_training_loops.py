@@ -17,7 +17,7 @@ from jobs import HERE, environment
 from process_pool import ProcessPool
 from training_loops_of_keras import TrainingLoop, training_loops
 
-pytestmark = pytest.mark.timeout(3000)
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]  # some loops take half a minute
 
 WORKERS = 2
 JUMPS = ("accuracy", "auc", "precision")
@@ -46,9 +46,7 @@ def reference() -> Iterator[ProcessPool]:
     pool.close()
 
 
-@pytest.fixture(
-    scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one node", "two nodes"]
-)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one node", "two nodes"])
 def workers(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
     pool = pool_of("workers", WORKERS, num_nodes=request.param)
     yield pool
@@ -123,7 +121,6 @@ def check_some(num_loops: int, reference: ProcessPool, workers: ProcessPool) -> 
     @settings(
         max_examples=num_loops,
         deadline=None,
-        derandomize=num_loops < 10,  # not to take minutes for once
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         print_blob=True,
     )
@@ -134,6 +131,6 @@ def check_some(num_loops: int, reference: ProcessPool, workers: ProcessPool) -> 
     check_each()
 
 
-@pytest.mark.parametrize("num_loops", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_loops", [6, 60])
 def test_any_loop_equals_one_process(num_loops: int, reference: ProcessPool, workers: ProcessPool) -> None:
     check_some(num_loops, reference, workers)
