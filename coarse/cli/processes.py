@@ -178,9 +178,8 @@ def _status_of(child: int) -> int | None:
 def _pause(supervisor: int) -> None:
     """Stops with all that the supervisor has started; returns when this process, and so they, are to go on."""
     stopped: list[int] = []
-    while new := [
-        pid for pid in descendants(supervisor) if pid not in stopped
-    ]:  # they may start others meanwhile
+    # They may start others meanwhile.
+    while new := [pid for pid in descendants(supervisor) if pid not in stopped]:
         signal_all(new, signal.SIGSTOP)
         stopped += new
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from coarse.tensorflow.operations import Operations
+from coarse.tensorflow.replacing import replaces
 
 _WRITERS = {
     "ModelCheckpoint": ("_save_model",),
@@ -18,8 +18,6 @@ _WRITERS = {
     "TensorBoard": ("set_model", "on_*"),
 }
 """Methods of each of Keras's callbacks that write; "on_*" for all that are called while training."""
-
-_MARK = "_is_guarded_by_coarse"
 
 
 def guard(callback_classes: Any, strategy_class: Any) -> None:
@@ -32,28 +30,23 @@ def guard(callback_classes: Any, strategy_class: Any) -> None:
     for name, methods in _WRITERS.items():
         callback_class = getattr(callback_classes, name)
         for method in _named(callback_class, methods):
-            original = getattr(callback_class, method)
-            if not hasattr(original, _MARK):
-                setattr(callback_class, method, _guarded(original, strategy_class))
+            _guard(callback_class, method, strategy_class)
 
 
 def _named(callback_class: Any, methods: Sequence[str]) -> list[str]:
     return [name for method in methods for name in fnmatch.filter(vars(callback_class), method)]
 
 
-def _guarded(original: Any, strategy_class: Any) -> Any:
-    @functools.wraps(original)
-    def on_first_worker(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        model = arguments[0] if original.__name__ == "set_model" and arguments else self.model
+def _guard(callback_class: Any, method: str, strategy_class: Any) -> None:
+    @replaces(callback_class, method)
+    def on_first_worker(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
+        model = arguments[0] if method == "set_model" and arguments else self.model
         strategy = getattr(model, "_distribute_strategy", None)
         if isinstance(strategy, strategy_class) and strategy.rank != 0:
-            if original.__name__ == "set_model":
+            if method == "set_model":
                 self._model = model
             return None
         return original(self, *arguments, **keywords)
-
-    setattr(on_first_worker, _MARK, True)
-    return on_first_worker
 
 
 def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
@@ -65,19 +58,13 @@ def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
         callback_list_class: Keras's CallbackList.
         strategy_class: Of the strategies for whose models it is done.
     """
-    original = callback_list_class.on_train_begin
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def on_train_begin(self: Any, logs: Any = None) -> None:
+    @replaces(callback_list_class, "on_train_begin")
+    def on_train_begin(original: Any, self: Any, logs: Any = None) -> None:
         original(self, logs)
         strategy = getattr(self._model, "_distribute_strategy", None)
         if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1:
             _take_restored(self._model, strategy.extended._operations)
-
-    setattr(on_train_begin, _MARK, True)
-    callback_list_class.on_train_begin = on_train_begin
 
 
 def _take_restored(model: Any, operations: Operations) -> None:
@@ -88,8 +75,7 @@ def _take_restored(model: Any, operations: Operations) -> None:
         return
     model._initial_epoch = None if epochs[0] < 0 else epochs[0]
     variables = [*model.variables, *getattr(model.optimizer, "variables", [])]
-    for number, variable in enumerate(
-        variables
-    ):  # of layers whose names may have other numbers on each worker
+    # By number: names of layers may have other numbers on each worker.
+    for number, variable in enumerate(variables):
         what = f"taking variable {number} of {len(variables)} as the first worker restored it"
         variable.assign(operations.broadcast(what, variable.numpy()))

@@ -6,18 +6,17 @@ Each is changed for models of coarse.tensorflow.Strategy only, once per process,
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from typing import Any
 
 import tensorflow as tf
 
 from coarse.tensorflow.callbacks import guard, share_restored
+from coarse.tensorflow.replacing import replaces
 from coarse.tensorflow.saving import write_whole_files
 
 logger = logging.getLogger(__name__)
 
-_MARK = "_is_patched_by_coarse"
 _ADVICE = "Build the model and compile it within `with strategy.scope():`."
 
 
@@ -59,12 +58,9 @@ def apply(strategy_class: Any) -> None:
 
 def _patch_outputs(trainer: Any, strategy_class: Any) -> None:
     """What replicas predict, and what they log, Keras puts together for MultiWorkerMirroredStrategy only."""
-    original = trainer.reduce_per_replica
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+    @replaces(trainer, "reduce_per_replica")
+    def reduce_per_replica(original: Any, values: Any, strategy: Any, reduction: str) -> Any:
         if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
             return original(values, strategy, reduction)
         if reduction == "concat":
@@ -72,9 +68,6 @@ def _patch_outputs(trainer: Any, strategy_class: Any) -> None:
         if reduction in ("auto", "mean"):
             return _averaged_numbers(values, strategy)
         return original(values, strategy, reduction)
-
-    setattr(reduce_per_replica, _MARK, True)
-    trainer.reduce_per_replica = reduce_per_replica
 
 
 def _averaged_numbers(logs: Any, strategy: Any) -> Any:
@@ -101,37 +94,27 @@ def _patch_metrics(trainer_class: Any, strategy_class: Any) -> None:
     """Steps of one's own that are as in Keras's guide return compiled metrics under one name, which Keras takes for
     none of its metrics: epochs then log what replicas returned last, means of what each made of its own rows.
     """
-    original = trainer_class._get_metrics_result_or_logs
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def get_metrics_result_or_logs(self: Any, logs: Any) -> Any:
+    @replaces(trainer_class, "_get_metrics_result_or_logs")
+    def get_metrics_result_or_logs(original: Any, self: Any, logs: Any) -> Any:
         if isinstance(self._distribute_strategy, strategy_class) and isinstance(logs, dict):
             compiled = logs.get("compile_metrics")
             if isinstance(compiled, dict):
                 logs = {name: value for name, value in logs.items() if value is not compiled} | compiled
         return original(self, logs)
 
-    setattr(get_metrics_result_or_logs, _MARK, True)
-    trainer_class._get_metrics_result_or_logs = get_metrics_result_or_logs
-
 
 def _patch_shuffling(iterator_class: Any, strategy_class: Any) -> None:
     """Arrays are shuffled before they are dealt out: with seeds of their own, workers would deal out other rows."""
-    original = iterator_class.__init__
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def init(self: Any, distribute_strategy: Any = None, *arguments: Any, **keywords: Any) -> None:
+    @replaces(iterator_class, "__init__")
+    def init(
+        original: Any, self: Any, distribute_strategy: Any = None, *arguments: Any, **keywords: Any
+    ) -> None:
         with contextlib.ExitStack() as stack:
             if isinstance(distribute_strategy, strategy_class) and keywords.get("shuffle"):
                 stack.enter_context(distribute_strategy.extended._common_seed())
             original(self, distribute_strategy, *arguments, **keywords)
-
-    setattr(init, _MARK, True)
-    iterator_class.__init__ = init
 
 
 def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> None:
@@ -140,12 +123,9 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
     And fit() ends when all workers are through: what callbacks of the first one wrote is there then, and what they
     removed is gone.
     """
-    original = getattr(trainer_class, method)
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def train(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    @replaces(trainer_class, method)
+    def train(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._distribute_strategy is None:
             _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
         elif isinstance(self._distribute_strategy, strategy_class):
@@ -154,9 +134,6 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
         if method == "fit" and isinstance(self._distribute_strategy, strategy_class):
             self._distribute_strategy.extended._meet("ending fit()")
         return returned
-
-    setattr(train, _MARK, True)
-    setattr(trainer_class, method, train)
 
 
 def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
@@ -189,12 +166,9 @@ def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
         trainer_class: The one that has compile(): Keras takes it for the user's in any other.
         strategy_class: As for apply().
     """
-    original = trainer_class.compile
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def compile_in_scope(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    @replaces(trainer_class, "compile")
+    def compile_in_scope(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
         if not isinstance(self._distribute_strategy, strategy_class):
             return original(self, *arguments, **keywords)
         with self._distribute_strategy.scope():
@@ -206,18 +180,12 @@ def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
                 f"{_ADVICE}"
             )
 
-    setattr(compile_in_scope, _MARK, True)
-    trainer_class.compile = compile_in_scope
-
 
 def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
     """Keras averages the first batch over workers to build by its shapes: they may have unlike numbers of rows."""
-    original = trainer_class._maybe_symbolic_build
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+    @replaces(trainer_class, "_maybe_symbolic_build")
+    def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = self._distribute_strategy
         if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
@@ -229,9 +197,6 @@ def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
         built = original(self, data_batch=data_batch)
         _check_metrics(self, strategy)
         return built
-
-    setattr(maybe_symbolic_build, _MARK, True)
-    trainer_class._maybe_symbolic_build = maybe_symbolic_build
 
 
 def _check_metrics(model: Any, strategy: Any) -> None:
@@ -248,19 +213,15 @@ def _check_metrics(model: Any, strategy: Any) -> None:
 
 def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
     """Eagerly, Keras has no loss for no rows, of which the mean is NaN: a worker may have none in a small batch."""
-    original = losses.reduce_values
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def reduce_values(values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size") -> Any:
+    @replaces(losses, "reduce_values")
+    def reduce_values(
+        original: Any, values: Any, sample_weight: Any = None, reduction: str = "sum_over_batch_size"
+    ) -> Any:
         has_none = isinstance(tf.distribute.get_strategy(), strategy_class) and tuple(values.shape) == (0,)
         if has_none and reduction not in (None, "none"):
             return tf.reduce_sum(values)
         return original(values, sample_weight, reduction)
-
-    setattr(reduce_values, _MARK, True)
-    losses.reduce_values = reduce_values
 
 
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
@@ -268,12 +229,9 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
 
     And outside of strategy.run() nothing is reduced, which is said once of each optimizer.
     """
-    original = optimizer_class._all_reduce_sum_gradients
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+    @replaces(optimizer_class, "_all_reduce_sum_gradients")
+    def all_reduce_sum_gradients(original: Any, self: Any, grads_and_vars: Any) -> Any:
         grads_and_vars = list(grads_and_vars)
         if isinstance(tf.distribute.get_strategy(), strategy_class):
             for gradient, variable in grads_and_vars:
@@ -283,9 +241,6 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
         if context is None or not isinstance(context.strategy, strategy_class):
             _tell_of_run(self, strategy_class)
         return original(self, grads_and_vars)
-
-    setattr(all_reduce_sum_gradients, _MARK, True)
-    optimizer_class._all_reduce_sum_gradients = all_reduce_sum_gradients
 
 
 def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
@@ -303,12 +258,9 @@ def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:
 
 def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:
     """Each worker looks at its own gradients: if one has an infinity, and skips the step, the others wait for it."""
-    original = optimizer_class.check_finite
-    if hasattr(original, _MARK):
-        return
 
-    @functools.wraps(original)
-    def check_finite(self: Any, grads: Any) -> Any:
+    @replaces(optimizer_class, "check_finite")
+    def check_finite(original: Any, self: Any, grads: Any) -> Any:
         finite = original(self, grads)
         context = tf.distribute.get_replica_context()
         if context is None or not isinstance(context.strategy, strategy_class):
@@ -317,6 +269,3 @@ def _patch_loss_scale(optimizer_class: Any, strategy_class: Any) -> None:
             tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
         )
         return tf.equal(num_infinite, 0)
-
-    setattr(check_finite, _MARK, True)
-    optimizer_class.check_finite = check_finite

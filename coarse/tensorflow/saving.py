@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from typing import Any
 
-_MARK = "_writes_whole_files_for_coarse"
+from coarse.tensorflow.replacing import replaces
 
 
 def write_whole_files(strategy_class: Any) -> None:
@@ -24,26 +23,21 @@ def write_whole_files(strategy_class: Any) -> None:
         (saving_lib, "save_weights_only"),
         (legacy_h5_format, "save_model_to_hdf5"),
     ):
-        original = getattr(module, name)
-        if not hasattr(original, _MARK):
-            setattr(module, name, _written_whole(original, strategy_class))
+        _write_whole(module, name, strategy_class)
 
 
-def _written_whole(original: Any, strategy_class: Any) -> Any:
-    @functools.wraps(original)
-    def save(model: Any, filepath: Any, *arguments: Any, **keywords: Any) -> Any:
+def _write_whole(module: Any, name: str, strategy_class: Any) -> None:
+    @replaces(module, name)
+    def save(original: Any, model: Any, filepath: Any, *arguments: Any, **keywords: Any) -> Any:
         strategy = getattr(model, "_distribute_strategy", None)
         if not isinstance(strategy, strategy_class) or not _is_file_of_folder(filepath, keywords):
             return original(model, filepath, *arguments, **keywords)
-        folder, name = os.path.split(os.path.abspath(filepath))
+        folder, file = os.path.split(os.path.abspath(filepath))
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as beside:
-            own = os.path.join(beside, name)
+            own = os.path.join(beside, file)
             returned = original(model, own, *arguments, **keywords)
             os.replace(own, filepath)
         return returned
-
-    setattr(save, _MARK, True)
-    return save
 
 
 def _is_file_of_folder(path: Any, keywords: dict[str, Any]) -> bool:
