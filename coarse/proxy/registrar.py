@@ -373,11 +373,11 @@ class Registrar:
             own += schema.kept_bytes
         if self._undoes(schema):
             common += schema.kept_bytes
-        sent = self._sent_bytes(schema, tensor_bytes)
-        if self._memory_of(schema).is_mappable:
+        memory, sent = self._memory_of(schema), self._sent_bytes(schema, tensor_bytes)
+        if memory.is_mappable:
             own += sent
-        needs = [(self._memory_of(schema), own + common // self._common.num_places)]
-        if sent > 0 and not self._memory_of(schema).is_mappable:
+        needs = [(memory, own + common // self._common.num_places)]
+        if sent > 0 and not memory.is_mappable:
             needs.append((self._sent_from, sent))
         if common > 0:
             needs.append((self._common, common))

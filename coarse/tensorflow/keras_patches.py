@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -182,21 +183,31 @@ def _patch_compile(trainer_class: Any, strategy_class: Any) -> None:
 
 
 def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
-    """Keras averages the first batch over workers to build by its shapes: they may have unlike numbers of rows."""
+    """Keras takes the first batch in each call, even of models that are built, and averages it over the workers.
+
+    They may have unlike numbers of rows. And a generator loses it, with what tf.data has taken ahead, which is more
+    on one worker than on another: they would go on with other batches, or come to the end after fewer.
+    """
 
     @replaces(trainer_class, "_maybe_symbolic_build")
     def maybe_symbolic_build(original: Any, self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         strategy = self._distribute_strategy
         if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
-        if iterator is not None:
-            batches = next(iter(iterator))[-1]
-            data_batch = tf.nest.map_structure(
-                lambda each: strategy.experimental_local_results(each)[0], next(batches)
-            )
-        built = original(self, data_batch=data_batch)
+        with strategy.scope():
+            self._symbolic_build(_one_batch(iterator, strategy), data_batch)
         _check_metrics(self, strategy)
-        return built
+
+
+def _one_batch(epoch_iterator: Any, strategy: Any) -> Iterator[tuple[int, int, list[Any]]]:
+    """What a model is built by, if it is asked for. Of a generator Keras knows the first batches already."""
+    known = getattr(epoch_iterator.data_adapter, "_first_batches", None)
+    if known is not None:
+        yield 0, 0, known
+        return
+    first, last, batches = next(iter(epoch_iterator))
+    own = tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], next(batches))
+    yield first, last, [own]
 
 
 def _check_metrics(model: Any, strategy: Any) -> None:

@@ -330,7 +330,6 @@ def source(data: str, values: tuple[Any, ...], batch_size: int, *, trains: bool)
             for start in range(0, NUM_ROWS, batch_size):
                 yield rows_between(values, start, start + batch_size)
 
-    # Keras takes the first batches to build the model.
     return {"x": forever(), per_call: steps}
 
 
@@ -619,14 +618,21 @@ def build_by_first_replica() -> None:
 
     def of_first(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         if iterator is not None and isinstance(self._distribute_strategy, tf.distribute.MirroredStrategy):
-            batches = next(iter(iterator))[-1]
-            data_batch = tf.nest.map_structure(
-                lambda each: self._distribute_strategy.experimental_local_results(each)[0], next(batches)
-            )
+            data_batch = first_batch(iterator, self._distribute_strategy)
             iterator = None
         return original(self, iterator, data_batch)
 
     trainer._maybe_symbolic_build = of_first
+
+
+def first_batch(iterator: Any, strategy: Any) -> Any:
+    known = getattr(
+        iterator.data_adapter, "_first_batches", None
+    )  # a generator would lose what is taken of it
+    if known is not None:
+        return known[0]
+    batches = next(iter(iterator))[-1]
+    return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], next(batches))
 
 
 def main() -> None:

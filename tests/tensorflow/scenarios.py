@@ -680,6 +680,28 @@ def shuffled_by_seeds_of_its_own(strategy: Any) -> dict[str, Any]:
     }
 
 
+def generators_that_end(strategy: Any) -> dict[str, Any]:
+    """Each after as many batches as are asked for, first of a model that is to be built, then of one that is."""
+    x, y = inputs()
+
+    def batches(epochs: int) -> Iterator[tuple[Any, Any]]:
+        for _ in range(epochs):
+            for start in range(0, ROWS, BATCH):
+                yield x[start : start + BATCH], y[start : start + BATCH]
+
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(16, activation="relu"), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-2), "mse", metrics=["mae"])
+    first = model.fit(batches(3), epochs=3, steps_per_epoch=3, verbose=0).history
+    second = model.fit(batches(1), validation_data=batches(1), verbose=0).history
+    last = model.evaluate(batches(1), verbose=0)
+    return {
+        "digest": digest(model),
+        "weights": [float(np.sum(np.abs(weight))) for weight in model.get_weights()],
+        "loss": [*first["loss"], *second["loss"], *second["val_loss"], *last],
+    }
+
+
 class StepOfTheGuide(keras.Model):  # type: ignore[misc,unused-ignore]
     """As in Keras's guide to training steps of one's own."""
 
@@ -874,6 +896,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         interrupted,
         files_of_callbacks,
         shuffled_by_seeds_of_its_own,
+        generators_that_end,
         metrics_of_the_guide,
         saved_by_all,
         without_compiler,

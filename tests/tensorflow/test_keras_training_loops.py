@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from jobs import HERE, environment
 from process_pool import ProcessPool
+from tiers import IS_THOROUGH
 from training_loops_of_keras import TrainingLoop, training_loops
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]  # some loops take half a minute
@@ -117,20 +118,18 @@ def differences(ours: Any, theirs: Any, tolerance: float | None, where: str = ""
                 yield f"{where}: as far as {np.abs(left - right).max():g}, of values up to {np.abs(right).max():g}"
 
 
-def check_some(num_loops: int, reference: ProcessPool, workers: ProcessPool) -> None:
-    @settings(
-        max_examples=num_loops,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        print_blob=True,
-    )
-    @given(loop=training_loops())
-    def check_each(loop: TrainingLoop) -> None:
-        check(loop, reference, workers)
-
-    check_each()
-
-
-@pytest.mark.parametrize("num_loops", [6, 60])
-def test_any_loop_equals_one_process(num_loops: int, reference: ProcessPool, workers: ProcessPool) -> None:
-    check_some(num_loops, reference, workers)
+@settings(
+    max_examples=60 if IS_THOROUGH else 20,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.function_scoped_fixture,
+    ],
+    print_blob=True,
+)
+@given(loop=training_loops())
+def test_any_loop_equals_one_process(
+    loop: TrainingLoop, reference: ProcessPool, workers: ProcessPool
+) -> None:
+    check(loop, reference, workers)

@@ -27,8 +27,9 @@ LIKE_ONE_PROCESS = [
     "own_loop",
     "batches_in_memory_of_numpy",
     "shuffled_by_seeds_of_its_own",
+    "generators_that_end",
 ]
-TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-4]
+TRAINED_BY_KERAS = LIKE_ONE_PROCESS[:-5]
 SCENARIOS = [
     *LIKE_ONE_PROCESS,
     "fewer_rows_than_workers",
