@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from coarse.cli.failure import signal_name
+
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What ends a job when the launcher gets it."""
 
@@ -167,6 +169,12 @@ def _attend(supervisor: int, handled: Collection[signal.Signals], shutdown_timeo
         elif deadline is not None and time.monotonic() >= deadline:
             os.kill(supervisor, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
+    if code < 0 and deadline is None:
+        print(
+            f"coarse run: its supervisor (pid {supervisor}) was killed by {signal_name(-code)}, as the kernel does "
+            "where memory runs out; the job is ended with it",
+            file=sys.stderr,
+        )
     return code if code >= 0 else 128 - code
 
 
