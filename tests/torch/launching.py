@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import coarse
@@ -17,27 +18,37 @@ LIMIT_S = 300
 
 
 def launch(
-    launcher: tuple[str, ...], script: Path, arguments: tuple[str, ...], *options: str, **variables: str
+    launcher: tuple[str, ...],
+    script: Path,
+    arguments: tuple[str, ...],
+    *options: str,
+    meanwhile: Callable[[subprocess.Popen[bytes]], None] = lambda job: None,
+    **variables: str,
 ) -> str:
-    """Runs the script to its end; returns what was printed."""
+    """Runs the script to its end, and something while it runs; returns what was printed."""
     # Sockets have short names: pytest's own temporary directories are too long for them.
     with tempfile.TemporaryDirectory(prefix="coarse-test-") as temporary:
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, *options, str(script), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(coarse.__file__).parents[1]),
-                "OMP_NUM_THREADS": "1",
-                "TMPDIR": temporary,
-                "COARSE_PROFILE": "off",
-                **variables,
-            },
-        )
-        assert done.returncode == 0, done.stdout
+        printed = Path(temporary, "printed")
+        with printed.open("w") as output:
+            job = subprocess.Popen(
+                [sys.executable, "-m", *launcher, *options, str(script), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(Path(coarse.__file__).parents[1]),
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": temporary,
+                    "COARSE_PROFILE": "off",
+                    **variables,
+                },
+            )
+        try:
+            meanwhile(job)
+            assert job.wait(LIMIT_S) == 0, printed.read_text()
+        finally:
+            job.kill()
+            job.wait()
         assert not [path for path in Path(temporary).iterdir() if path.name.startswith("coarse")]
-    return done.stdout
+        return printed.read_text()
