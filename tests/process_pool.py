@@ -6,6 +6,7 @@ No fixed ports, no sleeps; every wait has a deadline, and what does not answer i
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ class ProcessPool:
 
     A process is started with the pool's arguments, a path for their rendezvous, and the number of a pipe by which it
     answers: once when it is ready, then each request, by ("result", value) or ("error", traceback). None ends it.
+    It can import what lies beside this file.
 
     All are ended when a scenario fails, and killed when it does not answer in time; the next scenario starts new
     ones, so that a second try has nothing of the first.
@@ -84,11 +86,13 @@ class ProcessPool:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
         for rank, environment in enumerate(self._environments):
+            paths = [*filter(None, [environment.get("PYTHONPATH")]), str(Path(__file__).parent)]
+            of_rank = {"RANK": str(rank), "WORLD_SIZE": str(len(self._environments))}
             ours, theirs = Pipe()
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
                     [*self._command, f"{self._directory.name}/store", str(theirs.fileno())],
-                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(len(self._environments))},
+                    env={**environment, **of_rank, "PYTHONPATH": os.pathsep.join(paths)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

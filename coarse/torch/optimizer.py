@@ -50,7 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
         - `state` has copies of the state, as state_dict() does; what is written to them is lost, and a mapping that
           is assigned to `state` takes its place.
-        - No closures, no add_param_group(), no DistributedDataParallel.join().
+        - No add_param_group(), no DistributedDataParallel.join().
 
     Args:
         optimizer: Holds exactly the trainable parameters of `model`. From now on use this one instead: of the other
@@ -222,27 +222,25 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
 
+        Args:
+            closure: Called once before the update, as torch's optimizers do; what it returns is returned.
+
         Raises:
-            ValueError: For a closure.
             RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used.
             NonFiniteGradientError: With on_nonfinite="raise", for NaN or Inf; nothing was updated on any worker.
         """
         if self._offloaded is None:
             return self._step_on_worker(closure)
-        if closure is not None:
-            raise ValueError(
-                "memory devices cannot call a closure; compute the loss before step(), or use the optimizer without "
-                "DistributedOptimizer"
-            )
         # Of the optimizer itself, whose own step() is not called; torch calls those of this one.
         for number, pre_hook in self._optimizer._optimizer_step_pre_hooks.items():
             if number != self._refusal:
                 pre_hook(self._optimizer, (), {})
+        loss = _called(closure)
         self._update(self._offloaded)
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
         self._optimizer._opt_called = True  # for schedulers, which warn of an order else
-        return None
+        return loss
 
     def _update(self, offloaded: OffloadedParameters) -> None:
         if self._overlaps:
@@ -352,15 +350,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _step_on_worker(self, closure: Callable[[], Any] | None) -> Any:
         if not self._policy.needs_measures:
             return self._optimizer.step(closure)
-        if closure is not None:
-            raise ValueError("max_grad_norm and on_nonfinite do not work with a closure; clip within it")
+        loss = _called(closure)
         named = [(name, p.grad) for name, p in self._model.trained_parameters if p.grad is not None]
         measured = [measure_gradient(name, gradient) for name, gradient in named]
-        if not self._policy.admits(measured):
-            return None
-        self._gradient_norm = total_norm(measured)
-        torch._foreach_mul_([gradient for _, gradient in named], self._policy.scale(self._gradient_norm))
-        return self._optimizer.step()
+        if self._policy.admits(measured):
+            self._gradient_norm = total_norm(measured)
+            torch._foreach_mul_([gradient for _, gradient in named], self._policy.scale(self._gradient_norm))
+            self._optimizer.step()
+        return loss
 
     def _check_updated(self) -> None:
         if any(p.grad is not None for options in self.param_groups for p in options["params"]):
@@ -369,6 +366,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "that were only accumulated (under no_sync()). End each accumulation with a backward() outside of "
                 "no_sync(), or pass overlap=False."
             )
+
+
+def _called(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _obstacle(
