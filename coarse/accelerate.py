@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import accelerate
 import torch
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.distributed.algorithms.join import Join, Joinable
 
-from coarse.torch import DistributedDataParallel
+from coarse.torch import DistributedDataParallel, DistributedOptimizer
+from coarse.torch.optimizer import options_of_offloading
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -26,7 +29,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """As accelerate's, where several workers train: takes its arguments, and makes the same process group.
 
     A single worker, FSDP, DeepSpeed and Megatron take accelerate's own ways.
+
+    Args:
+        offload_optimizer: Whether optimizers run in the memory devices, as coarse.torch.DistributedOptimizer has
+            them; or what else that is to be given, such as {"overlap": True}. prepare() is given the model before
+            its optimizer then.
     """
+
+    def __init__(
+        self, *arguments: Any, offload_optimizer: bool | Mapping[str, Any] = False, **keywords: Any
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        self._offload_by(offload_optimizer)
+
+    def _offload_by(self, offload_optimizer: bool | Mapping[str, Any]) -> None:
+        self._offloading = options_of_offloading(offload_optimizer)
+        self._wrapped = weakref.WeakSet[DistributedDataParallel]()
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -55,7 +73,34 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             handler.register_comm_hook(wrapped)
         del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
         wrapped._is_accelerate_prepared = True
+        self._wrapped.add(wrapped)
         return wrapped  # accelerate knows models as they were: what it saves has no wrapper
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """As accelerate's; with offload_optimizer it runs in the memory devices.
+
+        Raises:
+            ValueError: If no prepared model has its parameters, or DistributedOptimizer refuses it.
+        """
+        is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
+        takes_part = self.distributed_type in _DATA_PARALLEL and not isinstance(
+            optimizer, DistributedOptimizer
+        )
+        if self._offloading is not None and takes_part and not is_prepared:
+            optimizer = DistributedOptimizer(optimizer, self._model_of(optimizer), **self._offloading)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._wrapped:
+            if any(id(parameter) in members for parameter in model.parameters()):
+                return model
+        raise ValueError(
+            f"{type(optimizer).__name__} has the parameters of no model that was prepared, and offload_optimizer has "
+            "it run in the memory devices of its model. Give prepare() the model first: prepare(model, optimizer)."
+        )
 
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
         """Arguments that to_kwargs() leaves out where they are accelerate's defaults, which are not COARSE's."""

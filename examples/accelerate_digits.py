@@ -20,12 +20,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64, help="samples of one step, over all workers")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest rate of the one-cycle schedule")
+    parser.add_argument("--offload-optimizer", action="store_true", help="run it in the memory devices")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = read_arguments()
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    on_processors = not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=on_processors, offload_optimizer=arguments.offload_optimizer)
     torch.manual_seed(accelerator.process_index)
     train_data, test_data = load_data()
     batches = DataLoader(train_data, arguments.batch // accelerator.num_processes, shuffle=True)

@@ -41,6 +41,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64, help="samples of one step, over all workers")
     parser.add_argument("--lr", type=float, default=2e-3, help="highest rate of the one-cycle schedule")
+    parser.add_argument("--offload-optimizer", action="store_true", help="run it in the memory devices")
     return parser.parse_args()
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     train_data, test_data = load_data()
     batches = DataLoader(train_data, arguments.batch // arguments.workers, shuffle=True)
     trainer = lightning.Trainer(
-        strategy="coarse",
+        strategy="coarse_offload" if arguments.offload_optimizer else "coarse",
         accelerator="cpu",
         devices=arguments.workers,
         max_epochs=arguments.epochs,

@@ -28,6 +28,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="windows of one step of a worker")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--output", default="runs/transformers", help="folder of the Trainer's own files")
+    parser.add_argument("--offload-optimizer", action="store_true", help="run it in the memory devices")
     return parser.parse_args()
 
 
@@ -52,6 +53,7 @@ def main() -> None:
         ),
         data_collator=collate,
         train_dataset=windows,
+        offload_optimizer=arguments.offload_optimizer,
     )
     outcome = trainer.train()
     if trainer.is_world_process_zero():

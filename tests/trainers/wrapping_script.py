@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 import coarse.torch
 from coarse.accelerate import Accelerator
 from coarse.lightning import CoarseStrategy
+from coarse.torch import DistributedOptimizer
 from coarse.transformers import Trainer
 
 SAMPLES = 8
@@ -177,7 +178,75 @@ def with_lightning() -> None:
         CoarseStrategy(ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
 
 
+def accelerated(offload_optimizer: bool) -> nn.Module:
+    accelerator = Accelerator(cpu=True, offload_optimizer=offload_optimizer)
+    model = nn.Linear(4, 1)
+    bare = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(bare, 0.9)
+    if offload_optimizer:
+        with pytest.raises(ValueError, match="Give prepare\\(\\) the model first"):
+            accelerator.prepare(bare)
+    model, optimizer, schedule = accelerator.prepare(model, bare, schedule)
+    assert isinstance(optimizer.optimizer, DistributedOptimizer) is offload_optimizer
+    for inputs in data(accelerator.process_index).split(2):
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs).square().mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+    return model.module
+
+
+def trained_by_transformers(offload_optimizer: bool) -> nn.Module:
+    module = Loss()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, use_cpu=True, max_steps=4, save_strategy="no", report_to="none", disable_tqdm=True
+        )
+        samples = [{"inputs": row} for row in data(0)]
+        trainer = Trainer(module, arguments, train_dataset=samples, offload_optimizer=offload_optimizer)
+        trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, DistributedOptimizer) is offload_optimizer
+    return module
+
+
+class WithAdamW(Regression):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def trained_by_lightning(offload_optimizer: bool) -> nn.Module:
+    module = WithAdamW()
+    trainer = lightning.Trainer(
+        strategy="coarse_offload" if offload_optimizer else "coarse",
+        accelerator="cpu",
+        devices=2,
+        max_steps=3,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+    assert isinstance(trainer.optimizers[0], DistributedOptimizer) is offload_optimizer
+    return module
+
+
+def with_offloaded_optimizers() -> None:
+    """Trainers have them where memory is when they are asked to, with the results of optimizers on the workers."""
+    for train in (accelerated, trained_by_transformers, trained_by_lightning):
+        ends = []
+        for offload_optimizer in (False, True):
+            torch.manual_seed(3)
+            module = train(offload_optimizer)
+            ends.append([parameter.detach().clone() for parameter in module.parameters()])
+            dist.barrier()
+        for ours, theirs in zip(*ends, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 with_accelerate()
 with_transformers()
 with_lightning()
+with_offloaded_optimizers()
 print("all as promised", flush=True)
