@@ -34,6 +34,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         offload_optimizer: Whether optimizers run in the memory devices, as coarse.torch.DistributedOptimizer has
             them; or what else that is to be given, such as {"overlap": True}. prepare() is given the model before
             its optimizer then.
+
+    Raises:
+        ValueError: If offload_optimizer is to go with one of those ways.
     """
 
     def __init__(
@@ -44,6 +47,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _offload_by(self, offload_optimizer: bool | Mapping[str, Any]) -> None:
         self._offloading = options_of_offloading(offload_optimizer)
+        if self._offloading is not None and self.distributed_type not in (
+            *_DATA_PARALLEL,
+            DistributedType.NO,
+        ):
+            raise ValueError(
+                f"offload_optimizer does not go with {self.distributed_type.value}, which has its own way to keep "
+                "optimizers; leave one of them out"
+            )
         self._wrapped = weakref.WeakSet[DistributedDataParallel]()
 
     def prepare_model(

@@ -68,6 +68,19 @@ def test_lightning_knows_the_strategy_for_unused_parameters_by_name():
         assert strategy._ddp_kwargs.get("find_unused_parameters", False) is finds
 
 
+def test_an_optimizer_is_not_offloaded_where_another_way_shards_it():
+    needs("accelerate")
+    from accelerate.utils import DistributedType
+
+    from coarse.accelerate import Accelerator
+
+    class Sharding(Accelerator):
+        distributed_type = DistributedType.FSDP
+
+    with pytest.raises(ValueError, match="offload_optimizer does not go with FSDP"):
+        Sharding(cpu=True, offload_optimizer=True)
+
+
 @pytest.mark.slow
 def test_lightning_starts_its_own_workers():
     needs("lightning")
