@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.distributed.algorithms.join import Join, Joinable
 
-from coarse.torch import DistributedDataParallel, DistributedOptimizer
-from coarse.torch.optimizer import options_of_offloading
+from coarse.torch import DistributedDataParallel
+from coarse.torch.trainers import OptimizerOffloading
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -46,16 +45,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._offload_by(offload_optimizer)
 
     def _offload_by(self, offload_optimizer: bool | Mapping[str, Any]) -> None:
-        self._offloading = options_of_offloading(offload_optimizer)
-        if self._offloading is not None and self.distributed_type not in (
-            *_DATA_PARALLEL,
-            DistributedType.NO,
-        ):
+        self._offloading = OptimizerOffloading(offload_optimizer)
+        if self._offloading.is_wanted and self.distributed_type not in (*_DATA_PARALLEL, DistributedType.NO):
             raise ValueError(
                 f"offload_optimizer does not go with {self.distributed_type.value}, which has its own way to keep "
                 "optimizers; leave one of them out"
             )
-        self._wrapped = weakref.WeakSet[DistributedDataParallel]()
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -84,8 +79,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             handler.register_comm_hook(wrapped)
         del placed._is_accelerate_prepared  # it may be prepared again once it is unwrapped
         wrapped._is_accelerate_prepared = True
-        self._wrapped.add(wrapped)
-        return wrapped  # accelerate knows models as they were: what it saves has no wrapper
+        # accelerate knows models as they were: what it saves has no wrapper.
+        return self._offloading.add_model(wrapped)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -96,22 +91,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             ValueError: If no prepared model has its parameters, or DistributedOptimizer refuses it.
         """
         is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
-        takes_part = self.distributed_type in _DATA_PARALLEL and not isinstance(
-            optimizer, DistributedOptimizer
-        )
-        if self._offloading is not None and takes_part and not is_prepared:
-            optimizer = DistributedOptimizer(optimizer, self._model_of(optimizer), **self._offloading)
+        if self.distributed_type in _DATA_PARALLEL and not is_prepared:
+            optimizer = self._offloading.apply(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
-
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:
-        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in self._wrapped:
-            if any(id(parameter) in members for parameter in model.parameters()):
-                return model
-        raise ValueError(
-            f"{type(optimizer).__name__} has the parameters of no model that was prepared, and offload_optimizer has "
-            "it run in the memory devices of its model. Give prepare() the model first: prepare(model, optimizer)."
-        )
 
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
         """Arguments that to_kwargs() leaves out where they are accelerate's defaults, which are not COARSE's."""

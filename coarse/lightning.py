@@ -1,4 +1,4 @@
-"""Lightning with COARSE: `import coarse.lightning`, then Trainer(strategy="coarse").
+"""Lightning with COARSE: `import coarse.lightning`, then Trainer(strategy="coarse"), or Fabric(strategy="coarse").
 
 Example:
     >>> import coarse.lightning
@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.fabric import strategies as fabric
+from lightning.pytorch import strategies
 
-from coarse.torch import DistributedDataParallel, DistributedOptimizer
+from coarse.torch import DistributedDataParallel
 from coarse.torch.comm_hooks import travel_dtype
-from coarse.torch.optimizer import options_of_offloading
+from coarse.torch.trainers import OptimizerOffloading
 
 NAME = "coarse"
 
 
-class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
+class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
     """As DDPStrategy, and takes its arguments; gradients are averaged by memory devices.
 
     Processes are started and told their ranks as under "ddp": by Lightning, torchrun, `coarse run` or Slurm.
@@ -49,43 +50,68 @@ class CoarseStrategy(DDPStrategy):  # type: ignore[misc]
                 "average tensor by tensor. Leave it out, or train with strategy='ddp'."
             )
         super().__init__(**arguments)
-        self._offloading = options_of_offloading(offload_optimizer)
+        self._offloading = OptimizerOffloading(offload_optimizer)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes strategy="coarse" known to Lightning; done once, as this module is imported.
-
-        And "coarse_find_unused_parameters_true", as Lightning has it of "ddp", and "coarse_offload".
-        """
-        averaged = "Gradients are averaged by memory devices"
-        strategy_registry.register(NAME, cls, description=averaged)
-        strategy_registry.register(
-            f"{NAME}_find_unused_parameters_true",
-            cls,
-            description=f"{averaged}, unused ones too",
-            find_unused_parameters=True,
-        )
-        strategy_registry.register(
-            f"{NAME}_offload",
-            cls,
-            description=f"{averaged}, which run the optimizer too",
-            offload_optimizer=True,
-        )
+        """Makes strategy="coarse" known to Trainer, and what else _register() names."""
+        _register(strategy_registry, cls)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Called by the trainer; not meant for users."""
         super().setup_optimizers(trainer)
-        if self._offloading is not None:
-            given: list[torch.optim.Optimizer] = super().optimizers
-            self.optimizers = [DistributedOptimizer(each, self.model, **self._offloading) for each in given]
+        self.optimizers = [self._offloading.apply(each) for each in super().optimizers]
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        device_ids = self.determine_ddp_device_ids()
+        return self._offloading.add_model(
+            DistributedDataParallel(model, device_ids=device_ids, **self._ddp_kwargs)
+        )
 
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None:  # Lightning registers them on GPUs alone
             self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
-if NAME not in StrategyRegistry:
-    CoarseStrategy.register_strategies(StrategyRegistry)
+class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
+    """The same for Fabric: as its DDPStrategy, and takes its arguments.
+
+    Args:
+        offload_optimizer: As for CoarseStrategy. A model is set up before its optimizer, or with it.
+    """
+
+    def __init__(self, *, offload_optimizer: bool | Mapping[str, Any] = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._offloading = OptimizerOffloading(offload_optimizer)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes strategy="coarse" known to Fabric, and what else _register() names."""
+        _register(strategy_registry, cls)
+
+    def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
+        """Called by Fabric; not meant for users."""
+        device_ids = self._determine_ddp_device_ids()
+        return self._offloading.add_model(
+            DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
+        )
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Called by Fabric; not meant for users."""
+        return self._offloading.apply(optimizer)
+
+
+def _register(registry: Any, strategy: type) -> None:
+    """Under the names that Lightning has of "ddp", and as "coarse_offload"."""
+    averaged = "Gradients are averaged by memory devices"
+    for suffix, description, options in (
+        ("", averaged, {}),
+        ("_find_unused_parameters_true", f"{averaged}, unused ones too", {"find_unused_parameters": True}),
+        ("_offload", f"{averaged}, which run the optimizer too", {"offload_optimizer": True}),
+    ):
+        if f"{NAME}{suffix}" not in registry:
+            registry.register(f"{NAME}{suffix}", strategy, description=description, **options)
+
+
+CoarseStrategy.register_strategies(strategies.StrategyRegistry)
+CoarseFabricStrategy.register_strategies(fabric.STRATEGY_REGISTRY)

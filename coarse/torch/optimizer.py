@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -366,13 +366,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "that were only accumulated (under no_sync()). End each accumulation with a backward() outside of "
                 "no_sync(), or pass overlap=False."
             )
-
-
-def options_of_offloading(offload_optimizer: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a trainer is to give DistributedOptimizer besides optimizer and model; None if it is not to use it."""
-    if isinstance(offload_optimizer, Mapping):
-        return dict(offload_optimizer)
-    return {} if offload_optimizer else None
 
 
 def _called(closure: Callable[[], Any] | None) -> Any:

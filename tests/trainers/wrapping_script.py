@@ -184,7 +184,7 @@ def accelerated(offload_optimizer: bool) -> nn.Module:
     bare = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(bare, 0.9)
     if offload_optimizer:
-        with pytest.raises(ValueError, match="Give prepare\\(\\) the model first"):
+        with pytest.raises(ValueError, match="parameters of no model that was set up"):
             accelerator.prepare(bare)
     model, optimizer, schedule = accelerator.prepare(model, bare, schedule)
     assert isinstance(optimizer.optimizer, DistributedOptimizer) is offload_optimizer
@@ -232,9 +232,26 @@ def trained_by_lightning(offload_optimizer: bool) -> nn.Module:
     return module
 
 
+def trained_by_fabric(offload_optimizer: bool) -> nn.Module:
+    strategy = "coarse_offload" if offload_optimizer else "coarse"
+    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    module = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+    assert isinstance(optimizer.optimizer, DistributedOptimizer) is offload_optimizer
+    for step, inputs in enumerate(data(fabric.global_rank).split(2)):
+        with fabric.no_backward_sync(model, enabled=step == 2):
+            fabric.backward(model(inputs).square().mean())
+        if step != 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return module
+
+
 def with_offloaded_optimizers() -> None:
     """Trainers have them where memory is when they are asked to, with the results of optimizers on the workers."""
-    for train in (accelerated, trained_by_transformers, trained_by_lightning):
+    for train in (accelerated, trained_by_transformers, trained_by_lightning, trained_by_fabric):
         ends = []
         for offload_optimizer in (False, True):
             torch.manual_seed(3)
