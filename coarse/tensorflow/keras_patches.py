@@ -195,19 +195,27 @@ def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
         if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
         with strategy.scope():
-            self._symbolic_build(_one_batch(iterator, strategy), data_batch)
+            self._symbolic_build(_one_batch(self.name, iterator, strategy), data_batch)
         _check_metrics(self, strategy)
 
 
-def _one_batch(epoch_iterator: Any, strategy: Any) -> Iterator[tuple[int, int, list[Any]]]:
+def _one_batch(model: str, epoch_iterator: Any, strategy: Any) -> Iterator[tuple[int, int, list[Any]]]:
     """What a model is built by, if it is asked for. Of a generator Keras knows the first batches already."""
     known = getattr(epoch_iterator.data_adapter, "_first_batches", None)
     if known is not None:
         yield 0, 0, known
         return
     first, last, batches = next(iter(epoch_iterator))
-    own = tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], next(batches))
-    yield first, last, [own]
+    batch = next(batches, None)
+    if batch is None:
+        raise ValueError(
+            f"the data that model {model!r} was given has no batches, by whose shapes it is to be built"
+        )
+    yield (
+        first,
+        last,
+        [tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], batch)],
+    )
 
 
 def _check_metrics(model: Any, strategy: Any) -> None:

@@ -809,7 +809,7 @@ def many_in_flight(strategy: Any) -> dict[str, Any]:
 
 
 def scope_missing(strategy: Any) -> dict[str, Any]:
-    """What is said of models and variables from outside of scope(), and of operations that there are not."""
+    """What is said of models and variables from outside of scope(), and of data and operations that there are not."""
     if strategy.num_replicas_in_sync == 1:
         return {}
     x, y = inputs()
@@ -827,6 +827,10 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
             ("metric", lambda: with_metric(metric).fit(x, y, batch_size=BATCH, verbose=0)),
             ("metric of one batch", lambda: with_metric(metric).test_on_batch(x, y)),
             ("update", lambda: strategy.run(lambda: optimizer.apply([tf.ones(2)], [variable]))),
+            (
+                "no batches",
+                lambda: unbuilt().fit(tf.data.Dataset.from_tensor_slices((x[:0], y[:0])).batch(4)),
+            ),
             ("jit_compile", lambda: compiled_by_xla().fit(x, y, batch_size=BATCH, verbose=0)),
             ("MAX", lambda: strategy.run(lambda: all_reduce("MAX"))),
             ("product", lambda: strategy.run(lambda: all_reduce("product"))),
@@ -854,6 +858,12 @@ def scope_missing(strategy: Any) -> dict[str, Any]:
         strategy.run(lambda: in_run.apply([tf.ones(2)], [variable]))
     said["applied in run"] = text.getvalue()
     return said
+
+
+def unbuilt() -> Any:
+    model = keras.Sequential([keras.layers.Dense(1)], name="unbuilt")
+    model.compile(keras.optimizers.SGD(1e-2), "mse")
+    return model
 
 
 def with_metric(metric: Any) -> Any:

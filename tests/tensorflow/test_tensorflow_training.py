@@ -323,6 +323,12 @@ def test_what_was_built_outside_of_scope_is_named(results):
             assert said[where].count("outside of strategy.run(), where they are not reduced") == times, where
 
 
+def test_data_without_batches_does_not_build_a_model(results):
+    _, workers = scenario_of(results, "scope_missing")
+    for said in workers:
+        assert said["no batches"].startswith("the data that model 'unbuilt' was given has no batches")
+
+
 def test_a_step_that_xla_is_to_compile_is_refused(results):
     _, workers = scenario_of(results, "scope_missing")
     for said in workers:
