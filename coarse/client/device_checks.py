@@ -79,10 +79,6 @@ def _check_gpus(settings: Settings, num_nodes: int) -> None:
 
 def _check_replicas(table: PartitionTable) -> None:
     """Raises ValueError unless what any one memory device has can be with another one too."""
-    if table.is_on_gpus:
-        raise ValueError(
-            "COARSE_REPLICAS does not go with memory devices on GPUs: replicas are copied by processors; unset it"
-        )
     if table.num_devices < 2:
         raise ValueError(
             "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "

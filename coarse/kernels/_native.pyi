@@ -155,6 +155,8 @@ class Mapping:
 class TensorMemory:
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
+def copy_region(memory: TensorMemory | None, source: Region, destination: Region, num_bytes: int) -> None: ...
+
 class CudaTensorMemory(TensorMemory):
     def __init__(
         self,

@@ -520,7 +520,7 @@ def run_device(job_fd: int) -> None:
     with contextlib.suppress(FileNotFoundError):  # who made it has gone, and removed it
         hold(Path(job.directory))  # to the end of this process
     try:
-        opened = open_memories(job.memories, job.device)
+        opened = open_memories(job.memories, job.device, replicas=job.replicas)
     except _REASONS as error:
         nothing = DeviceMemories(own=HostMemory(), common=HostMemory())
         first = job.with_own_sockets() if job.keep_s else job

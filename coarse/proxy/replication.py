@@ -115,7 +115,10 @@ class Replication:
 
 
 def _copy(memory: DeviceMemory, label: str, segment: Segment, num_bytes: int) -> Segment:
-    copy = memory.allocate(label, num_bytes)
-    with copy.map() as target, segment.map(read_only=True) as source:
-        target[:num_bytes] = source[:num_bytes]
+    """Copies what another memory device has, small values of one on a GPU within the host's memory."""
+    is_of_kind = memory.is_mappable or bool(segment.gpu)
+    copy = memory.allocate(label, num_bytes) if is_of_kind else memory.allocate_host(label, num_bytes)
+    _native.copy_region(
+        memory.tensor_memory() if is_of_kind else None, segment.region, copy.region, num_bytes
+    )
     return copy

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kept_attempts import train_in_attempts
 
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
@@ -93,6 +94,16 @@ def reports_of_two_nodes(folder, memory_devices, place):
 def test_several_nodes_have_the_bits_of_the_host(cuda, tmp_path, place):
     expected = reports_of_two_nodes(tmp_path / "expected", "1", "host")
     assert reports_of_two_nodes(tmp_path / "found", "cuda:0", place) == expected
+
+
+def test_training_goes_on_without_any_one_device(cuda, tmp_path):
+    expected, found = Path(new_folder(tmp_path, "expected")), Path(new_folder(tmp_path, "found"))
+    memory_devices = "cuda:0,cuda:1" if cuda.device_count() > 1 else "cuda:0,cuda:0"
+    deaths = ("0 1 3 step.push 2", "1 1 4 step.pull")
+    assert (
+        train_in_attempts(found, memory_devices, "0", deaths, {})["digest"]
+        == train_in_attempts(expected, "host,host", "host", (), {})["digest"]
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["exchange", "ring", "nccl"])

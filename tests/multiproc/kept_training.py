@@ -1,4 +1,7 @@
-"""A little training with Adam by Session alone, bit for bit the same in every run, for tests of what is kept."""
+"""A little training with Adam by Session alone, bit for bit the same in every run, for tests of what is kept.
+
+Parameters and gradients are in the host's memory, or in that of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import hashlib
 import numpy as np
 from harness import LIMIT_S
 
+from coarse.client.tensor_bytes import GpuBytes, gpu_context
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.env import Attempt, Settings
+from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.session import Session
 
@@ -37,18 +42,34 @@ def join(me, attempt=0, *, keep=60.0, **settings):
     )
 
 
-def array(memory):
-    return np.frombuffer(memory, dtype=np.float32)
+def read(memory, gpu=""):
+    """The float32 values of a tensor."""
+    if not isinstance(memory, GpuBytes):
+        return np.frombuffer(memory, dtype=np.float32).copy()
+    values = np.empty(memory.nbytes // 4, dtype=np.float32)
+    stream = _native.CudaStream(gpu_context(gpu))
+    stream.copy_to_host(values.ctypes.data, memory.address, values.nbytes)
+    stream.synchronize()
+    return values
 
 
-def register(session, lengths=LENGTHS, state_names=STATES):
+def write(memory, values, gpu=""):
+    if not isinstance(memory, GpuBytes):
+        np.frombuffer(memory, dtype=np.float32)[:] = values
+        return
+    stream = _native.CudaStream(gpu_context(gpu))
+    stream.copy_to_device(memory.address, values.ctypes.data, values.nbytes)
+    stream.synchronize()
+
+
+def register(session, lengths=LENGTHS, state_names=STATES, gpu=""):
     specs = [
         TensorSpec(name=str(i), dtype="float32", num_elements=n, op="mean") for i, n in enumerate(lengths)
     ]
-    group = session.register_parameters("model", specs, state_names=state_names)
+    group = session.register_parameters("model", specs, state_names=state_names, gpu=gpu)
     if group.recovered is None and session.identity.rank == 0:
         for index, length in enumerate(lengths):
-            array(group.parameter(index))[:] = np.linspace(-1, 1, length, dtype=np.float32)
+            write(group.parameter(index), np.linspace(-1, 1, length, dtype=np.float32), gpu)
     session.barrier()
     return group
 
@@ -66,15 +87,15 @@ def write_settings(group, step):
     settings["has_gradient"] = [1, step % 2, 1, 1]
 
 
-def fill_slots(group, rank, step):
+def fill_slots(group, rank, step, gpu=""):
     for index, spec in enumerate(group.specs):
         gradient = np.random.default_rng([rank, step, index]).normal(size=spec.num_elements)
-        array(group.buffer(index))[:] = gradient.astype(np.float32)
+        write(group.buffer(index), gradient.astype(np.float32), gpu)
 
 
-def take_step(group, rank, step, reach=lambda place: None):
+def take_step(group, rank, step, reach=lambda place: None, gpu=""):
     """One training step, with a word about each place that it comes to."""
-    fill_slots(group, rank, step)
+    fill_slots(group, rank, step, gpu)
     for index in range(len(LENGTHS)):
         reach(f"backward.push {index}")
         group.push(index)
@@ -89,28 +110,32 @@ def take_step(group, rank, step, reach=lambda place: None):
     reach("step.done")
 
 
-def digest(group):
+def digest(group, gpu=""):
     found = hashlib.sha256()
     for index in range(len(group.specs)):
-        found.update(group.parameter(index))
+        found.update(read(group.parameter(index), gpu))
         for number in range(len(STATES)):
-            found.update(group.state(index, number))
+            found.update(read(group.state(index, number), gpu))
     return found.hexdigest()
 
 
-def train(me, attempt, reach=None, **settings):
+def train(me, attempt, reach=None, gpu="", **settings):
     """Trains to the end, from wherever memory is; returns where that was, and what came out."""
     with join(me, attempt, **settings) as session:
         me.session = session
-        group = register(session)
+        group = register(session, gpu=gpu)
         first = 0 if group.recovered is None else group.recovered.step
         for step in range(first + 1, STEPS + 1):
             take_step(
-                group, me.rank, step, lambda place, step=step: reach(group, step, place) if reach else None
+                group,
+                me.rank,
+                step,
+                lambda place, step=step: reach(group, step, place) if reach else None,
+                gpu,
             )
         session.barrier()
         updates = None if group.recovered is None else group.recovered.num_updates
-        return first, updates, digest(group)
+        return first, updates, digest(group, gpu)
 
 
 def finish(job, attempt, **settings):

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kept_attempts import train_in_attempts
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "gpu"
@@ -230,6 +231,38 @@ def test_training_has_the_bits_of_the_host(stand_ins, tmp_path):
     found, errors = run_workers(tmp_path, "cuda:0,cuda:0", "train_script.py", "cpu", **stand_ins)
     assert found[0] is not None, errors
     assert found == expected
+
+
+@pytest.fixture(scope="module")
+def replicated_on_host(tmp_path_factory):
+    return train_in_attempts(tmp_path_factory.mktemp("host"), "host,host", "host", (), {})["digest"]
+
+
+@pytest.mark.parametrize(
+    ("memory_devices", "deaths"),
+    [
+        ("cuda:0,cuda:1", ("0 1 4 step.push 2",)),
+        ("cuda:0,cuda:1", ("1 0 3 step.pull", "0 1 5 step.push 3")),
+        ("cuda:0,cuda:0", ("0 1 2 step.pull", "1 1 4 step.push 1")),
+        pytest.param("cuda:0,cuda:1,cuda:0", ("2 1 2 step.pull", "0 0 4 step.pull"), marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_without_any_one_device(
+    stand_ins, tmp_path, replicated_on_host, memory_devices, deaths
+):
+    found = train_in_attempts(tmp_path, memory_devices, "0", deaths, {MARK: str(tmp_path), **stand_ins})
+    assert not processes_left(str(tmp_path))
+    assert found["first"] >= int(deaths[-1].split()[2]) - 1
+    assert found["digest"] == replicated_on_host
+
+
+@pytest.mark.slow
+def test_replicas_lie_also_on_gpus_that_do_not_reach_each_other(stand_ins, tmp_path, replicated_on_host):
+    apart = {"STAND_IN_GPUS_ARE_APART": "all", **stand_ins}
+    deaths = ("0 1 3 step.push 2", "1 1 4 step.pull")
+    found = train_in_attempts(tmp_path, "cuda:0,cuda:1", "0", deaths, apart)
+    assert found["first"] >= 3
+    assert found["digest"] == replicated_on_host
 
 
 def run_on_emulated_machine(tmp_path, memory_devices, **environment):

@@ -170,6 +170,7 @@ class DeferredMemory : public TensorMemory {
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override {
     return hostMemory()->map(region, numBytes, what);
   }
+  TensorBytes allocate(std::size_t numBytes) const override { return hostMemory()->allocate(numBytes); }
   TensorBytes reach(std::byte* memory, std::size_t numBytes) const override {
     return hostMemory()->reach(memory, numBytes);
   }

@@ -177,9 +177,16 @@ GroupPlan makeVariousPlan(std::size_t numClients, const std::vector<std::uint32_
   return makePlan(1, numClients, tensors, shardElements);
 }
 
+/// Of a machine that is busy, and slow under a sanitizer.
+NcclLimits patient() {
+  NcclLimits limits;
+  limits.patience = std::chrono::seconds(60);
+  return limits;
+}
+
 /// Bytes that no piece or round of numbers fills exactly, so that there are many.
 NcclLimits fewBytes() {
-  NcclLimits limits;
+  NcclLimits limits = patient();
   limits.pieceBytes = 1500;
   limits.roundBytes = 5000;
   return limits;
@@ -201,7 +208,7 @@ class NcclReduces : public testing::TestWithParam<Shape> {
   }
   std::uint32_t divisor() const { return static_cast<std::uint32_t>(numClients()); }
   /// Some steps to which all contribute.
-  void check(GroupPlan plan, const NcclLimits& limits = {}) {
+  void check(GroupPlan plan, const NcclLimits& limits = patient()) {
     Devices devices(std::move(plan), numDevices(), limits);
     for (std::uint32_t step = 1; step <= 3; ++step) {
       devices.contribute(step, std::vector<std::uint8_t>(numClients(), kPresent));
@@ -235,7 +242,7 @@ TEST_P(NcclReduces, ManySmallTensors) {
 TEST_P(NcclReduces, ForWhoeverIsAbsentOrHasJoinedToo) {
   const GroupPlan plan = makeVariousPlan(numClients(), {3, 129}, 50);
   for (const std::uint8_t absence : {std::uint8_t{0}, std::uint8_t{kJoined}}) {
-    Devices devices(plan, numDevices(), {});
+    Devices devices(plan, numDevices(), patient());
     std::vector<std::uint8_t> flags(numClients(), kPresent);
     // One client of each device stays.
     std::vector<std::size_t> present = everybody();

@@ -87,7 +87,7 @@ class ReplicatedGroup {
     noteUpdate(*group, shard);
   }
   /// What one of the keeper does then.
-  void copy(std::uint32_t shard) { group->replica()->copy(*group, shard, staging); }
+  void copy(std::uint32_t shard) { group->replica()->copy(*group, {shard}, staging); }
   std::uint32_t numShards() const { return static_cast<std::uint32_t>(plan.shards.size()); }
   void takeStep(std::uint32_t step) {
     prepare(step);
@@ -134,7 +134,7 @@ class ReplicatedGroup {
   Memory control, parameters, states, replicaControl, replicaParameters, replicaStates;
   std::vector<Memory> slots, settings;
   std::unique_ptr<TensorGroup> group;
-  Bytes staging;
+  ReplicaStaging staging{*hostMemory()};
 };
 
 /// Parameters and states after so many steps in which nothing was lost.
@@ -196,11 +196,15 @@ TEST(Replica, BecomesWhatTheOwnerHasWhereNoneOfThemIsLost) {
   EXPECT_EQ(job.owned(), after(2));
 }
 
-TEST(Replica, HasEveryStepThatAWorkerHasSeen) {
+class ReplicaInMemory : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Memories, ReplicaInMemory, testing::Bool(),
+                         [](const auto& info) { return info.param ? "deferred" : "host"; });
+
+TEST_P(ReplicaInMemory, HasEveryStepThatAWorkerHasSeen) {
   constexpr std::uint32_t kSteps = 20;
-  constexpr ClusterShape kShape{kClients, 3, 2, Scheduling::kQueues, false, true};
+  const ClusterShape shape{kClients, 3, 2, Scheduling::kQueues, GetParam(), true};
   const GroupPlan plan = makeReplicatedPlan(DType::kFloat32);
-  Cluster cluster(kShape);
+  Cluster cluster(shape);
   cluster.start().addGroup(plan);
   for (std::size_t client = 0; client < kClients; ++client)
     std::fill_n(reinterpret_cast<float*>(cluster.slots(plan, client)), plan.slotBytes / sizeof(float), 1.F);

@@ -32,6 +32,14 @@ CudaKernels::ByDType toFunctions(const Handles& handles) {
 
 void registerTensorMemory(py::module_& module) {
   py::class_<TensorMemory, std::shared_ptr<TensorMemory>>(module, "TensorMemory");
+  module.def(
+      "copy_region",
+      [](const std::shared_ptr<TensorMemory>& memory, const Region& from, const Region& to,
+         std::size_t numBytes) {
+        copyRegion(memory == nullptr ? *hostMemory() : *memory, from, to, numBytes);
+      },
+      py::arg("memory"), py::arg("source"), py::arg("destination"), py::arg("num_bytes"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<CudaTensorMemory, TensorMemory, std::shared_ptr<CudaTensorMemory>>(module, "CudaTensorMemory")
       .def(py::init([](std::shared_ptr<cuda::Context> context, const Handles& reduceSum,
                        const Handles& reduceMax, const Handles& ringSum, const Handles& ringMax,

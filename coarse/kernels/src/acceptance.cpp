@@ -48,12 +48,14 @@ std::string bufferDisagreement(const TensorGroup& group, std::uint32_t shard, co
 std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks) {
   constexpr std::uint8_t kKindOfUpdate = kUpdate | kReduced | kMeasure;
   constexpr std::size_t kComparedBytes = offsetof(UpdateSettings, hasGradient);
-  const std::uint8_t expectedKind = group.control().contribution(shard, 0).flags & kKindOfUpdate;
-  const UpdateSettings expected = group.settings(shard, 0);
+  const std::size_t first = group.firstClient();
+  const std::uint8_t expectedKind = group.control().contribution(shard, first).flags & kKindOfUpdate;
+  const UpdateSettings expected = group.settings(shard, first);
   const auto tensor = [&] { return "tensor " + std::to_string(group.plan().shards[shard].tensor) + ": "; };
-  for (std::size_t client = 1; client < group.plan().numClients; ++client) {
+  for (std::size_t client = first + 1; client < group.plan().numClients; ++client) {
+    if (group.isLost(client)) continue;
     const auto whom = [&] {
-      return tensor() + "workers " + nameOf(0, ranks) + " and " + nameOf(client, ranks) + " ";
+      return tensor() + "workers " + nameOf(first, ranks) + " and " + nameOf(client, ranks) + " ";
     };
     if ((group.control().contribution(shard, client).flags & kKindOfUpdate) != expectedKind) {
       return whom() +

@@ -18,8 +18,8 @@ class SpreadCopies : public TensorCopies {
     for (std::size_t i = 0; i < memory.numGpus(); ++i) copies_.push_back(memory.gpu(i).makeCopies());
   }
 
-  void copy(std::byte* to, const std::byte* from, std::size_t numBytes) override {
-    copies_[memory_.gpuOf(to)]->copy(to, from, numBytes);
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes, NextUse use) override {
+    copies_[memory_.gpuOf(to)]->copy(to, from, numBytes, use);
   }
   void settle() override {
     for (const auto& each : copies_) each->settle();
@@ -190,6 +190,10 @@ void CudaSpreadMemory::note(const std::byte* begin, const Piece& piece) const {
 }
 
 /// Memory that one GPU has pinned, all of them see at the same address.
+TensorBytes CudaSpreadMemory::allocate(std::size_t numBytes) const {
+  return gpus_.front()->allocate(numBytes);
+}
+
 TensorBytes CudaSpreadMemory::reach(std::byte* memory, std::size_t numBytes) const {
   return gpus_.front()->reach(memory, numBytes);
 }

@@ -364,14 +364,19 @@ void CudaRunner::launch(Launch<Batch>& next, std::uint32_t numTiles) {
   next.batch = Batch{};
 }
 
-/// Copies on a stream of their own.
+/// Copies on a stream of their own, to memory that the GPU reaches.
 class CudaCopies : public TensorCopies {
  public:
-  explicit CudaCopies(const cuda::SharedContext& context) : context_(context), stream_(context) {}
+  CudaCopies(const cuda::SharedContext& context, std::shared_ptr<const DistantMemory> distant)
+      : context_(context), stream_(context), distant_(std::move(distant)) {}
 
-  void copy(std::byte* to, const std::byte* from, std::size_t numBytes) override {
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes, NextUse) override {
     const cuda::ContextScope scope(*context_);
-    stream_.copyOnDevice(cuda::addressOf(to), cuda::addressOf(from), numBytes);
+    if (const auto owner = distant_->find(from)) {
+      stream_.copyFrom(**owner, cuda::addressOf(to), cuda::addressOf(from), numBytes);
+    } else {
+      stream_.copyOnDevice(cuda::addressOf(to), cuda::addressOf(from), numBytes);
+    }
   }
   void settle() override {
     const cuda::ContextScope scope(*context_);
@@ -381,6 +386,7 @@ class CudaCopies : public TensorCopies {
  private:
   cuda::SharedContext context_;
   cuda::Stream stream_;
+  std::shared_ptr<const DistantMemory> distant_;
 };
 
 }  // namespace
@@ -440,13 +446,19 @@ TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   }
 }
 
+TensorBytes CudaTensorMemory::allocate(std::size_t numBytes) const {
+  auto memory = std::make_shared<cuda::DeviceMemory>(cuda::DeviceMemory::allocate(context_, numBytes));
+  auto* const address = static_cast<std::byte*>(pointerTo(memory->address()));
+  return {std::move(memory), address};
+}
+
 TensorBytes CudaTensorMemory::reach(std::byte* memory, std::size_t numBytes) const {
   const auto registration = std::make_shared<cuda::HostRegistration>(context_, memory, numBytes);
   return {registration, static_cast<std::byte*>(pointerTo(registration->deviceAddress()))};
 }
 
 std::unique_ptr<TensorCopies> CudaTensorMemory::makeCopies() const {
-  return std::make_unique<CudaCopies>(context_);
+  return std::make_unique<CudaCopies>(context_, distant_);
 }
 
 std::unique_ptr<ShardCompute> CudaTensorMemory::makeCompute(ShardCompute::Finish finish) const {

@@ -75,7 +75,7 @@ std::uint32_t mix(std::uint32_t digest, std::uint8_t byte) noexcept { return (di
 /// Digest of the settings by which this node's workers update a shard's parameter.
 /// @pre all of them have pushed an update that is not done, and so write no other settings.
 std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noexcept {
-  const UpdateSettings settings = group.settings(shard, 0);
+  const UpdateSettings settings = group.settings(shard);
   std::array<std::uint8_t, offsetof(UpdateSettings, hasGradient)> bytes;
   std::memcpy(bytes.data(), &settings, bytes.size());
   std::uint32_t digest = 2166136261U;

@@ -16,10 +16,17 @@ namespace {
 
 constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
 constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
+constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, where a GPU does it
 
 bool isUpdateByMean(std::uint8_t flags) noexcept {
   constexpr std::uint8_t kBoth = kUpdate | kReduced;
   return (flags & kBoth) == kBoth;
+}
+
+/// Of a shard to which all clients have contributed.
+RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
+  return {group.plan().id, shard, group.control().contribution(shard, 0).step.load(std::memory_order_relaxed),
+          0};
 }
 
 IntakeConfig intakeConfig(const ProxyConfig& config) {
@@ -62,7 +69,6 @@ Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory&
   doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
   openRings(rings, collectives);
   openLinks();
-  stagings_.resize(config_.numSyncCores);
   SyncCoresConfig cores;
   cores.numCores = config_.numSyncCores;
   cores.spinBudget = std::chrono::microseconds(config_.spinMicroseconds);
@@ -160,7 +166,7 @@ void Proxy::stop() noexcept {
       areCoresStopped_ = true;
       finishNodeTasks();
     }
-    for (const Compute& each : computes_) each.compute->drain();
+    for (const MemoryInUse& each : memories_) each.compute->drain();
     if (rings_) rings_->drain();
     if (collectives_) collectives_->drain();
   });
@@ -188,26 +194,29 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
   }
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
   syncCores_->whilePaused([&] {
-    addCompute(memory);
+    addMemory(memory);
     groups_.add(std::move(group));
   });
 }
 
-void Proxy::addCompute(const std::shared_ptr<const TensorMemory>& memory) {
-  for (const Compute& each : computes_) {
+void Proxy::addMemory(const std::shared_ptr<const TensorMemory>& memory) {
+  for (const MemoryInUse& each : memories_) {
     if (each.memory == memory) return;
   }
-  computes_.push_back({memory, memory->makeCompute([this](const ShardTask& task) {
+  memories_.push_back({memory,
+                       memory->makeCompute([this](const ShardTask& task) {
                          if (task.arrays != nullptr) return task.arrays->finish();
                          if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
                          deviceExchange_->reduced(task.entry);
-                       })});
+                       }),
+                       {}});
+  for (std::size_t core = 0; core < config_.numSyncCores; ++core)
+    memories_.back().stagings.emplace_back(*memory);
 }
 
-ShardCompute& Proxy::computeOf(const TensorGroup& group) const noexcept {
-  const auto found = std::find_if(computes_.begin(), computes_.end(),
-                                  [&](const Compute& each) { return each.memory.get() == &group.memory(); });
-  return *found->compute;
+Proxy::MemoryInUse& Proxy::memoryOf(const TensorGroup& group) noexcept {
+  return *std::find_if(memories_.begin(), memories_.end(),
+                       [&](const MemoryInUse& each) { return each.memory.get() == &group.memory(); });
 }
 
 SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
@@ -229,7 +238,7 @@ void Proxy::removeGroup(std::uint32_t id) {
       [&] { unused = groups_.remove(id, [this](const TensorGroup& group) { return isWorkingOn(group); }); });
 }
 
-bool Proxy::isWorkingOn(const TensorGroup& group) const noexcept {
+bool Proxy::isWorkingOn(const TensorGroup& group) noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
   // its last step around the ring before it.
   if (rings_ && rings_->isWorkingOn(group)) return true;
@@ -437,10 +446,11 @@ bool Proxy::runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept {
 }
 
 bool Proxy::runReadyShard(std::size_t core) {
-  const bool takesHomeShards = config_.device == kHomeDevice && core == 0;
   for (TensorGroup* group : groups_.all()) {
-    if (!group->memory().isHost() && !takesHomeShards) continue;
+    const bool isHost = group->memory().isHost();
+    if (!isHost && core != 0) continue;
     if (group->replica() != nullptr && runReplicatedShard(*group, core)) return true;
+    if (!isHost && config_.device != kHomeDevice) continue;
     ReadyShard ready;
     if (!popReady(group->control(), ready)) continue;
     runShard(*group, {group->plan().id, ready.shard, ready.step, 0});
@@ -449,35 +459,42 @@ bool Proxy::runReadyShard(std::size_t core) {
   return false;
 }
 
-/// Updates a shard whose owner this device is, or copies one whose replica it keeps.
+/// Updates a shard whose owner this device is, or copies some whose replica it keeps.
 bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
-  Replica& replica = *group.replica();
+  const Replica& replica = *group.replica();
   std::uint32_t shard = 0;
-  const auto entry = [&]() -> RingEntry {
-    return {group.plan().id, shard,
-            group.control().contribution(shard, 0).step.load(std::memory_order_relaxed), 0};
-  };
   if (replica.owner() == config_.device && replica.control().updates().take(shard)) {
-    runShard(group, entry());
+    runShard(group, newestEntry(group, shard));
     return true;
   }
-  if (replica.keeper() == config_.device && replica.control().copies().take(shard)) {
-    replica.copy(group, shard, stagings_[core], group.numPresent(shard) > 0);
-    finishForAll(group, entry(), group.shape(shard));
-    return true;
+  return replica.keeper() == config_.device && copyToReplica(group, core);
+}
+
+bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
+  Replica& replica = *group.replica();
+  // Of the host's memory one, which leaves others to other cores.
+  const std::size_t enoughBytes = group.memory().isHost() ? 1 : kCopiedTogetherBytes;
+  std::vector<std::uint32_t> shards;
+  std::uint32_t shard = 0;
+  for (std::size_t numBytes = 0; numBytes < enoughBytes && replica.control().copies().take(shard);) {
+    shards.push_back(shard);
+    for (const KeptPart& part : group.partsOf(shard)) numBytes += part.numBytes;
   }
-  return false;
+  if (shards.empty()) return false;
+  replica.copy(group, shards, memoryOf(group).stagings[core]);
+  for (const std::uint32_t each : shards) finishForAll(group, newestEntry(group, each), group.shape(each));
+  return true;
 }
 
 bool Proxy::advanceComputes() {
   bool progressed = false;
-  for (const Compute& each : computes_) progressed |= each.compute->advance();
+  for (const MemoryInUse& each : memories_) progressed |= each.compute->advance();
   return progressed;
 }
 
 /// How long until something happens that nobody rings for.
 std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
-  for (const Compute& each : computes_) {
+  for (const MemoryInUse& each : memories_) {
     if (each.compute->isBusy()) return 0;
   }
   if ((rings_ && rings_->isBusy()) || (collectives_ && collectives_->isBusy())) return 0;

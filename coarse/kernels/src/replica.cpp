@@ -1,9 +1,7 @@
 #include "coarse/replica.hpp"
 
-#include <cstring>
 #include <stdexcept>
 
-#include "coarse/copy.hpp"
 #include "coarse/recovery.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -50,52 +48,75 @@ std::size_t ReplicaControl::numBytes(std::size_t numShards) noexcept {
   return cursor.offset();
 }
 
+std::byte* ReplicaStaging::reserve(std::size_t numBytes) {
+  if (numBytes > numBytes_) {
+    bytes_.reset();  // not both at once
+    numBytes_ = 0;
+    bytes_ = memory_->allocate(numBytes);
+    numBytes_ = numBytes;
+  }
+  return bytes_.get();
+}
+
+TensorCopies& ReplicaStaging::copies() {
+  if (copies_ == nullptr) copies_ = memory_->makeCopies();
+  return *copies_;
+}
+
 Replica::Replica(const GroupPlan& plan, const TensorMemory& memory, const ReplicaFds& fds)
     : owner_(fds.owner),
       keeper_(fds.keeper),
       isFilled_(fds.isFilled),
       controlMapping_(mapSealed(fds.control, ReplicaControl::numBytes(plan.shards.size()),
                                 Mapping::Access::kReadWrite, "replica control")),
-      control_(controlMapping_.data(), plan.shards.size()),
-      parameters_(memory.map(fds.parameters, plan.parameterBytes(), "replica of parameters")) {
+      control_(controlMapping_.data(), plan.shards.size()) {
   if (owner_ == keeper_) throw std::invalid_argument("a replica lies in the memory of another device");
+  if (fds.parameters.fd < 0) return;
+  parameters_ = memory.map(fds.parameters, plan.parameterBytes(), "replica of parameters");
   if (const std::size_t keptBytes = plan.keptBytes(); keptBytes > 0)
     states_ = memory.map(fds.states, keptBytes, "replica of states");
 }
 
-void Replica::copyArrays(const TensorGroup& group, std::uint32_t shard, std::vector<std::byte>& staging) {
-  const Shard& plan = group.plan().shards[shard];
-  const std::size_t numArrays = group.plan().numStates + (group.plan().hasMaster(plan) ? 1 : 0);
-  const std::size_t parameterBytes = plan.numElements * itemBytes(plan.dtype);
-  const std::size_t arrayBytes = plan.numElements * sizeof(float);
-  if (staging.size() < parameterBytes + numArrays * arrayBytes)
-    staging.resize(parameterBytes + numArrays * arrayBytes);
-  std::memcpy(staging.data(), group.parameter(plan), parameterBytes);
-  for (std::size_t i = 0; i < numArrays; ++i)
-    std::memcpy(staging.data() + parameterBytes + i * arrayBytes, group.state(plan, i), arrayBytes);
-  // Nobody reads it soon.
-  copyBytesStreaming(group.parameterIn(parameters(), plan), staging.data(), parameterBytes);
-  for (std::size_t i = 0; i < numArrays; ++i) {
-    copyBytesStreaming(group.stateIn(states(), plan, i), staging.data() + parameterBytes + i * arrayBytes,
-                       arrayBytes);
-  }
-}
+KeptMemory Replica::kept() const noexcept { return {parameters_.get(), states_.get()}; }
 
-void Replica::copy(const TensorGroup& group, std::uint32_t shard, std::vector<std::byte>& staging,
-                   bool hasChanged) {
-  const UpdateRecord& from = group.control().update(shard);
-  UpdateRecord& to = control_.record(shard);
-  if (hasChanged || to.step.load(std::memory_order_relaxed) == 0) copyArrays(group, shard, staging);
-  to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  // release: the copy before the note of it.
-  to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
+void Replica::copy(const TensorGroup& group, const std::vector<std::uint32_t>& shards,
+                   ReplicaStaging& staging) {
+  std::vector<KeptPart> parts;
+  std::size_t numBytes = 0;
+  for (const std::uint32_t shard : shards) {
+    const bool isEmpty = control_.record(shard).step.load(std::memory_order_relaxed) == 0;
+    if (!isEmpty && group.numPresent(shard) == 0) continue;
+    for (const KeptPart& part : group.partsOf(shard)) {
+      parts.push_back(part);
+      numBytes += part.numBytes;
+    }
+  }
+  TensorCopies& copies = staging.copies();
+  std::byte* const staged = staging.reserve(numBytes);
+  std::size_t offset = 0;
+  for (const KeptPart& part : parts) {
+    copies.copy(staged + offset, part.in(group.kept()), part.numBytes, NextUse::kSoon);
+    offset += part.numBytes;
+  }
+  copies.settle();
+  offset = 0;
+  for (const KeptPart& part : parts) {
+    copies.copy(part.in(kept()), staged + offset, part.numBytes);
+    offset += part.numBytes;
+  }
+  copies.settle();
+  for (const std::uint32_t shard : shards) copyRecord(control_.record(shard), group.control().update(shard));
 }
 
 void Replica::begin(const TensorGroup& group, const GroupUpdates& updates) {
-  std::vector<std::byte> staging;
+  const std::unique_ptr<TensorCopies> copies = group.memory().makeCopies();
   const std::vector<Shard>& shards = group.plan().shards;
+  for (std::uint32_t shard = 0; shard < shards.size() && !isFilled_; ++shard) {
+    for (const KeptPart& part : group.partsOf(shard))
+      copies->copy(part.in(kept()), part.in(group.kept()), part.numBytes);
+  }
+  copies->settle();
   for (std::uint32_t shard = 0; shard < shards.size(); ++shard) {
-    if (!isFilled_) copyArrays(group, shard, staging);
     UpdateRecord& record = control_.record(shard);
     record.updateNumber.store(updates.updateNumbers[shards[shard].tensor], std::memory_order_relaxed);
     record.step.store(updates.step, std::memory_order_release);

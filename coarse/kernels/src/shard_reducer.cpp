@@ -57,7 +57,7 @@ Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
 
 UpdateInputs::UpdateInputs(const TensorGroup& group, std::uint32_t shardIndex) noexcept
     // Looked at again: a client can have written to them since they were compared.
-    : settings(group.settings(shardIndex, 0)), hasRule(coarse::isRunnable(settings, group.plan().numStates)) {
+    : settings(group.settings(shardIndex)), hasRule(coarse::isRunnable(settings, group.plan().numStates)) {
   const bool isReduced = group.isReduced(shardIndex);
   const Shard& shard = group.plan().shards[shardIndex];
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {

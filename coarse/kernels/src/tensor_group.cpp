@@ -125,7 +125,7 @@ std::size_t GroupPlan::keptBytes() const {
 TensorGroup::TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots,
                          const OptimizerFds& optimizerFds, const std::vector<int>& rowsFds,
                          std::shared_ptr<const TensorMemory> memory)
-    : plan_(std::move(plan)), memory_(std::move(memory)) {
+    : plan_(std::move(plan)), memory_(std::move(memory)), isLost_(plan_.numClients, false) {
   plan_.validate();
   if (slots.size() != plan_.numClients)
     throw std::invalid_argument("a tensor group needs the slots of every client");
@@ -143,18 +143,18 @@ void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
     throw std::invalid_argument("a tensor group with an optimizer needs the settings of every client");
   for (const int fd : fds.settings)
     settings_.push_back(mapSealed(fd, plan_.settingsBytes(), Mapping::Access::kReadOnly, "settings"));
-  if (fds.parameters.fd < 0) return;
-  parameters_ = memory_->map(fds.parameters, plan_.parameterBytes(), "parameters");
   kept_ = plan_.keptArrays();
-  if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
-    states_ = memory_->map(fds.states, keptBytes, "states");
-  if (fds.snapshots.control >= 0 && fds.snapshots.hasPool())
-    snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
   if (fds.replica.control >= 0) {
     if (!tables_.empty())
       throw std::invalid_argument("tables have no replica: their updates change few rows");
     replica_ = std::make_unique<Replica>(plan_, *memory_, fds.replica);
   }
+  if (fds.parameters.fd < 0) return;
+  parameters_ = memory_->map(fds.parameters, plan_.parameterBytes(), "parameters");
+  if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
+    states_ = memory_->map(fds.states, keptBytes, "states");
+  if (fds.snapshots.control >= 0 && fds.snapshots.hasPool())
+    snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
   if (fds.undo.control >= 0) {
     if (!tables_.empty() || replica_ != nullptr)
       throw std::invalid_argument("neither tables nor groups with a replica undo a step");
@@ -177,10 +177,30 @@ void TensorGroup::mapRows(const std::vector<int>& fds) {
     rows_.push_back(mapSealed(fd, plan_.rowsBytes(), Mapping::Access::kReadWrite, "rows"));
 }
 
-float* TensorGroup::stateIn(std::byte* states, const Shard& shard, std::size_t number) const noexcept {
+std::size_t TensorGroup::stateOffset(const Shard& shard, std::size_t number) const noexcept {
   const KeptArrays& kept = kept_[shard.tensor];
   const std::size_t element = (shard.offset - kept.slotOffset) / itemBytes(shard.dtype);
-  return reinterpret_cast<float*>(states + kept.offset + number * kept.arrayBytes) + element;
+  return kept.offset + number * kept.arrayBytes + element * sizeof(float);
+}
+
+std::vector<KeptPart> TensorGroup::partsOf(std::uint32_t shardIndex) const {
+  const Shard& shard = plan_.shards[shardIndex];
+  std::vector<KeptPart> parts{{false, parameterOffset(shard), shard.numElements * itemBytes(shard.dtype)}};
+  const std::size_t numArrays = plan_.numStates + (plan_.hasMaster(shard) ? 1 : 0);
+  for (std::size_t i = 0; i < numArrays; ++i)
+    parts.push_back({true, stateOffset(shard, i), shard.numElements * sizeof(float)});
+  return parts;
+}
+
+void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
+  for (const std::size_t client : lostClients) isLost_[client] = true;
+  while (firstClient_ < plan_.numClients && isLost_[firstClient_]) ++firstClient_;
+}
+
+void TensorGroup::moveToReplica() {
+  snapshots_.reset();  // of what was there before
+  parameters_ = replica_->parameterBytes();
+  states_ = replica_->stateBytes();
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {

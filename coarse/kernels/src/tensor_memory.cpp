@@ -1,5 +1,6 @@
 #include "coarse/tensor_memory.hpp"
 
+#include <cstring>
 #include <utility>
 
 #include "coarse/copy.hpp"
@@ -28,9 +29,12 @@ class HostCompute : public ShardCompute {
 
 class HostCopies : public TensorCopies {
  public:
-  /// Nobody reads it soon.
-  void copy(std::byte* to, const std::byte* from, std::size_t numBytes) override {
-    copyBytesStreaming(to, from, numBytes);
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes, NextUse use) override {
+    if (use == NextUse::kSoon) {
+      std::memcpy(to, from, numBytes);
+    } else {
+      copyBytesStreaming(to, from, numBytes);
+    }
   }
 };
 
@@ -41,6 +45,9 @@ class HostMemory : public TensorMemory {
     const auto mapping =
         std::make_shared<Mapping>(mapShared(region, numBytes, Mapping::Access::kReadWrite, what));
     return {mapping, mapping->data()};
+  }
+  TensorBytes allocate(std::size_t numBytes) const override {
+    return {new std::byte[numBytes], std::default_delete<std::byte[]>()};
   }
   TensorBytes reach(std::byte* memory, std::size_t) const override {
     return {std::shared_ptr<void>(), memory};
@@ -57,6 +64,14 @@ class HostMemory : public TensorMemory {
 std::shared_ptr<const TensorMemory> hostMemory() {
   static const auto memory = std::make_shared<const HostMemory>();  // stateless
   return memory;
+}
+
+void copyRegion(const TensorMemory& memory, const Region& from, const Region& to, std::size_t numBytes) {
+  const TensorBytes source = memory.map(from, numBytes, "what is copied");
+  const TensorBytes target = memory.map(to, numBytes, "a copy");
+  const std::unique_ptr<TensorCopies> copies = memory.makeCopies();
+  copies->copy(target.get(), source.get(), numBytes);
+  copies->settle();
 }
 
 }  // namespace coarse

@@ -1,32 +1,14 @@
 #include "coarse/undo_log.hpp"
 
+#include "coarse/recovery.hpp"
 #include "coarse/tensor_group.hpp"
 
 namespace coarse {
 namespace {
 
-struct Place {
-  std::byte* parameters;
-  std::byte* states;
-};
-
-void copyShard(TensorCopies& copies, const TensorGroup& group, std::uint32_t shard, const Place& to,
-               const Place& from) {
-  const Shard& plan = group.plan().shards[shard];
-  copies.copy(group.parameterIn(to.parameters, plan), group.parameterIn(from.parameters, plan),
-              plan.numElements * itemBytes(plan.dtype));
-  const std::size_t numArrays = group.plan().numStates + (group.plan().hasMaster(plan) ? 1 : 0);
-  for (std::size_t i = 0; i < numArrays; ++i) {
-    copies.copy(reinterpret_cast<std::byte*>(group.stateIn(to.states, plan, i)),
-                reinterpret_cast<const std::byte*>(group.stateIn(from.states, plan, i)),
-                plan.numElements * sizeof(float));
-  }
-}
-
-void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept {
-  to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  // release: the copy before the note of it.
-  to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
+void copyShard(TensorCopies& copies, const TensorGroup& group, std::uint32_t shard, const KeptMemory& to,
+               const KeptMemory& from) {
+  for (const KeptPart& part : group.partsOf(shard)) copies.copy(part.in(to), part.in(from), part.numBytes);
 }
 
 }  // namespace
@@ -50,9 +32,8 @@ std::size_t UndoLog::controlBytes(std::size_t numShards) noexcept {
 void UndoLog::keep(const TensorGroup& group, std::uint32_t shard) { keep(group, &shard, 1); }
 
 void UndoLog::keep(const TensorGroup& group, const std::uint32_t* shards, std::size_t count) {
-  const Place log{parameters_.get(), states_.get()};
-  for (std::size_t i = 0; i < count; ++i)
-    copyShard(*copies_, group, shards[i], log, {group.parameters(), group.states()});
+  const KeptMemory log{parameters_.get(), states_.get()};
+  for (std::size_t i = 0; i < count; ++i) copyShard(*copies_, group, shards[i], log, group.kept());
   copies_->settle();
   for (std::size_t i = 0; i < count; ++i) copyRecord(records_[shards[i]], group.control().update(shards[i]));
 }
@@ -66,7 +47,7 @@ bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t ste
     seen.step.store(step, std::memory_order_release);
     return true;
   }
-  copyShard(*copies_, group, shard, {group.parameters(), group.states()}, {parameters_.get(), states_.get()});
+  copyShard(*copies_, group, shard, group.kept(), {parameters_.get(), states_.get()});
   copies_->settle();
   copyRecord(seen, records_[shard]);
   return true;

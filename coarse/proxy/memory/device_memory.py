@@ -78,7 +78,8 @@ class DeviceMemories:
     Args:
         own: Where slots lie, and values that workers store.
         common: Where that lies which a node has once, parameters and states of optimizers: in the memory of all its
-            memory devices, where these are NUMA nodes, or GPUs that reach each other; else it is `own`.
+            memory devices, where these are NUMA nodes, or GPUs that reach each other, and each of them may not be
+            lost; else it is `own`.
     """
 
     own: DeviceMemory
@@ -90,19 +91,21 @@ class DeviceMemories:
         self.own.close()
 
 
-def open_memories(names: Sequence[str], device: int) -> DeviceMemories:
+def open_memories(names: Sequence[str], device: int, *, replicas: int = 0) -> DeviceMemories:
     """The memories of one memory device.
 
     Args:
         names: Of the memory of each device of the node, as in MemoryName.
         device: Which of them it is.
+        replicas: How many others have what each device has: what is to outlive one of them may not lie in parts with
+            all.
 
     Raises:
         ValueError, DeviceMemoryBusyError: As open_memory().
     """
     own = open_memory(names[device])
     memories = {MemoryName.parse(name): None for name in names}  # in the order of devices
-    if len(memories) < 2 or any(memory.kind != own.kind for memory in memories):
+    if replicas or len(memories) < 2 or any(memory.kind != own.kind for memory in memories):
         return DeviceMemories(own=own, common=own)
     return DeviceMemories(own=own, common=_common_memory(own, [memory.place for memory in memories]))
 

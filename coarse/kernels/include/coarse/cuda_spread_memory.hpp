@@ -28,6 +28,7 @@ class CudaSpreadMemory : public TensorMemory {
   /// As CudaTensorMemory::map(), for all of the GPUs. Of what one of them cannot reach it takes copies.
   /// @throws cuda::Error also if it is in several pieces, and one of the GPUs cannot reach them all.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
+  TensorBytes allocate(std::size_t numBytes) const override;
   TensorBytes reach(std::byte* memory, std::size_t numBytes) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;

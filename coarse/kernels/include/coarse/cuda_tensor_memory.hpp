@@ -25,6 +25,7 @@ class CudaTensorMemory : public TensorMemory {
 
   /// @param region all that one or more cuda::DeviceMemory exported, in this or other processes.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
+  TensorBytes allocate(std::size_t numBytes) const override;
   TensorBytes reach(std::byte* memory, std::size_t numBytes) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;

@@ -127,17 +127,19 @@ class Proxy {
   ProxyStatistics statistics() const noexcept;
 
  private:
-  struct Compute {
+  struct MemoryInUse {
     std::shared_ptr<const TensorMemory> memory;
     std::unique_ptr<ShardCompute> compute;
+    std::vector<ReplicaStaging> stagings;  // of each sync core
   };
 
   void openRings(const RingMemory& rings, const CollectiveMemory& collectives);
   void openLinks();
   SessionPaths paths(const TensorMemory& memory) const noexcept;
-  void addCompute(const std::shared_ptr<const TensorMemory>& memory);
-  ShardCompute& computeOf(const TensorGroup& group) const noexcept;
-  bool isWorkingOn(const TensorGroup& group) const noexcept;
+  void addMemory(const std::shared_ptr<const TensorMemory>& memory);
+  MemoryInUse& memoryOf(const TensorGroup& group) noexcept;
+  ShardCompute& computeOf(const TensorGroup& group) noexcept { return *memoryOf(group).compute; }
+  bool isWorkingOn(const TensorGroup& group) noexcept;
 
   bool work(std::size_t core);
   bool accept(std::size_t client, const Descriptor& descriptor);
@@ -147,6 +149,7 @@ class Proxy {
   static bool runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept;
   bool runReadyShard(std::size_t core);
   bool runReplicatedShard(TensorGroup& group, std::size_t core);
+  bool copyToReplica(TensorGroup& group, std::size_t core);
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
   void runShard(TensorGroup& group, const RingEntry& entry);
@@ -167,8 +170,8 @@ class Proxy {
   Mapping doorbellMapping_;
   Doorbell* doorbells_ = nullptr;
   Mapping exchangeMapping_;
-  GroupTable groups_;              // these two are read by sync cores, changed only while they are parked
-  std::vector<Compute> computes_;  // of each memory, in the order in which groups came to lie there
+  GroupTable groups_;                  // these two are read by sync cores, changed only while they are parked
+  std::vector<MemoryInUse> memories_;  // in the order in which groups came to lie there
   // Driven by core 0.
   DeviceLinks links_;
   DescriptorIntake intake_;
@@ -178,8 +181,7 @@ class Proxy {
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
 
-  std::vector<std::vector<std::byte>> stagings_;  // of each sync core, for copies to replicas
-  std::uint32_t numPushedReady_ = 0;              // by core 0, since it last woke others
+  std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
   std::mutex nodeTasksMutex_;         // guards these two

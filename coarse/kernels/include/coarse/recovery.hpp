@@ -21,6 +21,8 @@ struct GroupUpdates {
 
 /// Notes that a shard's parameter and states have seen one more step. @pre its update is complete.
 void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
+/// Notes of a copy of them that it has seen what `from` has. @pre the copy is complete.
+void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept;
 
 /// Notes in a group control that is new what parameters and states hold that are not.
 /// @throws std::invalid_argument unless there is a number for each tensor.
@@ -30,7 +32,7 @@ void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::
 /// the slots and settings that every worker had written before it pushed the first update; or, of a group
 /// with an UndoLog, these see it no more.
 /// @param lostClients those whose slots and settings went with a memory device: others' are taken, which hold
-/// the same mean. Of groups with a replica only.
+/// the same mean. Of groups with a replica only. These functions leave a group that nobody can use further.
 /// @pre the group has an optimizer; no worker and no sync core of any device uses it any more.
 GroupUpdates finishUpdates(TensorGroup& group, const std::vector<std::size_t>& lostClients = {});
 

@@ -14,6 +14,7 @@ namespace coarse {
 
 struct GroupPlan;
 struct GroupUpdates;
+struct KeptMemory;
 class TensorGroup;
 
 /// A set of shards in memory that processes share, a bit for each. Any number of threads and processes add
@@ -57,11 +58,29 @@ class ReplicaControl {
 /// Descriptors stay the caller's.
 struct ReplicaFds {
   int control = -1;        // ReplicaControl::numBytes() of host memory; none without a replica
-  Region parameters = -1;  // as long as those of the group, and alike
+  Region parameters = -1;  // as long as those of the group, and alike; none where another device keeps them
   Region states = -1;      // likewise
   std::size_t owner = 0;   // the memory device in whose memory parameters and states lie, and
   std::size_t keeper = 1;  // that of the replica
   bool isFilled = false;   // whether the replica is what the owner has, at the start
+};
+
+/// Memory through which copies go to replicas: of a replica nothing is overwritten before what is to come
+/// there was read whole. It grows to what is the most at once.
+///
+/// Thread safety: one caller at a time.
+class ReplicaStaging {
+ public:
+  /// @param memory of what is copied; must outlive this.
+  explicit ReplicaStaging(const TensorMemory& memory) : memory_(&memory) {}
+  std::byte* reserve(std::size_t numBytes);
+  TensorCopies& copies();
+
+ private:
+  const TensorMemory* memory_;
+  std::unique_ptr<TensorCopies> copies_;  // made when they are first needed
+  TensorBytes bytes_;
+  std::size_t numBytes_ = 0;
 };
 
 /// Parameters and states of a group once more.
@@ -73,25 +92,25 @@ struct ReplicaFds {
 class Replica {
  public:
   /// @throws std::invalid_argument as TensorMemory::map(), or if owner and keeper are one.
+
   Replica(const GroupPlan& plan, const TensorMemory& memory, const ReplicaFds& fds);
 
   std::size_t owner() const noexcept { return owner_; }
   std::size_t keeper() const noexcept { return keeper_; }
   const ReplicaControl& control() const noexcept { return control_; }
-  std::byte* parameters() const noexcept { return parameters_.get(); }
-  std::byte* states() const noexcept { return states_.get(); }
+  /// Null at devices that do not keep it, as what follows.
+  const TensorBytes& parameterBytes() const noexcept { return parameters_; }
+  const TensorBytes& stateBytes() const noexcept { return states_; }
 
-  /// Copies a shard that was updated, and notes its step. It is read whole before anything of the replica is
-  /// overwritten, so that an owner who is lost meanwhile leaves the version before.
-  /// @param staging memory of the calling thread, which grows to what the largest shard needs.
-  /// @param hasChanged whether the update wrote anything; if not, only the step is noted.
-  void copy(const TensorGroup& group, std::uint32_t shard, std::vector<std::byte>& staging,
-            bool hasChanged = true);
+  /// Copies shards that were updated, and notes their steps; of those that had no gradient, only the steps.
+  /// All is read before anything of the replica is overwritten, so that an owner who is lost meanwhile leaves
+  /// the version before.
+  void copy(const TensorGroup& group, const std::vector<std::uint32_t>& shards, ReplicaStaging& staging);
   /// Notes what all shards hold, and copies them unless the replica was filled before.
   void begin(const TensorGroup& group, const GroupUpdates& updates);
 
  private:
-  void copyArrays(const TensorGroup& group, std::uint32_t shard, std::vector<std::byte>& staging);
+  KeptMemory kept() const noexcept;
 
   std::size_t owner_, keeper_;
   bool isFilled_;

@@ -123,6 +123,22 @@ struct OptimizerFds {
   UndoFds undo{};               // likewise; none where a step that was begun can be finished
 };
 
+/// Where parameters and states of a group lie, or copies of them that are laid out alike.
+struct KeptMemory {
+  std::byte* parameters = nullptr;
+  std::byte* states = nullptr;
+};
+
+/// One of the arrays that an optimizer keeps for a shard.
+struct KeptPart {
+  bool isState = false;
+  std::size_t offset = 0;
+  std::size_t numBytes = 0;
+  std::byte* in(const KeptMemory& memory) const noexcept {
+    return (isState ? memory.states : memory.parameters) + offset;
+  }
+};
+
 /// A tensor group as one memory device holds it: shared state and the slots of every client.
 class TensorGroup {
  public:
@@ -140,6 +156,7 @@ class TensorGroup {
   const GroupControl& control() const noexcept { return control_; }
   std::byte* parameters() const noexcept { return parameters_.get(); }
   std::byte* states() const noexcept { return states_.get(); }
+  KeptMemory kept() const noexcept { return {parameters(), states()}; }
   std::byte* slot(std::size_t client, const Shard& shard) const noexcept {
     return slots_[client].get() + shard.offset;
   }
@@ -176,18 +193,26 @@ class TensorGroup {
   bool isReduced(std::uint32_t shard) const noexcept;
   /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
-  std::byte* parameter(const Shard& shard) const noexcept { return parameterIn(parameters_.get(), shard); }
+  /// What all say of it, if they agree.
+  UpdateSettings settings(std::uint32_t shard) const noexcept { return settings(shard, firstClient()); }
+  std::byte* parameter(const Shard& shard) const noexcept {
+    return parameters_.get() + parameterOffset(shard);
+  }
   float* state(const Shard& shard, std::size_t number) const noexcept {
-    return stateIn(states_.get(), shard, number);
+    return reinterpret_cast<float*>(states_.get() + stateOffset(shard, number));
   }
-  /// The same in memory that is laid out alike.
-  std::byte* parameterIn(std::byte* parameters, const Shard& shard) const noexcept {
-    const KeptArrays& kept = kept_[shard.tensor];
-    return parameters + kept.parameterOffset + (shard.offset - kept.slotOffset);
-  }
-  float* stateIn(std::byte* states, const Shard& shard, std::size_t number) const noexcept;
+  /// Of a shard all that the optimizer keeps. @pre there is an optimizer, and this device has its memory.
+  std::vector<KeptPart> partsOf(std::uint32_t shard) const;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
+  /// From now on slots and settings of these clients are looked at no more: they went with a memory device.
+  /// @pre no worker and no sync core of any device uses the group any more.
+  void forget(const std::vector<std::size_t>& lostClients);
+  bool isLost(std::size_t client) const noexcept { return isLost_[client]; }
+  /// The first one that is not lost; plan().numClients if all are.
+  std::size_t firstClient() const noexcept { return firstClient_; }
+  /// From now on what the replica has is what the optimizer keeps. @pre as for forget(); there is one here.
+  void moveToReplica();
   /// Null without an optimizer or snapshots of what it keeps.
   GroupSnapshots* snapshots() const noexcept { return snapshots_.get(); }
   /// Null without one.
@@ -208,6 +233,11 @@ class TensorGroup {
  private:
   void mapRows(const std::vector<int>& fds);
   void mapOptimizer(const OptimizerFds& fds);
+  std::size_t parameterOffset(const Shard& shard) const noexcept {
+    const KeptArrays& kept = kept_[shard.tensor];
+    return kept.parameterOffset + (shard.offset - kept.slotOffset);
+  }
+  std::size_t stateOffset(const Shard& shard, std::size_t number) const noexcept;
 
   GroupPlan plan_;
   std::shared_ptr<const TensorMemory> memory_;
@@ -221,6 +251,8 @@ class TensorGroup {
   TensorBytes parameters_;
   TensorBytes states_;
   std::vector<KeptArrays> kept_;  // by tensor
+  std::vector<bool> isLost_;      // by client
+  std::size_t firstClient_ = 0;
   std::unique_ptr<GroupSnapshots> snapshots_;
   std::unique_ptr<Replica> replica_;
   std::unique_ptr<UndoLog> undoLog_;

@@ -14,6 +14,9 @@ namespace coarse {
 /// host's, or of a GPU's, and then nothing that the host can read.
 using TensorBytes = std::shared_ptr<std::byte>;
 
+/// When what was copied is read again.
+enum class NextUse { kSoon, kLate };
+
 /// Copies tensors within one kind of memory.
 ///
 /// Thread safety: that of the host's memory any; others one caller at a time.
@@ -22,7 +25,8 @@ class TensorCopies {
   virtual ~TensorCopies() = default;
 
   /// Begins to copy. @throws std::runtime_error if it cannot, as settle().
-  virtual void copy(std::byte* to, const std::byte* from, std::size_t numBytes) = 0;
+  virtual void copy(std::byte* to, const std::byte* from, std::size_t numBytes,
+                    NextUse use = NextUse::kLate) = 0;
   /// Returns when all that was begun is there.
   virtual void settle() {}
 };
@@ -44,6 +48,10 @@ class TensorMemory {
   /// cannot be mapped.
   virtual TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const = 0;
 
+  /// Takes memory of this kind that no other process sees, as long as the result or a copy of it lives.
+  /// @throws std::bad_alloc, or another std::runtime_error, if there is not so much.
+  virtual TensorBytes allocate(std::size_t numBytes) const = 0;
+
   /// Has what computes here read and write memory of the host as well, as long as the result or a copy of it
   /// lives.
   /// @param memory, numBytes as mmap returned them; must outlive the result.
@@ -62,5 +70,9 @@ class TensorMemory {
 
 /// Sealed memory of the host, on which sync cores work themselves.
 std::shared_ptr<const TensorMemory> hostMemory();
+
+/// Copies the first `numBytes` of a region to another one of the same kind of memory; returns when they are
+/// there. @throws as TensorMemory::map().
+void copyRegion(const TensorMemory& memory, const Region& from, const Region& to, std::size_t numBytes);
 
 }  // namespace coarse
