@@ -395,6 +395,9 @@ class GradientSynchroniser:
             self._tables.hold(index, gradient)
         else:
             self._take_turn(index)
+        if self._num_pushed == len(self._parameters):
+            # Not behind what the end of backward has streams wait for, of this model or another one.
+            self._path.flush()
 
     def _replace_undefined(self, index: int) -> torch.Tensor | None:
         """What stands for a gradient of which an operation has said that there is none.

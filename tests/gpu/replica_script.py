@@ -1,7 +1,7 @@
 """One attempt of a worker whose memory devices outlive it, and each other: trains a little, or has one of them die.
 
-Arguments: a folder for the rendezvous; the number of the attempt; the worker's GPU, or "host"; if a memory device is to
-die, also its number, the rank of the worker that kills it, and when: 1, 0, 4, "step.pull".
+Arguments: a folder for the rendezvous; the attempt; the worker's GPU, or "host". To have a memory device die also its
+number, the rank of the worker that kills it, and when: 1, 0, 4, "step.pull".
 Prints what came out, or what the worker was told.
 """
 

@@ -7,11 +7,18 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <string>
+#include <thread>
 
+#include "coarse/cuda_unused_memory.hpp"
 #include "fixture.hpp"
+
+extern "C" void standInCapture(coarse::cuda::StreamHandle stream, bool isCapturing);
 
 namespace coarse::cuda::cuda_driver_test {
 namespace {
@@ -113,6 +120,42 @@ TEST(CudaDeviceMemory, ThatThereIsTooLittleOfSaysHowMuchThereIs) {
   EXPECT_THROW(DeviceMemory::allocate(context, std::size_t{4} << 30), OutOfMemoryError);
   expectSays(messageOf([&] { DeviceMemory::allocate(context, std::size_t{4} << 30); }),
              {"cuMemCreate", "needs 4096 MiB", "has 1024 MiB of 2048 MiB free"});
+}
+
+TEST(CudaUnusedMemory, IsUnmappedBehindWhatItsDeviceWasGiven) {
+  const auto context = std::make_shared<Context>(0);
+  const ContextScope scope(*context);
+  Stream stream(context), other(context);
+  test::Memory memory(4096);
+  const auto word = reinterpret_cast<DeviceAddress>(memory.data());
+  auto used = std::make_unique<DeviceMemory>(DeviceMemory::allocate(context, 2 << 20));
+  stream.waitValue(word, 1);
+  stream.fill(used->address(), 7, 2 << 20);
+  std::atomic<bool> isUnmapped{false};
+  std::thread unmapping([&] {
+    unmapUnused(std::move(used));
+    isUnmapped = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(isUnmapped);
+  other.writeValue(word, 1);
+  unmapping.join();
+  EXPECT_EQ(numUnused(), 0U);
+}
+
+TEST(CudaUnusedMemory, StaysMappedWhileAStreamIsCaptured) {
+  const auto context = std::make_shared<Context>(0);
+  const ContextScope scope(*context);
+  const Stream captured(context);
+  for (int i = 1; i <= 2; ++i) {
+    standInCapture(captured.handle(), true);
+    unmapUnused(std::make_unique<DeviceMemory>(DeviceMemory::allocate(context, 2 << 20)));
+    EXPECT_EQ(numUnused(), 1U);
+    standInCapture(captured.handle(), false);
+    if (i == 1) unmapUnused(nullptr);
+    if (i == 2) unmapUnused(std::make_unique<DeviceMemory>(DeviceMemory::allocate(context, 2 << 20)));
+    EXPECT_EQ(numUnused(), 0U);
+  }
 }
 
 TEST(CudaStream, DoesWhatItIsGivenInOrder) {

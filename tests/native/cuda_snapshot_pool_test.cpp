@@ -103,6 +103,7 @@ TEST(CudaSnapshotPool, TakesMemoryOfTheGpuForWhatIsKeptAndNothingElse) {
   blocks.updateAll(2);
   EXPECT_EQ(standInPooledBytes() - before, kBlockBytes[0] + kBlockBytes[1] + kBlockBytes[2]);
   blocks.store().letGo(snapshot, 1);
+  EXPECT_FALSE(blocks.read(snapshot, 0).empty());  // which waits
   EXPECT_EQ(standInPooledBytes() - before, kBlockBytes[0] + kBlockBytes[2]);
   EXPECT_TRUE(blocks.read(snapshot, 1).empty());
   blocks.store().release(snapshot);

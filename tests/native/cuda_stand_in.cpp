@@ -31,6 +31,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -115,6 +116,10 @@ std::array<std::atomic<std::size_t>, kMostDevices> launchesOn{};
 std::mutex pooledMutex;
 std::map<DeviceAddress, std::size_t> pooled;  // memory of the device's own pool, and its lengths
 std::atomic<std::size_t> pooledLimitBytes{std::size_t{1} << 30};
+std::atomic<std::size_t> unreturnedBytes{0};  // that were freed, and nobody has waited for since
+
+std::mutex streamsMutex;
+std::set<StreamHandle> streams;
 
 /// Ranges of addresses that do not overlap.
 class Ranges {
@@ -379,7 +384,19 @@ Result cuCtxGetDevice(DeviceOrdinal* device) {
   if (current.depth == 0) return kInvalidContext;
   return number(device, currentDevice());
 }
-Result cuCtxSynchronize() { return kNotSupported; }
+Result cuCtxSynchronize() {
+  REFUSABLE;
+  ++numWaits;
+  const std::lock_guard lock(streamsMutex);
+  for (const StreamHandle stream : streams) {
+    if (stream->device == currentDevice() && stream->isCapturing) return kStreamCaptureUnsupported;
+  }
+  for (const StreamHandle stream : streams) {
+    if (stream->device == currentDevice()) stream->synchronize();
+  }
+  unreturnedBytes = 0;
+  return state();
+}
 Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *greatest = -5;
   return number(least, 0);
@@ -429,7 +446,8 @@ Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddr
   if (!reaches(to->device, destination) || !reaches(from->device, source)) return kIllegalAddress;
   return copy(placeOf(destination, numBytes), placeOf(source, numBytes), numBytes, stream);
 }
-/// Takes memory at once, and gives it back when the stream has come to it, as CUDA may.
+/// Takes memory at once, and gives it back when the stream has come to it, as CUDA may: to the pool, and to
+/// the device when somebody waits for a stream.
 Result cuMemAllocAsync(DeviceAddress* address, std::size_t numBytes, StreamHandle stream) {
   REFUSABLE;
   if (const Result result = stateOf(stream); result != kSuccess) return result;
@@ -448,7 +466,10 @@ Result cuMemFreeAsync(DeviceAddress address, StreamHandle stream) {
   if (found == pooled.end()) return kNotPermitted;
   const std::size_t numBytes = found->second;
   pooled.erase(found);
-  return give(stream, [=] { unreserve(address, wholePages(numBytes)); });
+  return give(stream, [=] {
+    unreserve(address, wholePages(numBytes));
+    unreturnedBytes += numBytes;
+  });
 }
 Result cuMemsetD8Async(DeviceAddress destination, unsigned char value, std::size_t numBytes,
                        StreamHandle stream) {
@@ -463,9 +484,15 @@ Result cuStreamCreateWithPriority(StreamHandle* stream, unsigned int, int) {
   REFUSABLE;
   if (currentDevice() < 0) return kInvalidContext;
   *stream = new CUstream_st(currentDevice());
+  const std::lock_guard lock(streamsMutex);
+  streams.insert(*stream);
   return kSuccess;
 }
 Result cuStreamDestroy_v2(StreamHandle stream) {
+  {
+    const std::lock_guard lock(streamsMutex);
+    streams.erase(stream);
+  }
   delete stream;
   return kSuccess;
 }
@@ -473,6 +500,7 @@ Result cuStreamSynchronize(StreamHandle stream) {
   REFUSABLE;
   ++numWaits;
   stream->synchronize();
+  unreturnedBytes = 0;
   return state();
 }
 Result cuStreamQuery(StreamHandle stream) {
@@ -529,6 +557,7 @@ Result cuEventSynchronize(EventHandle event) {
   REFUSABLE;
   ++numWaits;
   while (!hasFaulted && !*event->isDone) std::this_thread::yield();
+  unreturnedBytes = 0;
   return state();
 }
 Result cuEventElapsedTime(float* milliseconds, EventHandle begin, EventHandle end) {
@@ -662,7 +691,7 @@ Result cuMemSetAccess(DeviceAddress address, std::size_t numBytes, const MemAcce
 
 /// Not of CUDA: what the device's memory pool can give, and what is taken of it.
 void standInLimitPool(std::size_t numBytes) { pooledLimitBytes = numBytes; }
-std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes(); }
+std::size_t standInPooledBytes() { return pooledLimitBytes - standInFreeBytes() + unreturnedBytes; }
 /// Not of CUDA: how many kernels this process has launched on a device.
 std::size_t standInLaunches(int device) { return launchesOn[static_cast<std::size_t>(device)]; }
 /// Not of CUDA: how often this process has waited for a stream or an event.

@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 
 #include "bindings.hpp"
+#include "coarse/cuda_unused_memory.hpp"
 #include "dlpack.hpp"
 
 namespace py = pybind11;
@@ -15,6 +17,16 @@ namespace {
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
 cuda::StreamHandle toStream(std::uintptr_t stream) { return reinterpret_cast<cuda::StreamHandle>(stream); }
+
+void unmap(cuda::DeviceMemory* memory) { delete memory; }
+
+/// Whoever drops the last reference has the GIL, or is a thread of torch's that has not.
+void unmapUnused(cuda::DeviceMemory* memory) {
+  std::unique_ptr<cuda::DeviceMemory> unused(memory);
+  std::optional<py::gil_scoped_release> withoutGil;
+  if (PyGILState_Check() != 0) withoutGil.emplace();
+  cuda::unmapUnused(std::move(unused));
+}
 
 /// @param arguments by their bytes, as the kernel takes them.
 void launchKernel(const cuda::Context& context, std::uintptr_t kernel, unsigned int numBlocks,
@@ -140,12 +152,10 @@ void registerMemory(py::module_& module) {
       .def_static(
           "import_region",
           [](std::shared_ptr<cuda::Context> context, const Region& region, bool settles) {
+            cuda::unmapUnused(nullptr);
             cuda::DeviceMemory memory = cuda::DeviceMemory::import(std::move(context), region);
             return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
-                                                       [settles](cuda::DeviceMemory* unmapped) {
-                                                         if (settles) unmapped->settle();
-                                                         delete unmapped;
-                                                       });
+                                                       settles ? &unmapUnused : &unmap);
           },
           py::arg("context"), py::arg("region"), py::kw_only(), py::arg("settles") = false, ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)

@@ -108,7 +108,11 @@ MemoryHandle importHandle(int fd) {
   MemoryHandle handle = 0;
   void* const osHandle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
   check(api().cuMemImportFromShareableHandle(&handle, osHandle, kMemHandlePosixFd),
-        "cuMemImportFromShareableHandle", "descriptor " + std::to_string(fd) + " is to be device memory");
+        "cuMemImportFromShareableHandle",
+        "descriptor " + std::to_string(fd) +
+            " is to be device memory; where the GPU that has it is kept from this process by its container "
+            "or control "
+            "group (not by CUDA_VISIBLE_DEVICES), let it have that GPU too, in Slurm by --gpu-bind=none");
   return handle;
 }
 
@@ -226,6 +230,18 @@ bool Context::isUsable() const noexcept { return ::getpid() == pid_; }
 void Context::synchronize() const {
   const ContextScope scope(*this);
   check(api().cuCtxSynchronize(), "cuCtxSynchronize");
+}
+
+bool Context::settle() const noexcept {
+  Result result = kSuccess;
+  try {
+    const ContextScope scope(*this);
+    result = api().cuCtxSynchronize();
+  } catch (const Error&) {
+    return true;  // a device that has failed uses nothing any more
+  }
+  return result != kStreamCaptureUnsupported && result != kStreamCaptureInvalidated &&
+         result != kStreamCaptureImplicit;
 }
 
 MemoryInfo Context::memoryInfo() const {
@@ -499,17 +515,11 @@ void DeviceMemory::allowAccess() const {
         names + (accesses.size() > 1 ? " have" : " has") + " to reach this memory");
 }
 
-void DeviceMemory::settle() const noexcept {
-  const auto settleOn = [](const Context& context) {
-    try {
-      context.synchronize();
-    } catch (const Error&) {
-      // A device that has failed uses nothing any more.
-    }
-  };
-  if (!context_->isUsable()) return;
-  settleOn(*context_);
-  for (const SharedContext& other : others_) settleOn(*other);
+bool DeviceMemory::settle() const noexcept {
+  if (!context_->isUsable()) return true;
+  bool isSettled = context_->settle();
+  for (const SharedContext& other : others_) isSettled &= other->settle();
+  return isSettled;
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept

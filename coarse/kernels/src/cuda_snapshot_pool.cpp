@@ -76,6 +76,16 @@ void CudaSnapshotPool::free(std::size_t block, std::size_t place) noexcept {
   }
 }
 
+/// A pool gives memory back to its GPU when somebody waits for a stream, and no sooner.
+void CudaSnapshotPool::trim() noexcept {
+  try {
+    const cuda::ContextScope scope(*context_);
+    reading_.synchronize();
+  } catch (const cuda::Error&) {
+    // As in free().
+  }
+}
+
 bool CudaSnapshotPool::load(std::size_t block, std::size_t place, std::byte* destination) {
   return copyToHost(blockBytes_[block], destination, [&] { return version(block, place); });
 }

@@ -97,6 +97,9 @@ class SpreadPool : public SnapshotPool {
   void free(std::size_t block, std::size_t place) noexcept override {
     for (const auto& each : pools_) each->free(block, place);
   }
+  void trim() noexcept override {
+    for (const auto& each : pools_) each->trim();
+  }
   bool load(std::size_t block, std::size_t place, std::byte* destination) override {
     return std::any_of(pools_.begin(), pools_.end(),
                        [&](const auto& each) { return each->load(block, place, destination); });

@@ -258,6 +258,7 @@ void SnapshotStore::release(std::uint32_t snapshot) noexcept {
       released.load(std::memory_order_acquire) >= snapshot)
     return;
   for (std::size_t block = 0; block < numBlocks(); ++block) letGo(snapshot, block);
+  pool_->trim();
   // release: pairs with SnapshotTrigger::begin().
   released.store(snapshot, std::memory_order_release);
 }

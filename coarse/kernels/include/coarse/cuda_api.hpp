@@ -38,6 +38,9 @@ enum : Result {
   kNotSupported = 801,
   kSystemNotReady = 802,
   kSystemDriverMismatch = 803,
+  kStreamCaptureUnsupported = 900,
+  kStreamCaptureInvalidated = 901,
+  kStreamCaptureImplicit = 906,
 };
 
 enum : unsigned int {

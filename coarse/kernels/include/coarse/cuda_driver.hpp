@@ -88,6 +88,8 @@ class Context {
   ContextHandle handle() const noexcept { return handle_; }
   /// Waits for everything that was given to the device in this context.
   void synchronize() const;
+  /// The same, whatever comes of it. @returns false if nobody can wait, because a stream is being captured.
+  bool settle() const noexcept;
   MemoryInfo memoryInfo() const;
   /// Least and greatest priority of streams; the smaller the number, the greater.
   std::pair<int, int> priorities() const;
@@ -258,7 +260,8 @@ class DeviceMemory {
   std::size_t numBytes() const noexcept { return numBytes_; }
   const SharedContext& context() const noexcept { return context_; }
   /// Waits for everything that its devices have been given, whatever comes of that: unmapping does not.
-  void settle() const noexcept;
+  /// @returns false if it cannot, because a stream of theirs is being captured into a graph.
+  bool settle() const noexcept;
   /// @returns a new descriptor, close-on-exec, which the caller closes. @pre it is in one piece.
   int exportFd() const;
 

@@ -23,6 +23,7 @@ class CudaSnapshotPool : public SnapshotPool {
   bool store(std::size_t block, std::size_t place, const std::byte* current) override;
   void settle() override;
   void free(std::size_t block, std::size_t place) noexcept override;
+  void trim() noexcept override;
   bool load(std::size_t block, std::size_t place, std::byte* destination) override;
   void loadCurrent(std::size_t block, const std::byte* current, std::byte* destination) override;
 

@@ -23,6 +23,8 @@ class SnapshotPool {
   virtual void settle() {}
   /// Gives the memory of one version back. Its copy may be under way elsewhere, and is then worth nothing.
   virtual void free(std::size_t block, std::size_t place) noexcept = 0;
+  /// Returns when others can have what was given back so far: for threads that may wait.
+  virtual void trim() noexcept {}
   /// Copies a version to memory of the host. @returns false if there is none.
   virtual bool load(std::size_t block, std::size_t place, std::byte* destination) = 0;
   /// Copies a block from where it lies to memory of the host. It may be overwritten meanwhile; the caller
