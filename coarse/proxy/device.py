@@ -489,9 +489,10 @@ class MemoryDevice:
         os._exit(1)
 
     def _abort(self, loss: Loss) -> None:
-        """Tells every worker once that nothing will complete any more.
+        """Tells every worker once that nothing will complete any more, and takes nothing more.
 
-        Each is told by its local device, or by all others if that may be what stands still.
+        So workers end in the same step, also where they do without what was lost. Each is told by its local device,
+        or by all others if that may be what stands still.
         """
         if self._is_aborted:
             return
@@ -502,10 +503,11 @@ class MemoryDevice:
         running = self._data_path.running_proxy
         is_device_silent = loss.silent_device >= 0
         clients = range(self._job.num_clients) if is_device_silent else self._job.local_clients
-        for worker in self._workers.present(clients):
+        told = [*self._workers.present(clients)]
+        for worker in told:
             worker.send(loss.to_message("aborted"))
-            if running is not None:
-                running.abort_client(worker.client)
+        if running is not None:
+            running.abort([worker.client for worker in told])
 
 
 def run_device(job_fd: int) -> None:

@@ -308,7 +308,7 @@ TEST_F(Waiting, WakesWhenTheLastWorkerPushes) {
 }
 
 TEST_F(Waiting, EndsWhenAMemoryDeviceAbortsTheClient) {
-  EXPECT_EQ(endOfWait([&] { cluster_.proxy(0).abortClient(0); }), WaitStatus::kAborted);
+  EXPECT_EQ(endOfWait([&] { cluster_.proxy(0).abort({0}); }), WaitStatus::kAborted);
   EXPECT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kAborted) << "for good";
 }
 
@@ -323,8 +323,17 @@ TEST_F(Waiting, WhatIsCompleteIsPulledEvenAfterAnAbort) {
     cluster_.client(rank).flush();
   }
   ASSERT_TRUE(eventually([&] { return !cluster_.client(0).isLate(1, 0); }));
-  cluster_.proxy(0).abortClient(0);
+  cluster_.proxy(0).abort({0});
   worker(0).pull(0, 1, {0, 1}, 2);
+}
+
+TEST_F(Waiting, EndsAlsoIfEverybodyGoesOnAfterAnAbort) {
+  cluster_.proxy(0).abort({0});
+  for (const std::size_t rank : {0, 1}) {
+    ASSERT_EQ(worker(rank).push(0, 1), WaitStatus::kDone);
+    cluster_.client(rank).flush();
+  }
+  EXPECT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kAborted);
 }
 
 /// A client whose memory devices never run.
@@ -346,7 +355,7 @@ TEST(InterruptedClient, ThrowsOutOfItsWait) {
 TEST_F(LonelyClient, AFullQueueHoldsThePusherUntilTheSessionIsAborted) {
   const GroupPlan plan = makePlan(1, 1, {{kDescriptorCapacity + 1, DType::kUInt8}}, 1);
   cluster_.addGroup(plan);
-  cluster_.proxy(0).abortClient(0);
+  cluster_.proxy(0).abort({0});
   EXPECT_EQ(cluster_.client(0).push(1, 0, kPresent, nullptr), WaitStatus::kAborted);
 }
 

@@ -54,8 +54,14 @@ def test_a_memory_device_that_is_killed_in_a_step_is_told_by_its_type(cuda_stand
     check_loss(run_script("stand-in", LD_LIBRARY_PATH=str(cuda_stand_ins)))
 
 
+TWO_GPUS = {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1"}
+
+
 @pytest.mark.parametrize(
-    "where", [{}, {"STAND_IN_GPUS": "2", "COARSE_MEMORY_DEVICES": "cuda:0,cuda:1"}], ids=["host", "gpu"]
+    # The last one's links are such that all gradients go to the memory device that lives.
+    "where",
+    [{}, TWO_GPUS, {"STAND_IN_LINKS": "0:1:300:3", **TWO_GPUS}],
+    ids=["host", "gpu", "unneeded"],
 )
 def test_workers_that_wait_for_averages_have_the_parameters_of_one_step_after_a_loss(cuda_stand_ins, where):
     libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "XDG_CACHE_HOME": str(cuda_stand_ins)}

@@ -138,7 +138,7 @@ void registerProxy(py::module_& module) {
             return asTuples([&] { return proxy.finishReplicas(lostClients, isOwnerLost); });
           },
           py::arg("lost_clients"), py::arg("is_owner_lost"))
-      .def("abort_client", &Proxy::abortClient, py::arg("client"))
+      .def("abort", &Proxy::abort, py::arg("clients"))
       .def("client_left", &Proxy::clientLeft, py::arg("client"))
       .def("worker_left_node", &Proxy::workerLeftNode, py::arg("node"))
       .def("node_ended", &Proxy::nodeEnded, py::arg("node"))

@@ -33,6 +33,7 @@ bool DescriptorIntake::hasAllClients() const noexcept {
 }
 
 bool DescriptorIntake::drain() {
+  if (isClosed_.load(std::memory_order_relaxed)) return false;
   if (config_.scheduling == Scheduling::kFcfs) return drainFirstComeFirstServe();
   bool progressed = false;
   Descriptor descriptor;

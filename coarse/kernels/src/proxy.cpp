@@ -264,7 +264,10 @@ std::vector<GroupUpdates> Proxy::finishReplicas(const std::vector<std::size_t>& 
   return updates;
 }
 
-void Proxy::abortClient(std::size_t client) noexcept { intake_.inbox(client).abort(); }
+void Proxy::abort(const std::vector<std::size_t>& clients) noexcept {
+  intake_.close();
+  for (const std::size_t client : clients) intake_.inbox(client).abort();
+}
 
 void Proxy::clientLeft(std::size_t client) {
   numLeft_.fetch_add(1, std::memory_order_seq_cst);

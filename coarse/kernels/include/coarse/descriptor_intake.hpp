@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -57,6 +58,8 @@ class DescriptorIntake {
 
   /// Hands the next descriptors of each client over. @returns whether there were any.
   bool drain();
+  /// From now on none are taken. From any thread.
+  void close() noexcept { isClosed_.store(true, std::memory_order_relaxed); }
 
  private:
   struct Client {
@@ -81,6 +84,7 @@ class DescriptorIntake {
   FindGroup findGroup_;
   Accept accept_;
   std::vector<std::unique_ptr<Client>> clients_;
+  std::atomic<bool> isClosed_{false};
   std::optional<RingEntry> blocker_;  // first-come-first-serve: the shard that blocks the proxy
 };
 

@@ -108,8 +108,8 @@ class Proxy {
   /// The same for the replicas that this device keeps.
   std::vector<GroupUpdates> finishReplicas(const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
-  /// Wakes `client` for good: nothing will complete any more.
-  void abortClient(std::size_t client) noexcept;
+  /// Takes no more contributions, and wakes these clients for good: nothing will complete any more.
+  void abort(const std::vector<std::size_t>& clients) noexcept;
   /// `client` will push no more. What others have pushed or will push can never complete, and is an event.
   void clientLeft(std::size_t client);
   /// The highest step of any shard that `client` has contributed to, at whichever device.
