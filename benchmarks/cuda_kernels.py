@@ -6,7 +6,7 @@ Bandwidth is that of device memory: bytes read plus written per second, in units
 events, the median of the repeats. Arrays together are many times as long as the second-level cache. Every case is
 verified against the sync cores of the host before it is timed. All figures are measured.
 
-A mean reads k contributions and writes it to all k slots, as a memory device does, or to one array. AdamW reads two
+A mean reads k contributions and writes it to all k slots, as a memory device does, or to one array. AdamW reads k
 gradients, a parameter and two moments, and with bfloat16 float32 master weights, and writes all but the gradients.
 """
 
@@ -122,13 +122,14 @@ class Bench:
         _native.reduce_arrays(number, 1, addresses, addresses[-num_outputs:], VERIFIED_ELEMENTS, num_inputs)
         self.launch_batch(f"reduce_sum_{dtype}", batch(small))()
         check(name, all(same_bits(a, b) for a, b in zip(small, expected, strict=True)))
-        arrays = [empty(dtype, ARRAY_BYTES).zero_() for _ in range(num_inputs)]
+        arrays = [random(dtype, ARRAY_BYTES // getattr(torch, dtype).itemsize) for _ in range(num_inputs)]
         launch = self.launch_batch(f"reduce_sum_{dtype}", batch(arrays))
         return Case(
             name=name, nbytes=(num_inputs + num_outputs) * ARRAY_BYTES, launch=keeping(launch, arrays)
         )
 
-    def adamw(self, dtype: str, num_gradients: int = 2) -> Case:
+    def adamw(self, dtype: str, num_gradients: int, *, has_zeros: bool = False) -> Case:
+        """With `has_zeros` timed on gradients, parameters and moments that are all zero, as those of unused rows."""
         number, is_narrow = DTYPES.index(dtype), dtype != "float32"
         settings = np.zeros(1, SETTINGS_DTYPE)
         settings[0] = (ADAM, 1.0, 0.0, 0.99999, 1e-3, 0.0, 0.1, 0.0, 0.999, 0.001, 0.03, 1e-8, 1, 1)
@@ -146,16 +147,16 @@ class Bench:
             states = address[g + 1 : g + 3]
             return (arrays[0].numel(), g, address[:g], address[g], master, states, settings.tobytes())
 
-        name = f"AdamW by {num_gradients} gradients, {dtype}"
+        name = f"AdamW by {num_gradients} gradients{' of zeros' if has_zeros else ''}, {dtype}"
         small = make(VERIFIED_ELEMENTS, random)
         expected = [array.cpu() for array in small]
         _native.update_arrays(number, row(expected))
         self.launch_batch(f"update_{dtype}", _native.cuda_update_batch(number, [row(small)]))()
         check(name, all(same_bits(a, b) for a, b in zip(small, expected, strict=True)))
         num_elements = ARRAY_BYTES // 4
-        arrays = make(
-            num_elements, lambda kind, count: torch.zeros(count, dtype=getattr(torch, kind), device="cuda")
-        )
+        arrays = make(num_elements, random)
+        for array in arrays if has_zeros else []:
+            array.zero_()
         launch = self.launch_batch(f"update_{dtype}", _native.cuda_update_batch(number, [row(arrays)]))
         lengths = [array.numel() * array.element_size() for array in arrays]
         return Case(
@@ -244,9 +245,10 @@ def main() -> int:
 def measure_all(bench: Bench) -> list[dict[str, Any]]:
     makers: list[Callable[[], list[Case]]] = [bench.copies]
     for dtype in ("float32", "bfloat16"):
-        for count in (2, 4, 8):
+        for count in (2, 3, 4, 8):
             makers += [lambda d=dtype, k=count, m=outputs: [bench.mean(d, k, m)] for outputs in (1, count)]
-        makers.append(lambda d=dtype: [bench.adamw(d)])
+        makers += [lambda d=dtype, k=count: [bench.adamw(d, k)] for count in (2, 3, 8)]
+        makers.append(lambda d=dtype: [bench.adamw(d, 2, has_zeros=True)])
     makers += [lambda b=is_batched: [bench.small_shards(b)] for is_batched in (False, True)]
     records: list[dict[str, Any]] = []
     for (

@@ -24,7 +24,7 @@ THREADS_PER_BLOCK = 256
 """kThreads of platform.cuh."""
 
 _MAJOR, _MINOR, _COUNT = 75, 76, 16  # CUdevice_attribute: compute capability, multiprocessors
-_BLOCKS_PER_MULTIPROCESSOR = 8  # as many as fit with 256 threads each
+_BLOCKS_PER_MULTIPROCESSOR = 24  # of 2, 3 or 4 that run at once, a whole number of times
 
 _SOURCES = Path(__file__).with_name("cuda")
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)

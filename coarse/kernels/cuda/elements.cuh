@@ -116,6 +116,28 @@ struct Max {
 template <class T>
 inline constexpr bool kIsFloatingPoint = static_cast<T>(0.5) != static_cast<T>(0);
 
+/// Keeps a compiler from seeing where a value comes from.
+COARSE_DEVICE void hide([[maybe_unused]] float& value) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+f"(value));
+#endif
+}
+COARSE_DEVICE void hide([[maybe_unused]] double& value) {
+#if defined(__CUDA_ARCH__)
+  asm("" : "+d"(value));
+#endif
+}
+
+/// a / b. GPUs divide zeros by a function call: so b is divided in place of a zero.
+template <class T>
+COARSE_DEVICE T quotient(T a, T b) {
+  const bool isZero = a == 0 && b > 0;
+  T divided = isZero ? b : a;
+  hide(divided);
+  divided = divided / b;
+  return isZero ? a : divided;
+}
+
 /// Divides `values` as the last step of a mean. A divisor of 0 or 1 leaves them.
 template <unsigned kCount, class T>
 COARSE_DEVICE void divide(T (&values)[kCount], std::uint32_t divisor) {
@@ -129,7 +151,7 @@ COARSE_DEVICE void divide(T (&values)[kCount], std::uint32_t divisor) {
       for (unsigned i = 0; i < kCount; ++i) values[i] = values[i] * factor;
     } else {
       COARSE_UNROLL
-      for (unsigned i = 0; i < kCount; ++i) values[i] = values[i] / by;
+      for (unsigned i = 0; i < kCount; ++i) values[i] = quotient(values[i], by);
     }
   } else {
     const auto by = static_cast<std::int64_t>(divisor);

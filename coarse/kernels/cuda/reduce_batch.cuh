@@ -13,12 +13,17 @@ __device__ __forceinline__ void reduceBatch(const ReduceBatch& batch) {
   }
 }
 
+/// Blocks that a multiprocessor shall have registers for: as many as there are without spilling any.
+template <class Element, bool kIsRing>
+inline constexpr int kBlocks = !kIsRing && sizeof(typename Element::Stored) == 4 ? 4 : 3;
+
 }  // namespace coarse::cuda
 
-#define COARSE_BATCH_KERNEL(name, Element, Operation, isRing)                                 \
-  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads)                        \
-      name(const __grid_constant__ coarse::cuda::ReduceBatch batch) {                         \
-    coarse::cuda::reduceBatch<coarse::cuda::Element, coarse::cuda::Operation, isRing>(batch); \
+#define COARSE_BATCH_KERNEL(name, Element, Operation, isRing)                                        \
+  extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads,                               \
+                                               coarse::cuda::kBlocks<coarse::cuda::Element, isRing>) \
+      name(const __grid_constant__ coarse::cuda::ReduceBatch batch) {                                \
+    coarse::cuda::reduceBatch<coarse::cuda::Element, coarse::cuda::Operation, isRing>(batch);        \
   }
 #define COARSE_REDUCE_KERNELS(dtype, Element)                  \
   COARSE_BATCH_KERNEL(reduce_sum_##dtype, Element, Sum, false) \

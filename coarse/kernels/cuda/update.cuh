@@ -12,8 +12,8 @@ inline constexpr unsigned kGroup = 4;
 inline constexpr unsigned kGroupsPerThread = kUpdateTileElements / kGroup / kThreads;
 static_assert(kGroupsPerThread * kGroup * kThreads == kUpdateTileElements, "tiles are whole");
 
-// A second gradient beside the parameter and its states is enough under way.
-inline constexpr unsigned kGradientsInFlight = 2;
+// Gradients under way at a time, beside the parameter and its states.
+inline constexpr unsigned kGradientsInFlight = 4;
 
 template <class Element>
 inline constexpr bool kIsNarrow = sizeof(typename Element::Stored) == 2;
@@ -73,38 +73,53 @@ COARSE_DEVICE void updateElement(const RuleSettings& settings, const UpdateTile<
   for (int k = 0; k < numStatesOf(kRule); ++k) tile.states[k][i] = states[k];
 }
 
-/// Adds the gradients of one thread's groups in their order, and divides: the mean, rounded as it would lie
-/// in a slot.
+/// Gradients of one thread's groups, from number `first` on.
+template <class Element>
+using GradientWords = Words<kGroup * sizeof(typename Element::Stored)>[kGradientsInFlight][kGroupsPerThread];
+
+template <class Element, bool kIsWhole>
+COARSE_DEVICE void loadGradients(const UpdateTile<Element>& tile, const ThreadGroups<kIsWhole>& own,
+                                 unsigned first, GradientWords<Element>& loaded) {
+  constexpr unsigned kBytes = kGroup * sizeof(typename Element::Stored);
+  COARSE_UNROLL
+  for (unsigned k = 0; k < kGradientsInFlight; ++k) {
+    if (first + k >= tile.numGradients) continue;
+    COARSE_UNROLL
+    for (unsigned i = 0; i < kGroupsPerThread; ++i) {
+      if (own.has(i)) loaded[k][i] = loadWords<kBytes>(tile.gradient(first + k) + own.element(i));
+    }
+  }
+}
+
+template <class Element, bool kIsFirst, bool kIsWhole>
+COARSE_DEVICE void addGradients(const UpdateTile<Element>& tile, const ThreadGroups<kIsWhole>& own,
+                                unsigned first, const GradientWords<Element>& loaded,
+                                float (&sums)[kGroupsPerThread][kGroup]) {
+  COARSE_UNROLL
+  for (unsigned k = 0; k < kGradientsInFlight; ++k) {
+    if (first + k >= tile.numGradients) continue;
+    COARSE_UNROLL
+    for (unsigned i = 0; i < kGroupsPerThread; ++i) {
+      if (!own.has(i)) continue;
+      float values[kGroup];
+      unpack<Element>(loaded[k][i], values);
+      COARSE_UNROLL
+      for (unsigned lane = 0; lane < kGroup; ++lane)
+        sums[i][lane] = kIsFirst && k == 0 ? values[lane] : Sum::apply(sums[i][lane], values[lane]);
+    }
+  }
+}
+
+/// Adds the gradients of one thread's groups in their order, of which the first are `loaded`, and divides:
+/// the mean, rounded as it would lie in a slot.
 template <class Element, bool kIsWhole>
 COARSE_DEVICE void meanOfGroups(const UpdateTile<Element>& tile, const ThreadGroups<kIsWhole>& own,
-                                float (&means)[kGroupsPerThread][kGroup]) {
-  constexpr unsigned kBytes = kGroup * sizeof(typename Element::Stored);
+                                GradientWords<Element>& loaded, float (&means)[kGroupsPerThread][kGroup]) {
+  addGradients<Element, true>(tile, own, 0, loaded, means);
   COARSE_KEEP_LOOP
-  for (unsigned first = 0; first < tile.numGradients; first += kGradientsInFlight) {
-    Words<kBytes> loaded[kGradientsInFlight][kGroupsPerThread];
-    COARSE_UNROLL
-    for (unsigned k = 0; k < kGradientsInFlight; ++k) {
-      if (first + k >= tile.numGradients) continue;
-      COARSE_UNROLL
-      for (unsigned i = 0; i < kGroupsPerThread; ++i) {
-        if (own.has(i)) loaded[k][i] = loadWords<kBytes>(tile.gradient(first + k) + own.element(i));
-      }
-    }
-    COARSE_UNROLL
-    for (unsigned k = 0; k < kGradientsInFlight; ++k) {
-      if (first + k >= tile.numGradients) continue;
-      COARSE_UNROLL
-      for (unsigned i = 0; i < kGroupsPerThread; ++i) {
-        if (!own.has(i)) continue;
-        float values[kGroup];
-        unpack<Element>(loaded[k][i], values);
-        COARSE_UNROLL
-        for (unsigned lane = 0; lane < kGroup; ++lane) {
-          const bool isFirst = k == 0 && first == 0;
-          means[i][lane] = isFirst ? values[lane] : Sum::apply(means[i][lane], values[lane]);
-        }
-      }
-    }
+  for (unsigned first = kGradientsInFlight; first < tile.numGradients; first += kGradientsInFlight) {
+    loadGradients<Element>(tile, own, first, loaded);
+    addGradients<Element, false>(tile, own, first, loaded, means);
   }
   COARSE_UNROLL
   for (unsigned i = 0; i < kGroupsPerThread; ++i) {
@@ -120,7 +135,9 @@ COARSE_DEVICE void updateGroups(const RuleSettings& settings, const UpdateTile<E
                                 const ThreadGroups<kIsWhole>& own) {
   constexpr unsigned kBytes = kGroup * sizeof(typename Element::Stored);
   constexpr int kNumStates = numStatesOf(kRule);
-  // All loads before the first use, so that they are under way together with those of gradients.
+  GradientWords<Element> gradients;
+  loadGradients<Element>(tile, own, 0, gradients);
+  // All loads before the first use, and before the loop over further gradients, which would wait for them.
   Words<kBytes> parameters[kGroupsPerThread];
   Words<16> masters[kGroupsPerThread];
   Words<16> loadedStates[kNumStates + 1][kGroupsPerThread];
@@ -133,7 +150,7 @@ COARSE_DEVICE void updateGroups(const RuleSettings& settings, const UpdateTile<E
     for (int k = 0; k < kNumStates; ++k) loadedStates[k][i] = loadWords<16>(tile.states[k] + own.element(i));
   }
   float means[kGroupsPerThread][kGroup] = {};
-  meanOfGroups(tile, own, means);
+  meanOfGroups<Element>(tile, own, gradients, means);
   COARSE_UNROLL
   for (unsigned i = 0; i < kGroupsPerThread; ++i) {
     if (!own.has(i)) continue;

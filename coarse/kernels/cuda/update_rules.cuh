@@ -38,7 +38,10 @@ COARSE_DEVICE constexpr int numStatesOf(Rule rule) {
 
 COARSE_DEVICE float squareRoot(float value) {
 #if defined(__CUDA_ARCH__)
-  return __fsqrt_rn(value);
+  const bool isZero = value == 0;  // as in quotient()
+  float of = isZero ? 1.0F : value;
+  hide(of);
+  return isZero ? value : __fsqrt_rn(of);
 #else
   return __builtin_sqrtf(value);
 #endif
@@ -64,11 +67,12 @@ COARSE_DEVICE float updated(const RuleSettings& s, float gradient, float p, floa
       w = Max::apply(states[2], v);
       states[2] = w;
     }
-    return s.parameterScale * p - s.stepSize * m / (squareRoot(w) / s.secondScale + s.epsilon);
+    return s.parameterScale * p -
+           quotient(s.stepSize * m, quotient(squareRoot(w), s.secondScale) + s.epsilon);
   } else if constexpr (kRule == Rule::kAdagrad) {
     const float a = states[0] + g * g;
     states[0] = a;
-    return s.parameterScale * p - s.stepSize * g / (squareRoot(a) + s.epsilon);
+    return s.parameterScale * p - quotient(s.stepSize * g, squareRoot(a) + s.epsilon);
   } else {
     static_assert(kRule == Rule::kLion, "every rule has its formula");
     const float m = states[0];

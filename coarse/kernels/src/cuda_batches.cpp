@@ -7,7 +7,8 @@
 namespace coarse::cuda {
 namespace {
 
-constexpr std::uint32_t kBlocksPerMultiprocessor = 8;
+constexpr std::uint32_t kBlocksPerMultiprocessor =
+    24;  // of 2, 3 or 4 that run at once, a whole number of times
 constexpr auto kMultiprocessorCount = static_cast<DeviceAttribute>(16);
 
 }  // namespace

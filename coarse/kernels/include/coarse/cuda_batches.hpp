@@ -6,8 +6,8 @@
 
 namespace coarse::cuda {
 
-/// Blocks of the kernels of batches.cuh that are worth their launch: several for each multiprocessor, because
-/// one reads several tiles at once where there are enough of them, and more than run at once gain nothing.
+/// Blocks of the kernels of batches.cuh that are worth their launch: several times those that run at once, so
+/// that multiprocessors which are done early take more of them.
 std::uint32_t mostBlocks(const Context& context);
 
 /// Has a kernel take a batch of `numTiles`. @pre the stream's context is current.
