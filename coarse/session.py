@@ -24,6 +24,7 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.env import Attempt, Settings, WorkerIdentity
 from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
+from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
@@ -413,6 +414,7 @@ class Session:
         if client is None:
             return
         client.close(is_finished=is_finished)
+        _native.cuda_unmap_unused()
         is_kept = bool(self.settings.keep_devices) and not is_finished
         if self._processes is not None and not is_kept and os.getpid() == self._pid:
             self._processes.reap(_DEVICE_EXIT_TIMEOUT_S)

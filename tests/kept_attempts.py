@@ -62,7 +62,11 @@ def _run_workers(
                     stderr=err,
                 )
             )
-    for worker in workers:
-        worker.wait(timeout=LIMIT_S)
+    try:
+        for worker in workers:
+            worker.wait(timeout=LIMIT_S)
+    finally:
+        for worker in workers:
+            worker.kill()
     told = [json.loads(each.read_text() or "null") for each in printed]
     return told, "".join(each.read_text() for each in errors)

@@ -489,10 +489,10 @@ class MemoryDevice:
         os._exit(1)
 
     def _abort(self, loss: Loss) -> None:
-        """Tells every worker once that nothing will complete any more, and takes nothing more.
+        """Tells every worker once that nothing will complete any more, and takes no more gradients.
 
-        So workers end in the same step, also where they do without what was lost. Each is told by its local device,
-        or by all others if that may be what stands still.
+        So workers do not go on that can do without what was lost. Each is told by its local device, or by all others
+        if that may be what stands still.
         """
         if self._is_aborted:
             return

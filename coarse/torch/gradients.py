@@ -396,8 +396,15 @@ class GradientSynchroniser:
         else:
             self._take_turn(index)
         if self._num_pushed == len(self._parameters):
-            # Not behind what the end of backward has streams wait for, of this model or another one.
+            self._flush_last()
+
+    def _flush_last(self) -> None:
+        """Sends what is left now: as backward ends it would come behind what another model has streams wait for."""
+        try:
             self._path.flush()
+        except BaseException:
+            self._expecting = False  # the next forward begins anew
+            raise
 
     def _replace_undefined(self, index: int) -> torch.Tensor | None:
         """What stands for a gradient of which an operation has said that there is none.

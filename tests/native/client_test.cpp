@@ -336,6 +336,20 @@ TEST_F(Waiting, EndsAlsoIfEverybodyGoesOnAfterAnAbort) {
   EXPECT_EQ(cluster_.client(0).pull(1, 0, nullptr, kPatienceSeconds), WaitStatus::kAborted);
 }
 
+TEST(AbortedSession, EndsAnUpdateByMeansThatSomeHaveBegun) {
+  GroupPlan plan = makePlan(1, 2, {{100, DType::kFloat32, ReduceOp::kMean, Algorithm::kDirect}});
+  plan.hasOptimizer = true;
+  Cluster cluster(ClusterShape{2, 1, 1});
+  cluster.start().addGroup(plan);
+  for (const std::size_t client : {0, 1}) cluster.settings(plan, client)->rule = UpdateRule::kSgd;
+  cluster.proxy(0).abort({0, 1});
+  for (const std::size_t client : {0, 1}) {
+    ASSERT_EQ(cluster.client(client).push(1, 0, kPresent | kUpdate | kReduced, nullptr), WaitStatus::kDone);
+    cluster.client(client).flush();
+  }
+  EXPECT_TRUE(eventually([&] { return !cluster.client(0).isLate(1, 0); }));
+}
+
 /// A client whose memory devices never run.
 class LonelyClient : public testing::Test {
  protected:

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
 
 #include "bindings.hpp"
 #include "coarse/cuda_unused_memory.hpp"
@@ -20,12 +19,8 @@ cuda::StreamHandle toStream(std::uintptr_t stream) { return reinterpret_cast<cud
 
 void unmap(cuda::DeviceMemory* memory) { delete memory; }
 
-/// Whoever drops the last reference has the GIL, or is a thread of torch's that has not.
-void unmapUnused(cuda::DeviceMemory* memory) {
-  std::unique_ptr<cuda::DeviceMemory> unused(memory);
-  std::optional<py::gil_scoped_release> withoutGil;
-  if (PyGILState_Check() != 0) withoutGil.emplace();
-  cuda::unmapUnused(std::move(unused));
+void leaveUnused(cuda::DeviceMemory* memory) {
+  cuda::leaveUnused(std::unique_ptr<cuda::DeviceMemory>(memory));
 }
 
 /// @param arguments by their bytes, as the kernel takes them.
@@ -137,6 +132,7 @@ void registerMemory(py::module_& module) {
            }),
            py::arg("context"), py::arg("address"), py::arg("num_bytes"), py::kw_only(),
            py::arg("is_read_only") = false, ReleaseGil());
+  module.def("cuda_unmap_unused", &cuda::unmapUnused, ReleaseGil());
   py::class_<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(module, "CudaMemory")
       .def_static(
           "allocate",
@@ -152,10 +148,10 @@ void registerMemory(py::module_& module) {
       .def_static(
           "import_region",
           [](std::shared_ptr<cuda::Context> context, const Region& region, bool settles) {
-            cuda::unmapUnused(nullptr);
+            cuda::unmapUnused();
             cuda::DeviceMemory memory = cuda::DeviceMemory::import(std::move(context), region);
             return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
-                                                       settles ? &unmapUnused : &unmap);
+                                                       settles ? &leaveUnused : &unmap);
           },
           py::arg("context"), py::arg("region"), py::kw_only(), py::arg("settles") = false, ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)

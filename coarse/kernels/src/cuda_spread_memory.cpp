@@ -192,11 +192,11 @@ void CudaSpreadMemory::note(const std::byte* begin, const Piece& piece) const {
     pieces_->add(begin, piece.numBytes, static_cast<std::size_t>(found - gpus_.begin()));
 }
 
-/// Memory that one GPU has pinned, all of them see at the same address.
 TensorBytes CudaSpreadMemory::allocate(std::size_t numBytes) const {
   return gpus_.front()->allocate(numBytes);
 }
 
+/// Memory that one GPU has pinned, all of them see at the same address.
 TensorBytes CudaSpreadMemory::reach(std::byte* memory, std::size_t numBytes) const {
   return gpus_.front()->reach(memory, numBytes);
 }

@@ -1,5 +1,6 @@
 #include "coarse/cuda_unused_memory.hpp"
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -9,6 +10,7 @@ namespace {
 
 /// Never destroyed: the last memory may go when the process ends.
 struct UnusedMemory {
+  std::atomic<std::size_t> count{0};
   std::mutex mutex;  // guards what follows
   std::vector<std::unique_ptr<DeviceMemory>> mapped;
 };
@@ -20,23 +22,27 @@ UnusedMemory& unusedMemory() {
 
 }  // namespace
 
-void unmapUnused(std::unique_ptr<DeviceMemory> memory) noexcept {
+void leaveUnused(std::unique_ptr<DeviceMemory> memory) {
+  UnusedMemory& unused = unusedMemory();
+  const std::lock_guard<std::mutex> lock(unused.mutex);
+  unused.mapped.push_back(std::move(memory));
+  unused.count = unused.mapped.size();
+}
+
+void unmapUnused() noexcept {
+  UnusedMemory& unused = unusedMemory();
+  if (unused.count == 0) return;
   std::vector<std::unique_ptr<DeviceMemory>> all;
   {
-    const std::lock_guard<std::mutex> lock(unusedMemory().mutex);
-    all.swap(unusedMemory().mapped);
+    const std::lock_guard<std::mutex> lock(unused.mutex);
+    all.swap(unused.mapped);
+    unused.count = 0;
   }
-  if (memory != nullptr) all.push_back(std::move(memory));
   for (std::unique_ptr<DeviceMemory>& each : all) {
-    if (each->settle()) continue;  // goes with `all`
-    const std::lock_guard<std::mutex> lock(unusedMemory().mutex);
-    unusedMemory().mapped.push_back(std::move(each));
+    if (!each->settle()) leaveUnused(std::move(each));  // else it goes with `all`
   }
 }
 
-std::size_t numUnused() noexcept {
-  const std::lock_guard<std::mutex> lock(unusedMemory().mutex);
-  return unusedMemory().mapped.size();
-}
+std::size_t numUnused() noexcept { return unusedMemory().count; }
 
 }  // namespace coarse::cuda

@@ -33,7 +33,6 @@ bool DescriptorIntake::hasAllClients() const noexcept {
 }
 
 bool DescriptorIntake::drain() {
-  if (isClosed_.load(std::memory_order_relaxed)) return false;
   if (config_.scheduling == Scheduling::kFcfs) return drainFirstComeFirstServe();
   bool progressed = false;
   Descriptor descriptor;
@@ -86,7 +85,9 @@ bool DescriptorIntake::take(std::size_t client, Descriptor& descriptor) {
 }
 
 bool DescriptorIntake::handOver(std::size_t client, const Descriptor& descriptor) {
-  return !clients_[client]->isEvicted && accept_(client, descriptor);
+  if (clients_[client]->isEvicted) return false;
+  if (isClosed_.load(std::memory_order_relaxed) && !isUpdateByMean(descriptor.flags)) return false;
+  return accept_(client, descriptor);
 }
 
 void DescriptorIntake::holdUntilArrival(std::size_t client, const Descriptor& descriptor) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "coarse/cuda_pinned_pages.hpp"
+#include "coarse/cuda_unused_memory.hpp"
 
 namespace coarse {
 namespace {
@@ -129,6 +130,7 @@ WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
         "step, which a graph would not. Capture the computation alone: forward and backward under "
         "no_sync(), or torch.cuda.make_graphed_callables() before the model is wrapped");
   }
+  cuda::unmapUnused();  // of earlier models
   computed_.record(stream);
   pushStream_.wait(computed_);
   return WaitStatus::kDone;

@@ -18,11 +18,6 @@ constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
 constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
 constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, where a GPU does it
 
-bool isUpdateByMean(std::uint8_t flags) noexcept {
-  constexpr std::uint8_t kBoth = kUpdate | kReduced;
-  return (flags & kBoth) == kBoth;
-}
-
 /// Of a shard to which all clients have contributed.
 RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
   return {group.plan().id, shard, group.control().contribution(shard, 0).step.load(std::memory_order_relaxed),
@@ -195,8 +190,22 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
   if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
   syncCores_->whilePaused([&] {
     addMemory(memory);
+    if (group->replica() != nullptr && !memory->isHost()) reserveStaging(*group);
     groups_.add(std::move(group));
   });
+}
+
+/// Takes at once what copies to a replica on a GPU need, of whom nobody can tell when it lacks later.
+void Proxy::reserveStaging(const TensorGroup& group) {
+  if (group.replica()->keeper() != config_.device) return;
+  std::size_t allBytes = 0, largestBytes = 0;
+  for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
+    std::size_t numBytes = 0;
+    for (const KeptPart& part : group.partsOf(shard)) numBytes += part.numBytes;
+    allBytes += numBytes;
+    largestBytes = std::max(largestBytes, numBytes);
+  }
+  memoryOf(group).stagings.front().reserve(std::min(allBytes, kCopiedTogetherBytes + largestBytes));
 }
 
 void Proxy::addMemory(const std::shared_ptr<const TensorMemory>& memory) {

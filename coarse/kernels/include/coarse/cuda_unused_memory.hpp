@@ -5,14 +5,17 @@
 
 #include "coarse/cuda_driver.hpp"
 
+/// Memory to which nobody refers any more, while kernels may still use it: the driver unmaps without waiting
+/// for them. Whoever drops the last reference cannot wait, for it may be anybody at any time: a garbage
+/// collector while a stream is captured into a graph, which waiting would spoil. Thread safety: any.
 namespace coarse::cuda {
 
-/// Unmaps memory to which nobody refers any more, when its devices have done what they were given: kernels
-/// may still use it, and the driver does not wait for them.
-///
-/// Nobody can wait for a device while one of its streams is captured into a graph; then the memory stays
-/// mapped until this is called again, for other memory or for none. Thread safety: any.
-void unmapUnused(std::unique_ptr<DeviceMemory> memory) noexcept;
+/// Keeps memory mapped until unmapUnused() is called.
+void leaveUnused(std::unique_ptr<DeviceMemory> memory);
+
+/// Unmaps what was left, when its devices have done what they were given; or nothing, while one of their
+/// streams is captured. @pre the caller's thread captures none.
+void unmapUnused() noexcept;
 
 /// What is still mapped.
 std::size_t numUnused() noexcept;

@@ -58,7 +58,8 @@ class DescriptorIntake {
 
   /// Hands the next descriptors of each client over. @returns whether there were any.
   bool drain();
-  /// From now on none are taken. From any thread.
+  /// From now on only updates by means are taken, which are whole: all workers have these, and push the rest
+  /// of a step that some have begun. From any thread.
   void close() noexcept { isClosed_.store(true, std::memory_order_relaxed); }
 
  private:

@@ -77,6 +77,11 @@ enum : std::uint8_t {
   kMeasure = 128,  // the mean is measured (GradientMeasure); of a group that has an optimizer
 };
 
+/// Whether a parameter is updated by a mean that every slot holds.
+constexpr bool isUpdateByMean(std::uint8_t flags) noexcept {
+  return (flags & kUpdate) != 0 && (flags & kReduced) != 0;
+}
+
 /// What all contributions to a shard must agree on.
 inline constexpr std::uint8_t kPathFlags = kOwnPath | kAllGather | kAllToAll;
 

@@ -108,7 +108,8 @@ class Proxy {
   /// The same for the replicas that this device keeps.
   std::vector<GroupUpdates> finishReplicas(const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
-  /// Takes no more contributions, and wakes these clients for good: nothing will complete any more.
+  /// Takes no more contributions, but for DescriptorIntake::close()'s, and wakes these clients for good:
+  /// nothing else will complete any more.
   void abort(const std::vector<std::size_t>& clients) noexcept;
   /// `client` will push no more. What others have pushed or will push can never complete, and is an event.
   void clientLeft(std::size_t client);
@@ -149,6 +150,7 @@ class Proxy {
   static bool runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept;
   bool runReadyShard(std::size_t core);
   bool runReplicatedShard(TensorGroup& group, std::size_t core);
+  void reserveStaging(const TensorGroup& group);
   bool copyToReplica(TensorGroup& group, std::size_t core);
   bool advanceComputes();
   std::optional<MonotonicNs> untilNext() const noexcept;
