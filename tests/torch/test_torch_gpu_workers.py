@@ -16,6 +16,7 @@ from coarse.torch.gpu_gradients import find_gpu
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 WAITS_SCRIPT = Path(__file__).with_name("gpu_waits_script.py")
+CAPTURE_SCRIPT = Path(__file__).with_name("gpu_capture_script.py")
 TWO_MODELS_SCRIPT = Path(__file__).with_name("gpu_two_models_script.py")
 SHORTAGE_SCRIPT = Path(__file__).with_name("gpu_shortage_script.py")
 LIMIT_S = 200
@@ -77,6 +78,12 @@ def test_the_processor_waits_for_nothing_in_a_step(cuda_stand_ins, options, num_
     libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "COARSE_DUAL_SYNC": "off"}
     printed = run_script(*options, script=WAITS_SCRIPT, **libraries)
     assert printed.count(f"waited 0 times in 4 steps with {num_joins} joins") == 2, printed
+
+
+def test_training_goes_on_after_a_step_that_was_captured_by_mistake(cuda_stand_ins):
+    printed = run_script(script=CAPTURE_SCRIPT, LD_LIBRARY_PATH=str(cuda_stand_ins))
+    assert printed.count("refused: gradients cannot be averaged while a CUDA graph is captured") == 2, printed
+    assert printed.count("goes on") == 2, printed
 
 
 def test_workers_may_end_the_backward_of_two_models_in_orders_of_their_own(cuda_stand_ins):
