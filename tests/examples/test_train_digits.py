@@ -94,6 +94,7 @@ def test_run_beyond_its_limit_is_ended(tmp_path: Path) -> None:
         train_digits.measure("ddp", plan(tmp_path, limit_s=0.5), Console(file=io.StringIO()))
 
 
+@pytest.mark.slow
 def test_compares_both_and_writes_the_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = train_digits.main(["--output", str(tmp_path), "--min-accuracy", "1.01", "--", "--epochs", "1"])
     shown = capfd.readouterr().out

@@ -81,6 +81,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_instances_train_together(tmp_path):
     """Both are this machine, which COARSE_NODE cuts in two."""
     port = free_port()

@@ -443,6 +443,7 @@ def test_where_nccl_fails_that_was_asked_for_workers_are_told_why(stand_ins, tmp
     assert len(told) == 2, errors
 
 
+@pytest.mark.slow
 def test_the_example_is_trained_as_by_memory_devices_on_the_host(stand_ins):
     pytest.importorskip("torch")
     pytest.importorskip("sklearn")

@@ -28,21 +28,30 @@ def expected_hash(stand_ins, tmp_path_factory):  # noqa: F811
     return found[0]["hash"]
 
 
-@pytest.mark.parametrize(("dual_sync", "offloaded_bytes"), [("0", 0), ("8MiB", 8 * MIB), ("1GiB", 22 * MIB)])
-@pytest.mark.parametrize("memory_devices", ["2", "cuda:0,cuda:1", "cuda:1,cuda:1"])
+SIZES = {"0": 0, "8MiB": 8 * MIB, "1GiB": 22 * MIB}
+QUICK = {("2", "8MiB"), ("cuda:0,cuda:1", "0"), ("cuda:1,cuda:1", "1GiB")}
+
+
+@pytest.mark.parametrize(
+    ("memory_devices", "dual_sync"),
+    [
+        pytest.param(devices, size, marks=() if (devices, size) in QUICK else pytest.mark.slow)
+        for devices in ("2", "cuda:0,cuda:1", "cuda:1,cuda:1")
+        for size in SIZES
+    ],
+)
 def test_a_size_is_what_goes_to_the_memory_devices(
     stand_ins,  # noqa: F811
     tmp_path,
     expected_hash,
     memory_devices,
     dual_sync,
-    offloaded_bytes,
 ):
     found, _ = run_steps(tmp_path, memory_devices, {**stand_ins, "COARSE_DUAL_SYNC": dual_sync})
     assert {each["hash"] for each in found} == {expected_hash}, "two numbers have one sum"
     (split,) = [line for line in found[0]["decisions"] if line.startswith("dual synchronisation")]
     num_bytes = int(split.split(" bytes, ")[0].split(", ")[1].split(" of ")[0])
-    assert abs(num_bytes - offloaded_bytes) <= 2 * MIB, split
+    assert abs(num_bytes - SIZES[dual_sync]) <= 2 * MIB, split
 
 
 def test_what_takes_long_through_memory_devices_goes_by_nccl(stand_ins, tmp_path, expected_hash):  # noqa: F811
@@ -73,10 +82,11 @@ IN_TRIAL = "worker 0: worker 0: trial of dual synchronisation: ncclAllReduce"
 @pytest.mark.parametrize(
     ("memory_devices", "what", "told"),
     [
-        ("2", "id", "worker 0: ncclGetUniqueId"),
+        pytest.param("2", "id", "worker 0: ncclGetUniqueId", marks=pytest.mark.slow),
         ("2", "rank1", "worker 1: ncclCommInitRank"),
-        ("2", "operation1:2", "worker 1: ncclAllReduce"),  # while it connects
-        ("2", "operation0:6", IN_TRIAL),
+        # while it connects
+        pytest.param("2", "operation1:2", "worker 1: ncclAllReduce", marks=pytest.mark.slow),
+        pytest.param("2", "operation0:6", IN_TRIAL, marks=pytest.mark.slow),
         ("cuda:1,cuda:1", "operation0:6", IN_TRIAL),
     ],
 )

@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 from coarse.client.tensor_bytes import GpuBytes, gpu_uuid, map_tensors
+from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.memory.cuda import CudaMemory
 
@@ -68,6 +69,8 @@ def main() -> None:
     ctypes.memset(tensor.data, 1, 1000)  # the capsule keeps it mapped
     assert count_mapped() > before
     del capsule
+    assert count_mapped() > before  # whoever drops it does not wait for the GPU
+    _native.cuda_unmap_unused()
     assert count_mapped() == before
 
     capsule = mapped(segment).__dlpack__()
@@ -76,6 +79,7 @@ def main() -> None:
     del capsule  # its tensor is somebody's now
     assert count_mapped() > before
     taken.contents.deleter(taken)
+    _native.cuda_unmap_unused()
     assert count_mapped() == before
 
 

@@ -124,10 +124,6 @@ def test_a_flag_beats_what_the_environment_says_in_another_way(tmp_path):
             "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs",
         ),
         (("--memory-devices", "cuda:0", "--profile", "refresh"), "links to which are measured when"),
-        (
-            ("--memory-devices", "cuda:0,cuda:0", "--keep-devices", "9", "--replicas", "1"),
-            "COARSE_REPLICAS does not go with memory devices on GPUs",
-        ),
     ],
 )
 def test_memory_devices_that_cannot_be_are_refused_before_anything_starts(flags, message):
