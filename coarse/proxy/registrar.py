@@ -297,14 +297,13 @@ class Registrar:
 
     def _used_of(self, registration: Registration) -> Mapping[str, Segment]:
         """What this device needs of what the node has once: of GPUs' memory only what it updates or copies."""
-        shared = dict(registration.shared)
-        keeps_replica = self._job.keeps_replica and self._is_replicated(registration.schema)
-        if not keeps_replica:
-            for name in REPLICA_OF.values():
-                shared.pop(name, None)
-        if keeps_replica or self._job.is_home:
+        shared = registration.shared
+        if self._job.keeps_replica and self._is_replicated(registration.schema):
             return shared
-        return {name: segment for name, segment in shared.items() if not segment.gpus}
+        used = {name: segment for name, segment in shared.items() if name not in REPLICA_OF.values()}
+        if self._job.is_home:
+            return used
+        return {name: segment for name, segment in used.items() if not segment.gpus}
 
     def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""

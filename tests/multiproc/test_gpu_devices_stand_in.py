@@ -258,9 +258,10 @@ def test_training_goes_on_without_any_one_device(
 
 @pytest.mark.slow
 def test_replicas_lie_also_on_gpus_that_do_not_reach_each_other(stand_ins, tmp_path, replicated_on_host):
-    apart = {"STAND_IN_GPUS_ARE_APART": "all", **stand_ins}
+    apart = {"STAND_IN_GPUS_ARE_APART": "all", MARK: str(tmp_path), **stand_ins}
     deaths = ("0 1 3 step.push 2", "1 1 4 step.pull")
     found = train_in_attempts(tmp_path, "cuda:0,cuda:1", "0", deaths, apart)
+    assert not processes_left(str(tmp_path))
     assert found["first"] >= 3
     assert found["digest"] == replicated_on_host
 

@@ -13,7 +13,8 @@ __device__ __forceinline__ void reduceBatch(const ReduceBatch& batch) {
   }
 }
 
-/// Blocks that a multiprocessor shall have registers for: as many as there are without spilling any.
+/// Blocks that a multiprocessor shall have registers for: as many as reductions can have without spilling
+/// any.
 template <class Element, bool kIsRing>
 inline constexpr int kBlocks = !kIsRing && sizeof(typename Element::Stored) == 4 ? 4 : 3;
 

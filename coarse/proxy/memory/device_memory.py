@@ -78,8 +78,8 @@ class DeviceMemories:
     Args:
         own: Where slots lie, and values that workers store.
         common: Where that lies which a node has once, parameters and states of optimizers: in the memory of all its
-            memory devices, where these are NUMA nodes, or GPUs that reach each other, and each of them may not be
-            lost; else it is `own`.
+            memory devices, where these are NUMA nodes, or GPUs that reach each other, and nothing has replicas; else
+            it is `own`.
     """
 
     own: DeviceMemory
