@@ -200,10 +200,8 @@ void Proxy::reserveStaging(const TensorGroup& group) {
   if (group.replica()->keeper() != config_.device) return;
   std::size_t allBytes = 0, largestBytes = 0;
   for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
-    std::size_t numBytes = 0;
-    for (const KeptPart& part : group.partsOf(shard)) numBytes += part.numBytes;
-    allBytes += numBytes;
-    largestBytes = std::max(largestBytes, numBytes);
+    allBytes += group.partBytes(shard);
+    largestBytes = std::max(largestBytes, group.partBytes(shard));
   }
   memoryOf(group).stagings.front().reserve(std::min(allBytes, kCopiedTogetherBytes + largestBytes));
 }
@@ -490,7 +488,7 @@ bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
   std::uint32_t shard = 0;
   for (std::size_t numBytes = 0; numBytes < enoughBytes && replica.control().copies().take(shard);) {
     shards.push_back(shard);
-    for (const KeptPart& part : group.partsOf(shard)) numBytes += part.numBytes;
+    numBytes += group.partBytes(shard);
   }
   if (shards.empty()) return false;
   replica.copy(group, shards, memoryOf(group).stagings[core]);

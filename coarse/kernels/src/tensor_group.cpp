@@ -186,10 +186,14 @@ std::size_t TensorGroup::stateOffset(const Shard& shard, std::size_t number) con
 std::vector<KeptPart> TensorGroup::partsOf(std::uint32_t shardIndex) const {
   const Shard& shard = plan_.shards[shardIndex];
   std::vector<KeptPart> parts{{false, parameterOffset(shard), shard.numElements * itemBytes(shard.dtype)}};
-  const std::size_t numArrays = plan_.numStates + (plan_.hasMaster(shard) ? 1 : 0);
-  for (std::size_t i = 0; i < numArrays; ++i)
+  for (std::size_t i = 0; i < numKeptArrays(shard); ++i)
     parts.push_back({true, stateOffset(shard, i), shard.numElements * sizeof(float)});
   return parts;
+}
+
+std::size_t TensorGroup::partBytes(std::uint32_t shardIndex) const noexcept {
+  const Shard& shard = plan_.shards[shardIndex];
+  return shard.numElements * (itemBytes(shard.dtype) + numKeptArrays(shard) * sizeof(float));
 }
 
 void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
@@ -199,8 +203,8 @@ void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
 
 void TensorGroup::moveToReplica() {
   snapshots_.reset();  // of what was there before
-  parameters_ = replica_->parameterBytes();
-  states_ = replica_->stateBytes();
+  parameters_ = replica_->parameters();
+  states_ = replica_->states();
 }
 
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {

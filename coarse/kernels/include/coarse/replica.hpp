@@ -99,8 +99,8 @@ class Replica {
   std::size_t keeper() const noexcept { return keeper_; }
   const ReplicaControl& control() const noexcept { return control_; }
   /// Null at devices that do not keep it, as what follows.
-  const TensorBytes& parameterBytes() const noexcept { return parameters_; }
-  const TensorBytes& stateBytes() const noexcept { return states_; }
+  const TensorBytes& parameters() const noexcept { return parameters_; }
+  const TensorBytes& states() const noexcept { return states_; }
 
   /// Copies shards that were updated, and notes their steps; of those that had no gradient, only the steps.
   /// All is read before anything of the replica is overwritten, so that an owner who is lost meanwhile leaves

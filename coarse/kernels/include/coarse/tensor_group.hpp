@@ -203,6 +203,8 @@ class TensorGroup {
   }
   /// Of a shard all that the optimizer keeps. @pre there is an optimizer, and this device has its memory.
   std::vector<KeptPart> partsOf(std::uint32_t shard) const;
+  /// The bytes of all of these.
+  std::size_t partBytes(std::uint32_t shard) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
   /// From now on slots and settings of these clients are looked at no more: they went with a memory device.
@@ -238,6 +240,9 @@ class TensorGroup {
     return kept.parameterOffset + (shard.offset - kept.slotOffset);
   }
   std::size_t stateOffset(const Shard& shard, std::size_t number) const noexcept;
+  std::size_t numKeptArrays(const Shard& shard) const noexcept {
+    return plan_.numStates + (plan_.hasMaster(shard) ? 1 : 0);
+  }
 
   GroupPlan plan_;
   std::shared_ptr<const TensorMemory> memory_;
