@@ -4,7 +4,7 @@ One backward goes through these states; `expecting` is set by a forward under wh
 averaged:
 
     forward -> expecting -> (first gradient, or gradient of an output) armed -> ... hooks push ...
-            -> end of backward: pull all, `.grad` holds averages -> not expecting
+            -> end of backward: push what is left -> pull all, `.grad` holds averages -> not expecting
 
 Gradients that come while not expecting (under no_sync, or from a second backward of one forward) accumulate
 locally, as in torch's DDP.
@@ -12,11 +12,11 @@ locally, as in torch's DDP.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from torch.autograd import Variable
 
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
@@ -29,10 +29,13 @@ from coarse.torch.measures import fingerprints, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.outputs import find_tensors
 from coarse.torch.registered_gradients import RegisteredGradients
-from coarse.torch.running_backward import current_backward, may_accumulate
+from coarse.torch.running_backward import at_end, current_backward, finish_in_order, may_accumulate
 from coarse.torch.shared_parameters import averagers_of
 from coarse.torch.slot_turns import SlotTurns
 from coarse.torch.static_graph import StaticGraph
+
+# Registrations are collective, so that workers make what they share in the same order.
+_places = itertools.count()
 
 
 class GradientSynchroniser:
@@ -118,6 +121,8 @@ class GradientSynchroniser:
         ]
         self._untraced_on_output = torch.compiler.disable(self._on_output)
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
+        self._untraced_finish = torch.compiler.disable(self._finish_backward)
+        self._place = next(_places)
 
     def update(
         self,
@@ -376,7 +381,7 @@ class GradientSynchroniser:
                 raise gradient_errors.step_is_due(self._rank)
             self._is_prepared = True
             self._updates_in_backward.begin_backward()
-        Variable._execution_engine.queue_callback(self._untraced_end)
+        at_end(self._untraced_end)
 
     def _push(self, index: int, gradient: torch.Tensor | None) -> None:
         if self._failpoints:
@@ -395,16 +400,6 @@ class GradientSynchroniser:
             self._tables.hold(index, gradient)
         else:
             self._take_turn(index)
-        if self._num_pushed == len(self._parameters):
-            self._flush_last()
-
-    def _flush_last(self) -> None:
-        """Sends what is left now: as backward ends it would come behind what another model has streams wait for."""
-        try:
-            self._path.flush()
-        except BaseException:
-            self._expecting = False  # the next forward begins anew
-            raise
 
     def _replace_undefined(self, index: int) -> torch.Tensor | None:
         """What stands for a gradient of which an operation has said that there is none.
@@ -448,14 +443,27 @@ class GradientSynchroniser:
                 return
             if self._num_pushed < len(self._parameters):
                 self._push_remaining()
-            if self._num_pushed < len(self._parameters):
-                self._path.flush()  # another backward may bring the rest; meanwhile let others have these
+            self._flush()  # of some another backward may bring the rest; meanwhile let others have these
+            if self._num_pushed == len(self._parameters):
+                finish_in_order(self._place, self._untraced_finish)
+
+    def _flush(self) -> None:
+        try:
+            self._path.flush()
+        except BaseException:
+            self._expecting = False  # the next forward begins anew
+            raise
+
+    def _finish_backward(self) -> None:
+        """Brings the averages. All models of this backward have pushed, so that waiting for other workers ends."""
+        with self._lock:
+            if not self._expecting:
                 return
+            self._expecting = False
             if self._turns is not None:
                 self._turns.finish()
             for index in self._tables.bring_rows(are_averaged=self._updates_in_backward is None):
                 self._path.take_part(index, self._kind, present=True)
-            self._expecting = False
             if self._static is not None:
                 self._static.finish_iteration()
             if self._updates_in_backward is None:

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import operator
+import threading
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 
 def current_backward() -> int:
     """Its number: each call of backward() has another, also one within another."""
     return int(torch._C._current_graph_task_id())
+
+
+def at_end(call: Callable[[], object]) -> None:
+    """Has something called as this backward ends, after all that was asked for before."""
+    Variable._execution_engine.queue_callback(call)
+
+
+def finish_in_order(place: int, finish: Callable[[], object]) -> None:
+    """Called as a backward ends: has the averaging of a model finished when all models have given away gradients.
+
+    Workers may end the backward of two models in different orders. If one waited for the first model before it gave
+    away all gradients of the second, all would wait for ever; so they would if they finished in different orders.
+
+    Args:
+        place: Models that several workers share have places of the same order on all of these.
+        finish: Waits for averages.
+    """
+    _unfinished.of_backward(current_backward()).append((place, finish))
+    at_end(_finish_all)
+
+
+class _Unfinished(threading.local):
+    """What the backward that ends in this thread has to finish."""
+
+    def __init__(self) -> None:
+        self._backward = -1
+        self._calls: list[tuple[int, Callable[[], object]]] = []
+
+    def of_backward(self, number: int) -> list[tuple[int, Callable[[], object]]]:
+        """The list of this one. An earlier one that has left something in it failed as it ended."""
+        if number != self._backward:
+            self._backward, self._calls = number, []
+        return self._calls
+
+
+_unfinished = _Unfinished()
+
+
+def _finish_all() -> None:
+    calls = _unfinished.of_backward(current_backward())
+    todo = sorted(calls, key=operator.itemgetter(0))
+    calls.clear()
+    for _, finish in todo:
+        finish()
 
 
 def may_accumulate(parameters: Iterable[torch.nn.Parameter]) -> bool:

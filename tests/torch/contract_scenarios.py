@@ -8,6 +8,7 @@ import gc
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from scenario import (
     raises,
     scenario,
     train,
+    train_in_one_backward,
 )
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -126,6 +128,48 @@ def copies_of_models_cost_nothing_before_they_train(context: Context) -> Any:
     twin(context.inputs(1, 4, 8)).sum().backward()
     assert twin._gradients is not None
     assert_equal_on_all_workers(context, [parameter.grad for parameter in twin.parameters()])
+
+
+def use_two_models_in_any_order(
+    context: Context, make: Callable[[], nn.Module], inputs: Callable[[int], Any], **options: Any
+) -> Any:
+    """Workers that end the backward of two models in different orders do not wait for each other for ever."""
+    trained = []
+    for reverses in (False, True):
+        torch.manual_seed(0)
+        models = [context.wrap(make(), **options) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        trained.append(train_in_one_backward(context, models, optimizers, reverses=reverses, inputs=inputs))
+    assert all(map(torch.equal, *trained))
+    assert_equal_on_all_workers(context, trained[1])
+
+
+@contract
+def two_models_end_in_any_order(context: Context) -> Any:
+    use_two_models_in_any_order(context, mlp, lambda step: (context.inputs(step, 4, 8),))
+
+
+@contract
+def two_models_with_unused_parameters_end_in_any_order(context: Context) -> Any:
+    def inputs(step: int) -> Any:
+        return context.inputs(step, 4, 8), (step + context.rank) % 2
+
+    use_two_models_in_any_order(context, Branches, inputs, find_unused_parameters=True)
+
+
+@contract
+def two_models_with_static_graphs_end_in_any_order(context: Context) -> Any:
+    use_two_models_in_any_order(context, mlp, lambda step: (context.inputs(step, 4, 8),), static_graph=True)
+
+
+@contract
+def two_models_with_tables_end_in_any_order(context: Context) -> Any:
+    def inputs(step: int) -> Any:
+        return (torch.tensor([[step, 3 + context.rank]], device=context.device),)
+
+    use_two_models_in_any_order(
+        context, lambda: nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 4)), inputs
+    )
 
 
 @contract

@@ -25,6 +25,7 @@ from scenario import (
     mlp,
     raises,
     scenario,
+    train_in_one_backward,
 )
 from tiers import IS_THOROUGH
 from torch import nn
@@ -1020,6 +1021,29 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     optimizer.param_groups[0]["momentum"] = 0.9
     with raises(ValueError, "had no momentum"):
         optimizer.step()
+
+
+@offloaded_scenario(compare=False)
+def two_models_of_overlapped_updates_end_in_any_order(context: Context) -> None:
+    trained = []
+    for reverses in (False, True):
+        torch.manual_seed(0)
+        models = [context.wrap(wide_mlp()) for _ in range(2)]
+        optimizers = [
+            offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+            for model in models
+        ]
+        trained.append(
+            train_in_one_backward(
+                context,
+                models,
+                optimizers,
+                reverses=reverses,
+                inputs=lambda step: (context.inputs(step, 4, 8),),
+            )
+        )
+    assert all(map(torch.equal, *trained))
+    assert_equal_on_all_workers(context, trained[1])
 
 
 @offloaded_scenario(compare=False)

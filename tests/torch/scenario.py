@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -105,6 +105,25 @@ def train(
         loss(model(context.inputs(step, *shape), **arguments)).backward()
         optimizer.step()
     return states(model)
+
+
+def train_in_one_backward(
+    context: Context,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    *,
+    reverses: bool,
+    inputs: Callable[[int], Any],
+) -> list[torch.Tensor]:
+    """Returns the parameters of two models, which worker 1 is to use in the other order if `reverses`."""
+    for step in range(3):
+        order = models[::-1] if reverses and context.rank == 1 else models
+        losses = [model(*inputs(step)).square().mean() for model in order]
+        (losses[0] + losses[1]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
 
 @contextlib.contextmanager

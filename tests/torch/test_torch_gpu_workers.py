@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("gpu_loss_script.py")
 WAITS_SCRIPT = Path(__file__).with_name("gpu_waits_script.py")
 CAPTURE_SCRIPT = Path(__file__).with_name("gpu_capture_script.py")
-TWO_MODELS_SCRIPT = Path(__file__).with_name("gpu_two_models_script.py")
 SHORTAGE_SCRIPT = Path(__file__).with_name("gpu_shortage_script.py")
 LIMIT_S = 200
 
@@ -84,13 +83,6 @@ def test_training_goes_on_after_a_step_that_was_captured_by_mistake(cuda_stand_i
     printed = run_script(script=CAPTURE_SCRIPT, LD_LIBRARY_PATH=str(cuda_stand_ins))
     assert printed.count("refused: gradients cannot be averaged while a CUDA graph is captured") == 2, printed
     assert printed.count("goes on") == 2, printed
-
-
-def test_workers_may_end_the_backward_of_two_models_in_orders_of_their_own(cuda_stand_ins):
-    libraries = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "COARSE_DUAL_SYNC": "off", "COARSE_TIMEOUT_S": "30"}
-    printed = run_script(script=TWO_MODELS_SCRIPT, **libraries)
-    found = re.findall("parameters are ([0-9a-f]+)", printed)
-    assert (len(found), len(set(found))) == (2, 1), printed
 
 
 def test_memory_devices_on_another_gpu_are_reached_without_the_host(cuda_stand_ins):

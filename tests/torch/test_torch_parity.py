@@ -139,3 +139,11 @@ def test_equals_torch_where_links_to_that_gpu_are_another_machines(
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
     coarse_pool.collect()
+
+
+@pytest.mark.parametrize(
+    "name", ["two_models_end_in_any_order", "two_models_with_unused_parameters_end_in_any_order"]
+)
+def test_holds_on_a_gpu_that_is_stood_in_for(name: str, stand_in_gpu_pool: WorkerPool) -> None:
+    stand_in_gpu_pool.submit(name)
+    stand_in_gpu_pool.collect()
