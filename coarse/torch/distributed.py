@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.join import UnevenInputsHook, check_joinable
+from coarse.torch.module_hooks import OwnHook
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.offloading import Offloading
 from coarse.torch.options import (
@@ -241,6 +243,12 @@ class DistributedDataParallel(Offloading):
             self._session.release_buffers()
         self._dropped = shared.dropped
         self._watch_end()
+        self._watch_saves()
+
+    def _watch_saves(self) -> None:
+        """Has no state dict hold parameters that a GPU has updated by what a lost memory device did not average."""
+        reference = weakref.ref(self)  # the module may outlive this wrapper
+        self.module.register_state_dict_pre_hook(OwnHook(lambda: _confirm_averages(reference)))
 
     def ensure_registered(self) -> None:
         """Has a copy of a wrapped model average gradients too. Collective, as wrapping is. Idempotent."""
@@ -547,3 +555,9 @@ def _copy_of(
     model.process_group = choose_process_group(None, None)
     model._begin()
     return model
+
+
+def _confirm_averages(reference: weakref.ref[DistributedDataParallel]) -> None:
+    model = reference()
+    if model is not None and model._gradients is not None and not model._closed:
+        model._gradients.confirm()

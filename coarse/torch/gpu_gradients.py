@@ -173,6 +173,11 @@ class GpuGradients:
     def check(self) -> None:
         self._transfers.check()
 
+    def confirm(self) -> None:
+        self._group.pull_all()
+        self._group.nccl.settle()
+        self._transfers.check()
+
     @property
     def _pulls_each_step(self) -> bool:
         return self._waits or self._group.is_watched

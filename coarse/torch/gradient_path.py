@@ -67,6 +67,9 @@ class GradientPath(Protocol):
     def check(self) -> None:
         """Raises what has gone wrong since the last call; called before a forward."""
 
+    def confirm(self) -> None:
+        """Waits until all averages have come, whatever streams do with them; raises why they will not."""
+
 
 def is_lazy(gradient: torch.Tensor) -> bool:
     """Whether its bytes are those of the other sign, or of complex conjugates."""

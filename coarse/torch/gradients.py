@@ -259,6 +259,10 @@ class GradientSynchroniser:
         """Raises what has gone wrong since the last call, on a GPU; called before each forward."""
         self._path.check()
 
+    def confirm(self) -> None:
+        """Raises if what has updated the parameters since the last forward were no averages; may wait for them."""
+        self._path.confirm()
+
     def check_finished(self) -> None:
         """Called before a forward with gradients enabled.
 

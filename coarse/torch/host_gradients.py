@@ -115,6 +115,9 @@ class HostGradients:
     def check(self) -> None:
         pass  # every call tells at once
 
+    def confirm(self) -> None:
+        pass  # collect() has waited
+
     def _push(self, index: int, kind: UpdateKind, *, present: bool = True, source: int = 0) -> None:
         if kind is UpdateKind.NONE:
             self._group.push(index, present=present, source=source)

@@ -113,6 +113,9 @@ class NarrowGradients:
     def settle(self) -> None:
         self._path.settle()
 
+    def confirm(self) -> None:
+        self._path.confirm()
+
     def check(self) -> None:
         self._path.check()
 

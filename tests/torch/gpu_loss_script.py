@@ -3,7 +3,8 @@
 Run by `coarse run`. Its arguments are the device of the model, where "stand-in" is the processor behind the driver of
 gpu_stand_in.py, which must be on LD_LIBRARY_PATH; "offload" to run the optimizer in the memory devices, and "overlap"
 for that to be during backward; "alone" for a memory device that dies by itself; "each" for a GPU of its own for each
-worker; "worker" for worker 1 to be killed, and no memory device.
+worker; "worker" for worker 1 to be killed, and no memory device; "saves" for a state dict after each step, and a
+memory device that is killed when the GPU waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 
 import fast_torch  # noqa: F401, before the next one
@@ -54,12 +56,17 @@ def main() -> None:
             if "worker" in options:
                 if rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
+            elif rank == 0 and "saves" in options:
+                kill_when_a_gpu_waits(devices[-1])
             elif rank == 0:
                 os.kill(devices[-1], signal.SIGKILL)
         try:
             optimizer.zero_grad()
             model(torch.randn(4, 256, device=device)).square().mean().backward()
             optimizer.step()
+            if "saves" in options:
+                module.state_dict()
+                print(f"saved after {step + 1} steps", flush=True)
         except CoarseError as error:
             print(f"raised {type(error).__name__} after {step} steps: {error}", flush=True)
             synchronize()
@@ -68,6 +75,12 @@ def main() -> None:
         assert time.monotonic() < began_s + LIMIT_S, "nobody misses who was killed"
     synchronize()  # what the GPU was given must come to its end, too
     print("all streams have ended", flush=True)
+
+
+def kill_when_a_gpu_waits(device: int) -> None:
+    """Stops a memory device now, which thereby takes no gradients any more, and kills it a second later."""
+    os.kill(device, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (device, signal.SIGKILL)).start()
 
 
 def fingerprint(module: torch.nn.Module) -> str:
