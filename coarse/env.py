@@ -131,7 +131,8 @@ class Attempt:
 
 
 _PREFIX = "COARSE_"
-_OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE"})  # read by setup.py and the Makefile
+# Read by setup.py, the Makefile, and benchmarks in images.
+_OTHER_VARIABLES = frozenset({"COARSE_BUILD_JOBS", "COARSE_SANITIZE", "COARSE_COMMIT"})
 
 ALGORITHM_CHOICES = ("auto", "gather", "direct", "ring", "exchange", "nccl")
 SCHEDULING_CHOICES = ("queues", "fcfs")

@@ -114,7 +114,9 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """`git describe` of the checkout this package runs from, or the version of an installed package."""
+    """What an image says, `git describe` of the checkout this package runs from, or the version that is installed."""
+    if said := os.environ.get("COARSE_COMMIT"):
+        return said
     package = Path(coarse.__file__).resolve().parent
     try:
         # An installed copy may lie below some checkout that does not hold its source.

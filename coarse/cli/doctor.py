@@ -38,7 +38,7 @@ _NATIVE_MODULE = "coarse.kernels._native"
 _NCCL_MODULE = "coarse.kernels.nccl"
 _CUDA_MODULE = "coarse.proxy.memory.cuda"
 _TOOL_LIMIT_S = 10
-_GPUS_LIMIT_S = 60  # a context on each takes up to seconds
+_GPUS_LIMIT_S = 120  # of GPUs that nothing else keeps awake each takes seconds, and its context some more
 _ENOUGH_FILES = 4096
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -193,14 +193,25 @@ def _open_mpi(topic: str) -> Finding:
 
 def _first_line(*command: str, limit_s: float = _TOOL_LIMIT_S) -> str:
     """Returns the first line that a tool prints; "" if it is not there or does not work."""
+    return _ask(*command, limit_s=limit_s)[0]
+
+
+def _ask(*command: str, limit_s: float = _TOOL_LIMIT_S) -> tuple[str, str]:
+    """Returns the first line that a tool prints, or "" and why there is none."""
     program = shutil.which(command[0])
     if program is None:
-        return ""
+        return "", f"{command[0]} is not there"
     try:
         done = subprocess.run([program, *command[1:]], capture_output=True, timeout=limit_s)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace").partition("\n")[0].strip() if done.returncode == 0 else ""
+    except OSError as error:
+        return "", str(error)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {limit_s} s"
+    if done.returncode < 0:
+        return "", f"killed by {signal_name(-done.returncode)}"
+    if done.returncode > 0:
+        return "", (done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"])[-1]
+    return done.stdout.decode(errors="replace").partition("\n")[0].strip(), ""
 
 
 def cpu_findings(cpu: Cpu) -> list[Finding]:
@@ -358,13 +369,14 @@ def cuda_findings() -> list[Finding]:
     """
     # As _native_module(), which this needs.
     code = f"import json; from {_CUDA_MODULE} import describe_gpus; print(json.dumps(describe_gpus()))"
-    gpus, missing = json.loads(_first_line(sys.executable, "-c", code, limit_s=_GPUS_LIMIT_S) or '["", ""]')
+    topic, name = "devices", "memory devices on GPUs"
+    found, why_not = _ask(sys.executable, "-c", code, limit_s=_GPUS_LIMIT_S)
+    if why_not:
+        return [Finding(topic=topic, name=name, value=f"tried in vain: {why_not}", status=NOTE)]
+    gpus, missing = json.loads(found)
     if not gpus:
         return []
-    status = NOTE if missing else GOOD
-    return [
-        Finding(topic="devices", name="memory devices on GPUs", value=gpus, status=status, advice=missing)
-    ]
+    return [Finding(topic=topic, name=name, value=gpus, status=NOTE if missing else GOOD, advice=missing)]
 
 
 def nccl_findings(gpus: Sequence[Gpu]) -> list[Finding]:

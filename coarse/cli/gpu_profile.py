@@ -118,7 +118,7 @@ def _measure(num_gpus: int) -> GpuLinks:
         task = bar.add_task("", total=1.0)
         return measure_gpu_links(
             [_native.cuda_device_name(gpu) for gpu in range(num_gpus)],
-            _native.cuda_can_access_peer,
+            _native.cuda_reaches_peer,
             copier,
             progress=lambda done: bar.update(task, completed=done),
         )

@@ -5,6 +5,7 @@ NVML says it (package nvidia-ml-py). `pair_gpus` is a pure function of what it s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -337,7 +338,7 @@ def _nvlinks(nvml: Any, handles: Sequence[Any], bus_ids: Sequence[str]) -> tuple
         for far_end in _far_ends(nvml, handle):
             if far_end in bus_ids:
                 direct[number][bus_ids.index(far_end)] += 1
-            else:
+            elif far_end == _SWITCH:
                 to_switches[number] += 1
     numbers = range(len(handles))
     return tuple(
@@ -351,17 +352,24 @@ def _nvlinks(nvml: Any, handles: Sequence[Any], bus_ids: Sequence[str]) -> tuple
     )
 
 
+_SWITCH = "switch"
+
+
 def _far_ends(nvml: Any, handle: Any) -> list[str]:
-    """Bus ids at the other ends of a GPU's active NVLinks; "" where NVML does not tell."""
+    """What is at the other ends of a GPU's active NVLinks: _SWITCH, or the bus id of a GPU, seen here or not."""
     ends: list[str] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-        except nvml.NVMLError:
-            break  # this GPU has no more
-        try:
-            ends.append(normal_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)))
-        except nvml.NVMLError:
-            ends.append("")
+        with contextlib.suppress(nvml.NVMLError):  # no such link, or one that is not in use
+            if nvml.nvmlDeviceGetNvLinkState(handle, link):
+                ends.append(_far_end(nvml, handle, link))
     return ends
+
+
+def _far_end(nvml: Any, handle: Any, link: int) -> str:
+    """Where drivers do not tell the kind of what is there, whatever has no bus id is a switch."""
+    try:
+        if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return _SWITCH
+        return normal_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+    except nvml.NVMLError:
+        return _SWITCH

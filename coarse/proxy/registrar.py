@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Mapping
 
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
@@ -47,6 +48,8 @@ from coarse.proxy.registration import (
 )
 from coarse.proxy.slot_pieces import check_routes, pieces_of_slots
 from coarse.proxy.snapshot_service import SnapshotService
+
+logger = logging.getLogger(__name__)
 
 _MOST_GROUP_ID = (1 << 32) - 1
 
@@ -405,6 +408,8 @@ class Registrar:
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         self._add_group(registration, proxy)
+        for promise in _native.cuda_take_broken_promises():
+            logger.warning("[md%s] %s", self._job.device, promise)
         registration.is_active = True
         self._keep(registration)
         read_only = self._open_slots(registration)

@@ -46,8 +46,8 @@ INSTANCES: Mapping[str, Instance] = MappingProxyType(
         "g4dn.metal": Instance(
             num_workers=4,
             gpus=(0, 2, 4, 6),
-            devices={"1:1": 4},
-            tables={"1:1": TABLES / "g4dn-1to1.toml"},
+            devices={"1:1": 4, "2:1": 2},
+            tables={"1:1": TABLES / "g4dn-1to1.toml", "2:1": TABLES / "g4dn-2to1.toml"},
             batches=_PAPER_BATCHES,
             note="8 T4 on PCIe; half of them are memory devices",
         ),

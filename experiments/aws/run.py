@@ -63,6 +63,12 @@ class Run:
         devices = f" {self.ratio} on {self.memory}" if self.ratio else ""
         return f"{self.model}, batch {self.batch}, {self.system}{devices}"
 
+    @property
+    def log_name(self) -> str:
+        """Of the file with all that it printed."""
+        words = (self.model, self.system, self.ratio.replace(":", "to"), self.memory)
+        return "-".join(filter(None, words)) + ".log"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
@@ -108,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{run} ...", flush=True)
         try:
             flags = nodes.flags(number)
-            result = execute(run, instance, flags, warm_up=arguments.warm_up, steps=arguments.steps)
+            log = arguments.results / "logs" / run.log_name
+            result = execute(run, instance, flags, warm_up=arguments.warm_up, steps=arguments.steps, log=log)
             if nodes.rank > 0:
                 continue  # worker 0 has the results, on the first instance
             is_checked = check(run, result, done)
@@ -166,12 +173,13 @@ def installed_systems(nodes: Nodes = Nodes()) -> tuple[str, ...]:
 
 
 def execute(
-    run: Run, instance: Instance, flags: Sequence[str], *, warm_up: int, steps: int
+    run: Run, instance: Instance, flags: Sequence[str], *, warm_up: int, steps: int, log: Path
 ) -> dict[str, Any]:
     """Trains, and returns what worker 0 wrote down, if it is here.
 
     Args:
         run, instance, flags, warm_up, steps: As for command_of().
+        log: Where all that it prints goes.
 
     Raises:
         RunError: If it failed.
@@ -179,8 +187,12 @@ def execute(
     with tempfile.TemporaryDirectory(prefix="coarse-aws-") as folder:
         result = Path(folder) / "result.json"
         command = command_of(run, instance, flags, warm_up=warm_up, steps=steps, result=result)
+        log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S)
+            with log.open("w") as output:
+                done = subprocess.run(
+                    command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=_LIMIT_S
+                )
         except subprocess.TimeoutExpired:
             raise RunError(f"not done after {_LIMIT_S} s") from None
         except OSError as error:
@@ -188,8 +200,8 @@ def execute(
         if done.returncode == 0 and not result.exists() and flags:
             return {}
         if done.returncode != 0 or not result.exists():
-            last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-            raise RunError(f"ended with exit code {done.returncode}:\n{last}")
+            last = "\n".join(log.read_text(errors="replace").strip().splitlines()[-20:])
+            raise RunError(f"ended with exit code {done.returncode}, see {log}:\n{last}")
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 
@@ -280,6 +292,9 @@ def table(done: Sequence[tuple[Run, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+_RECORDED = ("workers", "step_ms", "losses", "peak_device_bytes", "decisions", "versions")
+
+
 def _as_json(run: Run, result: dict[str, Any]) -> dict[str, Any]:
     return {
         "system": run.system,
@@ -287,7 +302,7 @@ def _as_json(run: Run, result: dict[str, Any]) -> dict[str, Any]:
         "memory": run.memory,
         "model": run.model,
         "batch": run.batch,
-        **{name: result[name] for name in ("workers", "step_ms", "losses", "peak_device_bytes")},
+        **{name: result[name] for name in _RECORDED},
     }
 
 

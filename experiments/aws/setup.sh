@@ -34,15 +34,29 @@ torch_index=${TORCH_INDEX:-https://download.pytorch.org/whl/$($cpu_only && echo 
 
 as_root() { if [[ $(id -u) -eq 0 ]]; then "$@"; else sudo "$@"; fi; }
 
+# A fresh instance updates itself while it starts, and whoever installs meanwhile has to wait.
+apt_get() {
+    as_root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 "$@"
+}
+
 install_packages() {
-    as_root apt-get update -qq
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        g++ make cmake git python3-dev python3-venv >/dev/null
+    if command -v cloud-init >/dev/null; then cloud-init status --wait >/dev/null || true; fi
+    for attempt in 1 2 3 4 5; do
+        if apt_get update; then break; fi
+        if [[ $attempt = 5 ]]; then exit 1; fi
+        sleep 30
+    done
+    apt_get install -y --no-install-recommends g++ make cmake git python3-dev python3-venv >/dev/null
 }
 
 install_driver() {
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then return; fi
-    as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "linux-headers-$(uname -r)" "$driver"
+    if [[ -e /proc/driver/nvidia/version ]]; then
+        echo "setup.sh: a driver is loaded, and finds no GPU: $(head -1 /proc/driver/nvidia/version). V100 needs one up" \
+            "to 580, and not the open kernel modules; take an image without a driver" >&2
+        exit 1
+    fi
+    apt_get install -y "linux-headers-$(uname -r)" "$driver"
     if ! nvidia-smi; then
         echo "setup.sh: the driver is installed; reboot, and run this again" >&2
         exit 3
@@ -59,22 +73,37 @@ set_nvlink() {
     fi
 }
 
+# One that was installed for something else may have no CUDA, or no code for these GPUs.
+has_torch() {
+    "$venv/bin/python" - "$cpu_only" 2>/dev/null <<'EOF'
+import sys, torch
+if sys.argv[1] == "false":
+    assert torch.cuda.device_count()
+    for gpu in range(torch.cuda.device_count()):
+        assert torch.ones(2, device=f"cuda:{gpu}").sum().item() == 2
+EOF
+}
+
 install_python() {
     [[ -x $venv/bin/python ]] || "$python" -m venv "$venv"
     "$venv/bin/python" -m pip install --quiet --upgrade pip
-    "$venv/bin/python" -c 'import torch' 2>/dev/null ||
-        "$venv/bin/python" -m pip install --quiet torch --index-url "$torch_index"
+    if ! has_torch; then
+        "$venv/bin/python" -m pip install --quiet --force-reinstall torch --index-url "$torch_index"
+    fi
     # Editable: whatever starts in the checkout imports the checkout's package, which then has its native module.
     "$venv/bin/python" -m pip install --quiet -e '.[torch,examples,cuda]'
 }
 
 # A peer that cannot be built is left out; the runs go on without it.
 install_horovod() {
+    for folder in /usr/local/cuda*/bin; do
+        if [[ -x $folder/nvcc ]]; then PATH="$folder:$PATH"; fi
+    done
     local environment=(PATH="$(realpath -m "$venv")/bin:$PATH" PYTHON=python)
     if ! $cpu_only; then
         if ! command -v nvcc >/dev/null || ! echo '#include <nccl.h>' | g++ -E -x c++ - >/dev/null 2>&1; then
             echo "setup.sh: Horovod is left out: with NCCL it needs nvcc on PATH, of PyTorch's CUDA version, and" \
-                "nccl.h: packages cuda-nvcc, cuda-cudart-dev and libnccl-dev of NVIDIA's repository" >&2
+                "nccl.h: packages such as cuda-nvcc-12-6, cuda-cudart-dev-12-6 and libnccl-dev of NVIDIA's repository" >&2
             return
         fi
         environment+=(HOROVOD_GPU_OPERATIONS=NCCL)

@@ -43,6 +43,7 @@ def main() -> None:
     before = _sample(workload.module)
     result = train(model, optimizer, workload, device, warm_up=arguments.warm_up, steps=arguments.steps)
     result |= {"workers": world_size, "before": before, "parameters": _sample(workload.module)}
+    result |= {"decisions": _decisions(model), "versions": _versions(device)}
     if rank == 0:
         arguments.result.write_text(json.dumps(result))
     if arguments.system.startswith("coarse"):
@@ -153,6 +154,25 @@ _WRAPPERS: dict[str, Callable[[Any, torch.device], Any]] = {
     "horovod": lambda module, device: module,
     "none": lambda module, device: module,
 }
+
+
+def _decisions(model: Any) -> list[str]:
+    """What COARSE has chosen by what it measured: algorithms, routes, what workers reduce themselves."""
+    session = getattr(model, "session", None)  # other systems have none
+    return [] if session is None else list(session.decisions())
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    """What else than COARSE a step's time depends on."""
+    versions = {"torch": torch.__version__}
+    if device.type == "cuda":
+        versions |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": Path("/proc/driver/nvidia/version").read_text().partition("\n")[0],
+        }
+    return versions
 
 
 def _now_s(device: torch.device) -> float:

@@ -157,7 +157,7 @@ def test_results_that_differ_are_told():
 
 def test_results_that_differ_are_not_recorded(tmp_path, capsys, monkeypatch):
     came_to = iter([result(), result(moved=0.5), result()])
-    known = {"workers": 2, "losses": [], "peak_device_bytes": 0}
+    known = {"workers": 2, "losses": [], "peak_device_bytes": 0, "decisions": [], "versions": {}}
     monkeypatch.setattr("experiments.aws.run.execute", lambda *_, **__: known | next(came_to))
     arguments = ["--instance", "cpu", "--model", "digits", "--system", "ddp", "--system", "coarse"]
     assert main([*arguments, "--results", str(tmp_path)]) == 1
@@ -218,6 +218,15 @@ def test_small_models_really_train_and_come_to_the_same(tmp_path, capsys):
     ]
     assert all(len(each["step_ms"]) == 4 and len(each["losses"]) == 5 for each in records)
     assert {each["kind"] for each in records} == {"measured"}
+    assert all(each["versions"]["torch"] for each in records)
+    assert [any("routes" in line for line in each["decisions"]) for each in records] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    logs = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert logs == [f"digits-{run}.log" for run in ("coarse-1to1-host", "coarse-2to1-host", "ddp", "none")]
     assert "| digits | 64 | coarse | 2:1 | host |" in capsys.readouterr().out
 
 
@@ -228,6 +237,6 @@ def test_a_run_that_fails_is_told_with_its_last_lines(tmp_path, capsys, monkeypa
     arguments = ["--instance", "cpu", "--model", "digits", "--system", "coarse", "--results", str(tmp_path)]
     assert main(arguments) == 1
     told = capsys.readouterr().err
-    assert "FAILED: digits, batch 64, coarse 1:1 on host: ended with exit code 1:" in told
+    assert f"FAILED: digits, batch 64, coarse 1:1 on host: ended with exit code 1, see {tmp_path}" in told
     assert "no GPU today" in told
     assert not (tmp_path / "runs.jsonl").exists()

@@ -133,6 +133,15 @@ def test_gpus_that_do_not_reach_each_other_work_on_copies(stand_ins, tmp_path, h
     assert errors.count("cuda:0 and cuda:1 cannot reach each other's memory") == 1
 
 
+def test_gpus_that_lose_what_they_copy_to_each_other_work_on_copies(stand_ins, tmp_path, host_results):
+    loses = {"STAND_IN_LOSES": "0:1,1:0", "COARSE_ALGORITHM": "exchange", **stand_ins}
+    found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", **loses)
+    assert found[0] is not None, errors
+    assert found == host_results
+    assert "copies from cuda:0 to cuda:1 and back arrive wrong" in errors
+    assert "copies from cuda:1 to cuda:0 and back arrive wrong" in errors
+
+
 def test_between_gpus_the_fastest_algorithm_is_measured(stand_ins, tmp_path, host_results):
     found, errors = run_workers(
         tmp_path, "cuda:0,cuda:1", "reduce_script.py", "host", COARSE_PROFILE="auto", **stand_ins
@@ -201,8 +210,12 @@ def test_slots_that_not_all_memory_devices_reach_lie_in_one_piece(stand_ins, tmp
     )
 
 
-def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(stand_ins, tmp_path, local_results):
-    gpus = stand_ins | {"STAND_IN_GPUS": "3", "STAND_IN_GPUS_ARE_APART": "2:1", "COARSE_ROUTING": "profile"}
+# Who only asked the driver would not know of the second one, and go on with gradients that never arrived.
+@pytest.mark.parametrize("why", ["STAND_IN_GPUS_ARE_APART", "STAND_IN_LOSES"])
+def test_a_worker_that_does_not_reach_its_memory_device_has_another_one(
+    stand_ins, tmp_path, local_results, why
+):
+    gpus = stand_ins | {"STAND_IN_GPUS": "3", why: "2:1", "COARSE_ROUTING": "profile"}
     found, errors = run_workers(tmp_path, "cuda:0,cuda:1", "tensors_script.py", "2", "3", **gpus)
     assert found[0] is not None, errors
     assert [each["hash"] for each in found] == local_results

@@ -14,7 +14,9 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "coarse/cuda_peers.hpp"
 #include "coarse/cuda_unused_memory.hpp"
 #include "fixture.hpp"
 
@@ -161,6 +163,25 @@ TEST(CudaUnusedMemory, IsLeftWithoutWaitingAndStaysMappedWhileAStreamIsCaptured)
   standInCapture(captured.handle(), false);
   unmapUnused();
   EXPECT_EQ(numUnused(), 0U);
+}
+
+// What a pair was found to be is known to the end of the process: no other test has these.
+TEST(CudaPeers, AreTriedNotOnlyAsked) {
+  const test::Variable numGpus("STAND_IN_GPUS", "8"), apart("STAND_IN_GPUS_ARE_APART", "5:6"),
+      loses("STAND_IN_LOSES", "5:7");
+  EXPECT_EQ(peerObstacle(5, 5), "");
+  EXPECT_EQ(peerObstacle(5, 4), "");
+  EXPECT_EQ(peerObstacle(7, 5), "");
+  expectSays(peerObstacle(5, 6), {"cuDeviceCanAccessPeer"});
+  ASSERT_TRUE(canAccessPeer(5, 7));
+  expectSays(peerObstacle(5, 7), {"cuda:5 to cuda:7", "arrive wrong", "NCCL_P2P_DISABLE"});
+  EXPECT_EQ(takeBrokenPromises(), std::vector<std::string>{peerObstacle(5, 7)});
+  EXPECT_TRUE(takeBrokenPromises().empty());
+  const DeviceMemory memory = DeviceMemory::allocate(std::make_shared<Context>(7), 1);
+  const Fd fd(memory.exportFd());
+  const Region region{fd, 0, memory.numBytes(), deviceUuid(7)};
+  expectSays(messageOf([&] { DeviceMemory::import(std::make_shared<Context>(5), region); }),
+             {"cuda:5 cannot reach the memory of cuda:7", "arrive wrong"});
 }
 
 TEST(CudaStream, DoesWhatItIsGivenInOrder) {

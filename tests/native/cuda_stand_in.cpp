@@ -4,6 +4,7 @@
 //   STAND_IN_GPUS=n         devices that there are (1)
 //   CUDA_VISIBLE_DEVICES    numbers of those that the process sees, in this order, as CUDA has it
 //   STAND_IN_GPUS_ARE_APART=all, or pairs such as 1:7,3:5: these do not reach each other's memory
+//   STAND_IN_LOSES=a:b,...  what device a copies to memory of b does not arrive there, and nothing says so
 //   STAND_IN_LINKS=a:b:us:ns,... a copy by device a from or to memory of b takes so many us more, and so many
 //                           ns for each byte
 //   STAND_IN_PAGE_BYTES=n   what shared memory is taken by (2 MiB)
@@ -285,6 +286,15 @@ bool reaches(DeviceOrdinal device, DeviceAddress address) {
   return !areSomeApart() || !areApart(onMachine(device), ownerAt(address));
 }
 
+/// Whether what a device copies to an address is lost.
+bool loses(DeviceOrdinal device, DeviceAddress destination) {
+  const char* const text = std::getenv("STAND_IN_LOSES");
+  if (text == nullptr) return false;
+  const std::string pair =
+      "," + std::to_string(onMachine(device)) + ":" + std::to_string(ownerAt(destination)) + ",";
+  return ("," + std::string(text) + ",").find(pair) != std::string::npos;
+}
+
 /// How much longer a device takes to copy from or to an address.
 std::chrono::nanoseconds delayOf(DeviceOrdinal device, DeviceAddress address, std::size_t numBytes) {
   const char* const text = std::getenv("STAND_IN_LINKS");
@@ -438,6 +448,7 @@ Result cuMemcpyDtoDAsync_v2(DeviceAddress destination, DeviceAddress source, std
   const auto delay =
       delayOf(currentDevice(), destination, numBytes) + delayOf(currentDevice(), source, numBytes);
   if (delay.count() > 0) give(stream, [delay] { std::this_thread::sleep_for(delay); });
+  if (loses(currentDevice(), destination)) return stateOf(stream);
   return copy(placeOf(destination, numBytes), placeOf(source, numBytes), numBytes, stream);
 }
 Result cuMemcpyPeerAsync(DeviceAddress destination, ContextHandle to, DeviceAddress source,

@@ -13,7 +13,7 @@ SIZES = (1 << 12, 1 << 20)
 def main() -> None:
     gpus = [_native.cuda_device_name(gpu) for gpu in range(_native.cuda_num_devices())]
     with closing(DriverCopier(len(gpus), max(SIZES))) as copier:
-        links = measure_gpu_links(gpus, _native.cuda_can_access_peer, copier, sizes=SIZES, repeats=3)
+        links = measure_gpu_links(gpus, _native.cuda_reaches_peer, copier, sizes=SIZES, repeats=3)
     assert links.unreachable == ((0, 2), (1, 2), (2, 0), (2, 1))
     for path in links.curves:
         assert links.peak_gbytes_per_s(path) > 0, path

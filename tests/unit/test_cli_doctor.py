@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -161,11 +162,28 @@ def test_gpus_whose_memory_cannot_be_shared_are_noted(
 
 
 def test_what_gpus_lack_to_be_memory_devices_is_noted(monkeypatch):
-    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: NO_COMPILER)
+    monkeypatch.setattr(doctor, "_ask", lambda *command, **limits: (NO_COMPILER, ""))
     (finding,) = doctor.cuda_findings()
     assert (finding.status, finding.advice) == (doctor.NOTE, "need NVRTC: install it")
-    monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "")
+    monkeypatch.setattr(doctor, "_ask", lambda *command, **limits: ('["", ""]', ""))
     assert doctor.cuda_findings() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "why_not"),
+    [
+        ("raise OSError('a GPU fell off the bus')", "OSError: a GPU fell off the bus"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+    ],
+)
+def test_gpus_that_cannot_be_tried_are_noted(monkeypatch, code, why_not):
+    ask = doctor._ask
+    monkeypatch.setattr(
+        doctor, "_ask", lambda *command, limit_s: ask(sys.executable, "-c", code, limit_s=0.5)
+    )
+    (finding,) = doctor.cuda_findings()
+    assert (finding.status, finding.value) == (doctor.NOTE, f"tried in vain: {why_not}")
 
 
 @pytest.mark.parametrize("gpus", [[], [GPU, GPU]])
@@ -196,6 +214,7 @@ def healthy(monkeypatch):
         doctor, "_native_module", lambda: doctor.Finding(topic="runtime", name="n", value="loads")
     )
     monkeypatch.setattr(doctor, "probe_sync", lambda: SyncLatency(p50_us=61.0, p99_us=140.0))
+    monkeypatch.setattr(doctor, "_ask", lambda *command, **limits: ('["", ""]', ""))
     monkeypatch.setattr(doctor, "_first_line", lambda *command, **limits: "")
 
 

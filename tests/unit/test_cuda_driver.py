@@ -20,6 +20,7 @@ without_cuda = pytest.mark.skipif(not REASON, reason="this machine has a CUDA de
         lambda: _native.cuda_device_uuid(0),
         lambda: _native.cuda_device_attribute(0, 75),
         lambda: _native.cuda_can_access_peer(0, 1),
+        lambda: _native.cuda_reaches_peer(0, 1),
         lambda: _native.CudaContext(0),
         lambda: CudaKernels(0),
         _native.cuda_driver_version,

@@ -118,13 +118,21 @@ class NvmlError(Exception):
 
 class Nvml:
     """NVML of a machine with four GPUs: two under a switch with two NVLinks between them, two with a link to an
-    NVSwitch each; as pynvml answers."""
+    NVSwitch each, and one to a GPU that this container does not see; as pynvml answers."""
 
     NVMLError = NvmlError
     NVML_NVLINK_MAX_LINKS = 18
     _BUS_IDS = ("00000000:17:00.0", "00000000:18:00.0", "00000000:65:00.0", "00000001:66:00.0")
     _SWITCH = "00000000:A0:00.0"
-    _FAR_ENDS = ((_BUS_IDS[1],) * 2, (_BUS_IDS[0],) * 2, (_SWITCH,), (_SWITCH,))
+    _HIDDEN = "00000000:B0:00.0"
+    _BROKEN = ""
+    _FAR_ENDS = (
+        (_BUS_IDS[1],) * 2,
+        (_BROKEN, *(_BUS_IDS[0],) * 2),
+        (_SWITCH, _HIDDEN),
+        (_HIDDEN, _BROKEN, _SWITCH),
+    )
+    NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
 
     def nvmlDeviceGetCount(self):  # noqa: N802
         return 4
@@ -146,9 +154,12 @@ class Nvml:
 
     def nvmlDeviceGetNvLinkState(self, handle, link):  # noqa: N802
         ends = self._FAR_ENDS[int(handle[-1])]
-        if link > len(ends):
+        if link > len(ends) or ends[link : link + 1] == (self._BROKEN,):
             raise NvmlError
         return int(link < len(ends))
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle, link):  # noqa: N802
+        return 2 if self._FAR_ENDS[int(handle[-1])][link] == self._SWITCH else 0
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle, link):  # noqa: N802
         return SimpleNamespace(busId=self._FAR_ENDS[int(handle[-1])][link])

@@ -75,7 +75,7 @@ def test_memory_is_on_gpus_that_reach_each_other(monkeypatch, home, others, expe
         for one, other in permutations(range(8), 2)
         if one // 4 == other // 4 or one % 4 == other % 4
     }
-    monkeypatch.setattr("coarse.kernels._native.cuda_can_access_peer", lambda *pair: pair in reach)
+    monkeypatch.setattr("coarse.kernels._native.cuda_reaches_peer", lambda *pair: pair in reach)
     assert reachable_from(home, others) == expected
 
 

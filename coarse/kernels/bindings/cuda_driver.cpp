@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "bindings.hpp"
+#include "coarse/cuda_peers.hpp"
 #include "coarse/cuda_unused_memory.hpp"
 #include "dlpack.hpp"
 
@@ -184,6 +185,8 @@ void registerCudaDriver(py::module_& module) {
       },
       py::arg("device"), py::arg("attribute"));
   module.def("cuda_can_access_peer", &cuda::canAccessPeer, py::arg("device"), py::arg("peer"));
+  module.def("cuda_reaches_peer", &cuda::reachesPeer, py::arg("device"), py::arg("peer"), ReleaseGil());
+  module.def("cuda_take_broken_promises", &cuda::takeBrokenPromises);
   py::class_<cuda::Context, std::shared_ptr<cuda::Context>>(module, "CudaContext")
       .def(py::init<int>(), py::arg("device"), ReleaseGil())
       .def_property_readonly("device", &cuda::Context::device)

@@ -9,6 +9,7 @@
 #include <optional>
 #include <variant>
 
+#include "coarse/cuda_peers.hpp"
 #include "coarse/layout.hpp"
 
 namespace coarse::cuda {
@@ -118,9 +119,10 @@ MemoryHandle importHandle(int fd) {
 
 void requireReach(const Context& user, const Region& region) {
   const int owner = region.gpu.empty() ? -1 : deviceOf(region.gpu);
-  if (owner >= 0 && !canAccessPeer(user.device(), owner)) {
+  const std::string obstacle = owner < 0 ? "" : peerObstacle(user.device(), owner);
+  if (!obstacle.empty()) {
     throw Error("cuda:" + std::to_string(user.device()) +
-                " cannot reach the memory of cuda:" + std::to_string(owner) + " (cuDeviceCanAccessPeer)");
+                " cannot reach the memory of cuda:" + std::to_string(owner) + ": " + obstacle);
   }
   for (const Region& piece : region.rest) requireReach(user, piece);
 }
@@ -438,6 +440,10 @@ std::size_t DeviceMemory::roundUpToPages(const Context& context, std::size_t num
 
 DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes) {
   const int device = context->device();
+  return allocateOn(device, std::move(context), numBytes);
+}
+
+DeviceMemory DeviceMemory::allocateOn(int device, SharedContext context, std::size_t numBytes) {
   if (deviceAttribute(device, DeviceAttribute::kPosixFdSupported) == 0) {
     throw Error("cuda:" + std::to_string(device) + " (" + deviceName(device) +
                 ") cannot share memory with other processes by file descriptors");
@@ -446,7 +452,7 @@ DeviceMemory DeviceMemory::allocate(SharedContext context, std::size_t numBytes)
   const MemAllocationProp properties = allocationOn(device);
   MemoryHandle handle = 0;
   const Result result = api().cuMemCreate(&handle, rounded, &properties, 0);
-  if (result == kOutOfMemory) {
+  if (result == kOutOfMemory && device == context->device()) {
     const MemoryInfo info = context->memoryInfo();
     check(result, "cuMemCreate",
           "cuda:" + std::to_string(device) + " needs " + mebibytes(rounded) + " and has " +

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "coarse/cuda_peers.hpp"
 #include "coarse/cuda_snapshot_pool.hpp"
 #include "coarse/tensor_group.hpp"
 
@@ -152,7 +153,7 @@ TensorBytes CudaSpreadMemory::map(const Region& region, std::size_t numBytes, co
 
 bool CudaSpreadMemory::reachesAll(int device, const std::vector<Piece>& pieces) {
   return std::all_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
-    return piece.device == device || cuda::canAccessPeer(device, piece.device);
+    return piece.device == device || cuda::reachesPeer(device, piece.device);
   });
 }
 

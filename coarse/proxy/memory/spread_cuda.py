@@ -94,4 +94,4 @@ def reachable_from(home: int, others: Sequence[int]) -> list[int]:
 
 
 def _reach_each_other(one: int, other: int) -> bool:
-    return _native.cuda_can_access_peer(one, other) and _native.cuda_can_access_peer(other, one)
+    return _native.cuda_reaches_peer(one, other) and _native.cuda_reaches_peer(other, one)

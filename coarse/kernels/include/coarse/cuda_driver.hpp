@@ -66,7 +66,8 @@ std::string deviceUuid(int device);
 /// The device of that UUID; -1 if this process does not see it.
 int deviceOf(const std::string& uuid);
 int deviceAttribute(int device, DeviceAttribute attribute);
-/// Whether kernels and copies of `device` can reach the memory of `peer`.
+/// Whether the driver says that `device` can reach the memory of `peer`; what it copies there may be lost all
+/// the same (cuda_peers.hpp).
 bool canAccessPeer(int device, int peer);
 
 /// Bytes of device memory.
@@ -239,6 +240,8 @@ class DeviceMemory {
   /// Allocates at least `numBytes`, in whole pages of the device; their contents are arbitrary.
   /// @throws OutOfMemoryError says how much there is; Error if the device cannot share memory.
   static DeviceMemory allocate(SharedContext context, std::size_t numBytes);
+  /// The same in the memory of another device, for that of the context to use. @pre canAccessPeer()
+  static DeviceMemory allocateOn(int device, SharedContext context, std::size_t numBytes);
   /// Maps what another process has allocated and exported; pieces side by side, wherever each lies.
   /// @param region whole allocations, each with its numBytes().
   /// @param others on whose devices it is to be used too.

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+/// Which GPUs reach each other's memory. The driver answers by what it knows of the machine; where a PCIe
+/// switch or an IOMMU then loses what is copied between them, copies end without an error and nothing has
+/// arrived. So what it promises is tried once in a process, for each pair. Thread safety: any.
+namespace coarse::cuda {
+
+/// Why kernels and copies of `device` cannot use the memory of `peer`; "" if they can.
+std::string peerObstacle(int device, int peer);
+
+/// Whether there is none.
+bool reachesPeer(int device, int peer);
+
+/// Those promises of the driver that did not hold, in words; each is told once.
+std::vector<std::string> takeBrokenPromises();
+
+}  // namespace coarse::cuda
