@@ -411,7 +411,13 @@ def transfer_findings(settings: Settings) -> list[Finding]:
 
 def _dax_device(device: DaxDevice) -> str:
     node = "" if device.node is None else f", NUMA node {device.node}"
-    return f"{format_bytes(device.memory_bytes)}{node} (--memory-devices dax:/dev/{device.name})"
+    if device.is_system_ram:
+        use = f"managed as memory of that node (--memory-devices numa:{device.node})"
+    elif not device.is_file:
+        use = f"not to be used: there is no /dev/{device.name} (see daxctl list; containers have to be given it)"
+    else:
+        use = f"(--memory-devices dax:/dev/{device.name})"
+    return f"{format_bytes(device.memory_bytes)}{node} {use}"
 
 
 def limit_findings(limits: Sequence[Limit]) -> list[Finding]:

@@ -93,13 +93,15 @@ class NumaNode:
         memory_bytes: All that it has.
         distances: From it to each node that is online, in the order of their numbers: 10 to itself, 20 to what
             takes twice as long; () if the kernel says nothing.
-        access: What the firmware says.
+        initiators: The nodes whose processors reach its memory best, by the firmware; () if that says nothing.
+        access: What the firmware says, of processors where it tells these from other initiators.
     """
 
     node: int
     cores: tuple[int, ...]
     memory_bytes: int
     distances: tuple[int, ...] = ()
+    initiators: tuple[int, ...] = ()
     access: MemoryAccess = MemoryAccess()
 
     @property
@@ -110,11 +112,21 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaxDevice:
-    """A /dev/dax device: memory that programs map directly."""
+    """Memory that a driver gives to programs as /dev/dax, or to the system as a NUMA node.
+
+    Args:
+        name: As "dax0.0".
+        memory_bytes: All that it has; 0 before it is set up.
+        node: That of its memory; None if the kernel does not tell.
+        is_file: Whether it is in /dev, where programs map it.
+        is_system_ram: Whether the system has it.
+    """
 
     name: str
     memory_bytes: int
     node: int | None
+    is_file: bool = True
+    is_system_ram: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +236,28 @@ def _numa_node(folder: Path) -> NumaNode:
         cores=parse_cores(_text(folder / "cpulist")),
         memory_bytes=parse_kib(fields.get(f"Node {number} MemTotal", "")),
         distances=tuple(map(int, _text(folder / "distance").split())),
-        access=_memory_access(folder / "access0" / "initiators"),
+        initiators=_initiators(folder),
+        access=_memory_access(folder),
     )
 
 
+# Of the best initiators; the first one counts processors alone, the second one also what else sends requests.
+_ACCESS_CLASSES = ("access1/initiators", "access0/initiators")
+
+
+def _initiators(folder: Path) -> tuple[int, ...]:
+    for each in _ACCESS_CLASSES:
+        if found := [int(link.name.removeprefix("node")) for link in (folder / each).glob("node[0-9]*")]:
+            return tuple(sorted(found))
+    return ()
+
+
 def _memory_access(folder: Path) -> MemoryAccess:
+    said = (_said_of_access(folder / each) for each in _ACCESS_CLASSES)
+    return next((each for each in said if each != MemoryAccess()), MemoryAccess())
+
+
+def _said_of_access(folder: Path) -> MemoryAccess:
     def value(name: str, per_unit: float) -> float | None:
         text = _text(folder / name).strip()
         return int(text) / per_unit if text.isdecimal() and int(text) > 0 else None
@@ -242,15 +271,18 @@ def _memory_access(folder: Path) -> MemoryAccess:
 
 
 def nearest_cores(nodes: Sequence[NumaNode], node: int) -> tuple[int, ...]:
-    """The processors nearest to a node's memory: its own, or those of the nodes that have some at the least distance.
+    """The processors nearest to a node's memory: its own, those its firmware names, or those at the least distance.
 
     Args:
         nodes: All that are online, by number.
         node: One of them.
     """
     home = next(each for each in nodes if each.node == node)
-    if home.cores or len(home.distances) != len(nodes):
-        return home.cores
+    named = tuple(core for each in nodes if each.node in home.initiators for core in each.cores)
+    if home.cores or named:
+        return home.cores or named
+    if len(home.distances) != len(nodes):
+        return ()
     far = [(distance, each) for distance, each in zip(home.distances, nodes, strict=True) if each.cores]
     least = min((distance for distance, _ in far), default=0)
     return tuple(core for distance, each in far if distance == least for core in each.cores)
@@ -264,15 +296,17 @@ def read_dax_devices(root: Path = _ROOT) -> tuple[DaxDevice, ...]:
         for folders in ("sys/class/dax", "sys/bus/dax/devices")
         for folder in (root / folders).glob("dax*")
     }
-    return tuple(_dax_device(found[name]) for name in sorted(found))
+    return tuple(_dax_device(found[name], root) for name in sorted(found))
 
 
-def _dax_device(folder: Path) -> DaxDevice:
+def _dax_device(folder: Path, root: Path) -> DaxDevice:
     node = _text(folder / "target_node").strip()
     return DaxDevice(
         name=folder.name,
         memory_bytes=int(_text(folder / "size") or 0),
         node=int(node) if node and int(node) >= 0 else None,
+        is_file=(root / "dev" / folder.name).exists(),
+        is_system_ram=(folder / "driver").resolve().name == "kmem",
     )
 
 

@@ -114,8 +114,12 @@ def test_what_the_firmware_says_of_memory_is_shown():
 
 def test_devices_are_listed():
     dax = DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2)
-    assert values(doctor.device_findings([dax], [GPU])) == {
+    ram = DaxDevice(name="dax1.0", memory_bytes=1 << 30, node=3, is_file=False, is_system_ram=True)
+    hidden = DaxDevice(name="dax2.0", memory_bytes=1 << 30, node=None, is_file=False)
+    assert values(doctor.device_findings([dax, ram, hidden], [GPU])) == {
         "dax0.0": "64 GiB, NUMA node 2 (--memory-devices dax:/dev/dax0.0)",
+        "dax1.0": "1 GiB, NUMA node 3 managed as memory of that node (--memory-devices numa:3)",
+        "dax2.0": "1 GiB not to be used: there is no /dev/dax2.0 (see daxctl list; containers have to be given it)",
         "GPU 0": "NVIDIA H200, 139 GiB, driver 570.1",
     }
 

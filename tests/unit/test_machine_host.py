@@ -206,8 +206,25 @@ def test_what_the_firmware_says_of_a_nodes_memory(tmp_path):
     assert node.access == host.MemoryAccess(read_latency_ns=250, read_gbytes_per_s=24)
 
 
-def numa_node(number, cores, distances):
-    return host.NumaNode(node=number, cores=cores, memory_bytes=1 << 30, distances=distances)
+def test_figures_of_processors_come_before_those_of_whatever_is_nearest(tmp_path):
+    folder = "sys/devices/system/node/node2"
+    root = tree(
+        tmp_path,
+        {
+            f"{folder}/access0/initiators/read_latency": "80\n",
+            f"{folder}/access0/initiators/node7/uevent": "",
+            f"{folder}/access1/initiators/read_latency": "250\n",
+            f"{folder}/access1/initiators/node1/uevent": "",
+        },
+    )
+    (node,) = host.read_numa_nodes(root)
+    assert (node.access, node.initiators) == (host.MemoryAccess(read_latency_ns=250), (1,))
+
+
+def numa_node(number, cores, distances, initiators=()):
+    return host.NumaNode(
+        node=number, cores=cores, memory_bytes=1 << 30, distances=distances, initiators=initiators
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,6 +241,17 @@ def test_the_nearest_cores_of_a_node_are_its_own_or_those_at_the_least_distance(
     assert host.nearest_cores(nodes, node) == cores
 
 
+def test_the_nearest_cores_of_memory_without_any_are_those_that_its_firmware_names():
+    """Memory that was plugged in later has no distances of its own: all processors seem equally far."""
+    nodes = (
+        numa_node(0, (0, 1), (10, 20, 10)),
+        numa_node(1, (2, 3), (20, 10, 10)),
+        numa_node(2, (), (10, 10, 10), (1,)),
+    )
+    assert host.nearest_cores(nodes, 2) == (2, 3)
+    assert host.nearest_cores((*nodes[:2], numa_node(2, (), (), (0,))), 2) == (0, 1)
+
+
 def test_without_distances_no_cores_are_near_to_a_node_that_has_none():
     nodes = (numa_node(0, (0, 1), ()), numa_node(1, (), ()))
     assert host.nearest_cores(nodes, 1) == ()
@@ -237,17 +265,23 @@ def test_dax_devices(tmp_path):
             "sys/bus/dax/devices/dax0.0/target_node": "2\n",
             "sys/bus/dax/devices/dax1.0/size": "1024\n",
             "sys/bus/dax/devices/dax1.0/target_node": "-1\n",
+            "sys/bus/dax/devices/dax2.0/size": "4096\n",
+            "sys/bus/dax/devices/dax2.0/target_node": "3\n",
+            "sys/bus/dax/drivers/kmem/bind": "",
+            "dev/dax0.0": "",
         },
     )
+    (root / "sys/bus/dax/devices/dax2.0/driver").symlink_to("../../drivers/kmem")
     assert host.read_dax_devices(root) == (
         host.DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2),
-        host.DaxDevice(name="dax1.0", memory_bytes=1024, node=None),
+        host.DaxDevice(name="dax1.0", memory_bytes=1024, node=None, is_file=False),
+        host.DaxDevice(name="dax2.0", memory_bytes=4096, node=3, is_file=False, is_system_ram=True),
     )
 
 
 def test_dax_devices_of_old_kernels_are_a_class(tmp_path):
     files = {"sys/class/dax/dax0.0/size": "4096\n", "sys/class/dax/dax0.0/target_node": "1\n"}
-    device = host.DaxDevice(name="dax0.0", memory_bytes=4096, node=1)
+    device = host.DaxDevice(name="dax0.0", memory_bytes=4096, node=1, is_file=False)
     assert host.read_dax_devices(tree(tmp_path, files)) == (device,)
     both = {name.replace("class/dax", "bus/dax/devices"): text for name, text in files.items()}
     assert host.read_dax_devices(tree(tmp_path, both)) == (device,)

@@ -154,7 +154,8 @@ def dax_geometry(path: str) -> DaxGeometry:
     try:
         status = os.stat(path)
     except OSError as error:
-        devices = ", ".join(f"/dev/{device.name}" for device in read_dax_devices()) or "no DAX devices"
+        files = [f"/dev/{device.name}" for device in read_dax_devices() if device.is_file]
+        devices = ", ".join(files) or "no DAX devices"
         raise ValueError(
             f"{path}: {error.strerror}; this machine has {devices}. One that `daxctl list` shows as system-ram is a "
             "NUMA node instead: numa:N"
