@@ -202,7 +202,9 @@ def _ask(*command: str, limit_s: float = _TOOL_LIMIT_S) -> tuple[str, str]:
     if program is None:
         return "", f"{command[0]} is not there"
     try:
-        done = subprocess.run([program, *command[1:]], capture_output=True, timeout=limit_s)
+        done = subprocess.run(
+            [program, *command[1:]], capture_output=True, timeout=limit_s, env=own_process_environment()
+        )
     except OSError as error:
         return "", str(error)
     except subprocess.TimeoutExpired:

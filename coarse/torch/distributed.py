@@ -280,6 +280,20 @@ class DistributedDataParallel(Offloading):
             for group in self._groups:
                 group.close()
 
+    def average_gradients(self) -> None:
+        """Averages the gradients that parameters have now, in place, as the end of a backward does. Collective.
+
+        For those that no hook has seen: of a replayed CUDA graph, which was captured under no_sync(), or of whoever
+        writes `.grad` itself. A parameter that has none on this worker takes no part; where others have one, its
+        gradient becomes their average.
+
+        Raises:
+            RuntimeError: If the optimizer updates during backward, or a backward is unfinished.
+        """
+        self.ensure_registered()
+        if self._gradients is not None:
+            self._gradients.average()
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Has gradients be rounded before they travel: torch's fp16_compress_hook and bf16_compress_hook. Collective.
 

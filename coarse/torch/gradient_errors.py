@@ -57,3 +57,11 @@ def step_is_due(rank: int) -> RuntimeError:
         "backward passes under no_sync() until the last, take those that are for another model alone through "
         "model.module, or pass overlap=False."
     )
+
+
+def updated_in_backward(rank: int) -> RuntimeError:
+    """Gradients that backward would have used up are to be averaged by hand."""
+    return RuntimeError(
+        f"worker {rank}: average_gradients() with overlap=True, where backward updates parameters and keeps no "
+        "gradients. Make the DistributedOptimizer with overlap=False."
+    )

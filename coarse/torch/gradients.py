@@ -297,6 +297,40 @@ class GradientSynchroniser:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._untraced_on_output)
 
+    def average(self) -> None:
+        """Averages what `.grad` of each parameter holds now, where it is; None takes no part. Collective.
+
+        Raises:
+            RuntimeError: If an optimizer updates during backward, or as check_finished().
+        """
+        if self._updates_in_backward is not None:
+            raise gradient_errors.updated_in_backward(self._rank)
+        self.check_finished()
+        self.finish_update()
+        gradients = [parameter.grad for parameter in self._parameters]
+        with self._lock:
+            self._restart()
+            for index, gradient in enumerate(gradients):
+                if gradient is None:
+                    self._absent.add(index)
+                if gradient is not None and index in self._tables:
+                    self._tables.hold(index, gradient)
+                else:
+                    self._send(index)
+            self._path.flush()
+            for index in self._tables.bring_rows(are_averaged=True):
+                self._path.take_part(index, self._kind, present=True)
+            self._deliver_averages()
+        self._keep_in_place(gradients)
+
+    def _keep_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Has `.grad` be the tensors that it was, with the values of now: a CUDA graph writes to these again."""
+        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            if gradient is not None and parameter.grad is not gradient and index not in self._tables:
+                assert parameter.grad is not None
+                gradient.detach().copy_(parameter.grad.detach())
+                parameter.grad = gradient
+
     def expect_uneven_inputs(self) -> None:
         """From now on workers may run out of inputs: shadow(). Collective."""
         if isinstance(self.group, TensorGroup):

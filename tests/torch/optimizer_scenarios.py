@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import gc
@@ -1044,6 +1045,29 @@ def two_models_of_overlapped_updates_end_in_any_order(context: Context) -> None:
         )
     assert all(map(torch.equal, *trained))
     assert_equal_on_all_workers(context, trained[1])
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def updates_by_gradients_that_were_averaged_by_hand(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync() if context.is_coarse else contextlib.nullcontext():
+            loss_of(model, context, step).backward()
+        if context.is_coarse:
+            model.average_gradients()
+        optimizer.step()
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(compare=False)
+def gradients_that_backward_uses_up_are_not_averaged_by_hand(context: Context) -> None:
+    model = context.wrap(mlp())
+    offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    with raises(RuntimeError, "average_gradients() with overlap=True", "overlap=False"):
+        model.average_gradients()
 
 
 @offloaded_scenario(compare=False)

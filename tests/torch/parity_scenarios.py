@@ -712,6 +712,38 @@ def clipping_between_backward_and_step(context: Context) -> Any:
 
 
 @parity
+def averages_gradients_that_no_hook_has_seen(context: Context) -> Any:
+    """As after the replay of a CUDA graph, which writes to the same memory in each step."""
+    model = context.wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places = None
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        with model.no_sync() if context.is_coarse else contextlib.nullcontext():
+            model(context.inputs(step, 4, 8)).square().mean().backward()
+        if context.is_coarse:
+            places = places or [parameter.grad.data_ptr() for parameter in model.parameters()]
+            model.average_gradients()
+            assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places
+        optimizer.step()
+    return states(model)
+
+
+@parity
+def averages_by_hand_what_some_workers_have(context: Context) -> Any:
+    model = context.wrap(Branches(), find_unused_parameters=True)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        with model.no_sync() if context.is_coarse else contextlib.nullcontext():
+            model(context.inputs(step, 4, 8), (step + context.rank) % 2).square().mean().backward()
+        if context.is_coarse:
+            model.average_gradients()
+        found.append(states(model))
+    return found
+
+
+@parity
 def two_models_trained_in_turn(context: Context) -> Any:
     generator, critic = context.wrap(nn.Linear(8, 8)), context.wrap(nn.Linear(8, 1))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]

@@ -50,6 +50,7 @@ IN_EVERY_RUN = [
 ]
 ON_A_GPU_IN_EVERY_RUN = [
     "averages_gradients",
+    "averages_gradients_that_no_hook_has_seen",
     "trains_mixed_dtypes",
     "join_divides_by_remaining_workers",
     "static_graph",

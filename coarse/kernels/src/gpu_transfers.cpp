@@ -128,7 +128,9 @@ WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
     throw cuda::Error(
         "gradients cannot be averaged while a CUDA graph is captured: memory devices take part in every "
         "step, which a graph would not. Capture the computation alone: forward and backward under "
-        "no_sync(), or torch.cuda.make_graphed_callables() before the model is wrapped");
+        "no_sync(), with average_gradients() after each replay, or torch.cuda.make_graphed_callables() "
+        "before "
+        "the model is wrapped");
   }
   cuda::unmapUnused();  // of earlier models
   computed_.record(stream);
