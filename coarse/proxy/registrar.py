@@ -408,8 +408,8 @@ class Registrar:
 
     def _activate(self, registration: Registration, proxy: _native.Proxy) -> None:
         self._add_group(registration, proxy)
-        for promise in _native.cuda_take_broken_promises():
-            logger.warning("[md%s] %s", self._job.device, promise)
+        for warning in _native.cuda_take_peer_warnings():
+            logger.warning("[md%s] %s", self._job.device, warning)
         registration.is_active = True
         self._keep(registration)
         read_only = self._open_slots(registration)

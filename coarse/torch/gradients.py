@@ -318,8 +318,7 @@ class GradientSynchroniser:
                 else:
                     self._send(index)
             self._path.flush()
-            for index in self._tables.bring_rows(are_averaged=True):
-                self._path.take_part(index, self._kind, present=True)
+            self._push_tables()
             self._deliver_averages()
         self._keep_in_place(gradients)
 
@@ -500,8 +499,7 @@ class GradientSynchroniser:
             self._expecting = False
             if self._turns is not None:
                 self._turns.finish()
-            for index in self._tables.bring_rows(are_averaged=self._updates_in_backward is None):
-                self._path.take_part(index, self._kind, present=True)
+            self._push_tables()
             if self._static is not None:
                 self._static.finish_iteration()
             if self._updates_in_backward is None:
@@ -510,6 +508,10 @@ class GradientSynchroniser:
                 for parameter in self._parameters:
                     parameter.grad = None
                 self._updates_in_backward.end_backward(is_whole=not self._absent)
+
+    def _push_tables(self) -> None:
+        for index in self._tables.bring_rows(are_averaged=self._updates_in_backward is None):
+            self._path.take_part(index, self._kind, present=True)
 
     def _deliver_averages(self) -> None:
         contributors = self._path.collect(counts=bool(self._absent))

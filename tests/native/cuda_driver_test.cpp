@@ -175,8 +175,8 @@ TEST(CudaPeers, AreTriedNotOnlyAsked) {
   expectSays(peerObstacle(5, 6), {"cuDeviceCanAccessPeer"});
   ASSERT_TRUE(canAccessPeer(5, 7));
   expectSays(peerObstacle(5, 7), {"cuda:5 to cuda:7", "arrive wrong", "NCCL_P2P_DISABLE"});
-  EXPECT_EQ(takeBrokenPromises(), std::vector<std::string>{peerObstacle(5, 7)});
-  EXPECT_TRUE(takeBrokenPromises().empty());
+  EXPECT_EQ(takePeerWarnings(), std::vector<std::string>{peerObstacle(5, 7)});
+  EXPECT_TRUE(takePeerWarnings().empty());
   const DeviceMemory memory = DeviceMemory::allocate(std::make_shared<Context>(7), 1);
   const Fd fd(memory.exportFd());
   const Region region{fd, 0, memory.numBytes(), deviceUuid(7)};

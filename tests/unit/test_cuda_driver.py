@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 
 from coarse.kernels import _native
@@ -30,6 +35,32 @@ def test_every_use_says_why_there_is_no_cuda(use):
     with pytest.raises(_native.CudaError) as caught:
         use()
     assert str(caught.value) == REASON
+
+
+ASKS_FOR_A_PEER = """
+from coarse.kernels import _native
+print(_native.cuda_reaches_peer(0, 1), _native.cuda_take_peer_warnings(), _native.cuda_take_peer_warnings())
+"""
+
+
+@pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        # The second memory that is taken is the peer's.
+        (
+            "cuMemCreate:2:800",
+            r"True \['.*cuda:0 to cuda:1 and back could not be tried.*cuMemCreate.*'\] \[\]",
+        ),
+        ("cuMemCreate:2:2", r"True \[\] \[\]"),  # there is no room
+    ],
+)
+def test_a_peer_that_cannot_be_tried_is_what_the_driver_says(cuda_stand_ins, refusal, told):
+    variables = {"LD_LIBRARY_PATH": str(cuda_stand_ins), "STAND_IN_GPUS": "2", "STAND_IN_REFUSES": refusal}
+    asked = [sys.executable, "-c", ASKS_FOR_A_PEER]
+    printed = subprocess.run(
+        asked, env=os.environ | variables, check=True, capture_output=True, text=True
+    ).stdout
+    assert re.fullmatch(told, printed.strip()), printed
 
 
 def test_running_out_of_device_memory_is_an_error_of_cuda():

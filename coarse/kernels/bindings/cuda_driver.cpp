@@ -186,7 +186,7 @@ void registerCudaDriver(py::module_& module) {
       py::arg("device"), py::arg("attribute"));
   module.def("cuda_can_access_peer", &cuda::canAccessPeer, py::arg("device"), py::arg("peer"));
   module.def("cuda_reaches_peer", &cuda::reachesPeer, py::arg("device"), py::arg("peer"), ReleaseGil());
-  module.def("cuda_take_broken_promises", &cuda::takeBrokenPromises);
+  module.def("cuda_take_peer_warnings", &cuda::takePeerWarnings);
   py::class_<cuda::Context, std::shared_ptr<cuda::Context>>(module, "CudaContext")
       .def(py::init<int>(), py::arg("device"), ReleaseGil())
       .def_property_readonly("device", &cuda::Context::device)

@@ -52,17 +52,8 @@ bool keepsCopies(const SharedContext& user, int peer) {
   return sent == received;
 }
 
-std::string tryPeer(int device, int peer) {
-  try {
-    if (keepsCopies(std::make_shared<const Context>(device), peer)) return "";
-  } catch (const OutOfMemoryError&) {
-    return "";  // there is no room to try it
-  }
-  return "copies from cuda:" + std::to_string(device) + " to cuda:" + std::to_string(peer) +
-         " and back arrive wrong, although cuDeviceCanAccessPeer promises that they can be made: something "
-         "between these GPUs loses them (an IOMMU, or access control of PCIe switches). COARSE copies "
-         "through "
-         "the host there; have NCCL do so too by NCCL_P2P_DISABLE=1";
+std::string between(int device, int peer) {
+  return "copies from cuda:" + std::to_string(device) + " to cuda:" + std::to_string(peer) + " and back";
 }
 
 }  // namespace
@@ -74,14 +65,27 @@ std::string peerObstacle(int device, int peer) {
   const std::lock_guard<std::mutex> lock(known.mutex);
   const auto found = known.obstacles.find({device, peer});
   if (found != known.obstacles.end()) return found->second;
-  std::string obstacle = tryPeer(device, peer);
-  if (!obstacle.empty()) known.untold.push_back(obstacle);
+  std::string obstacle;
+  try {
+    if (!keepsCopies(std::make_shared<const Context>(device), peer)) {
+      obstacle =
+          between(device, peer) +
+          " arrive wrong, although cuDeviceCanAccessPeer promises that they can be made: something "
+          "between these GPUs loses them (an IOMMU, or access control of PCIe switches). COARSE copies "
+          "through the host there; have NCCL do so too by NCCL_P2P_DISABLE=1";
+      known.untold.push_back(obstacle);
+    }
+  } catch (const OutOfMemoryError&) {
+    // There is no room to try it: what the driver says counts.
+  } catch (const Error& error) {
+    known.untold.push_back(between(device, peer) + " could not be tried, and are relied on: " + error.what());
+  }
   return known.obstacles[{device, peer}] = std::move(obstacle);
 }
 
 bool reachesPeer(int device, int peer) { return peerObstacle(device, peer).empty(); }
 
-std::vector<std::string> takeBrokenPromises() {
+std::vector<std::string> takePeerWarnings() {
   Findings& known = findings();
   const std::lock_guard<std::mutex> lock(known.mutex);
   return std::exchange(known.untold, {});

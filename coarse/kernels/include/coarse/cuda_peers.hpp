@@ -14,7 +14,8 @@ std::string peerObstacle(int device, int peer);
 /// Whether there is none.
 bool reachesPeer(int device, int peer);
 
-/// Those promises of the driver that did not hold, in words; each is told once.
-std::vector<std::string> takeBrokenPromises();
+/// What was found of pairs where the driver says yes, in words: copies that get lost, or that could not be
+/// tried. Each is told once.
+std::vector<std::string> takePeerWarnings();
 
 }  // namespace coarse::cuda
