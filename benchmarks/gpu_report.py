@@ -182,7 +182,7 @@ def _sanitizer(tool: str) -> list[str]:
 
 
 _KERNEL_TESTS = ("-m", "pytest", "-q", "tests/gpu/test_cuda_kernels.py")
-_EXAMPLE = ("examples/torch_digits.py", "--device", "cuda:0")
+_EXAMPLE = ("run", "-n", "2", "--memory-devices", "cuda:0,cuda:0", "examples/torch_digits.py")
 
 PARTS = (
     Part(
@@ -198,11 +198,8 @@ PARTS = (
         command=_coarse("run", "-n", "2", "benchmarks/client_overhead.py", "--json", "FILE"),
         judge=judge_overhead,
     ),
-    Part(
-        name="digits",
-        command=_coarse("run", "-n", "2", "--memory-devices", "cuda:0,cuda:0", *_EXAMPLE),
-        judge=judge_nothing,
-    ),
+    Part(name="digits", command=_coarse(*_EXAMPLE), judge=judge_nothing),
+    Part(name="digits-on-gpu", command=_coarse(*_EXAMPLE, "--device", "cuda:0"), judge=judge_nothing),
     Part(name="tests", command=_python("-m", "pytest", "-q", "tests/gpu"), judge=judge_nothing),
     *(
         Part(

@@ -134,13 +134,19 @@ def test_the_example_comes_to_the_results_of_the_processor(cuda, tmp_path):
     pytest.importorskip("sklearn")
     example = str(HERE.parents[1] / "examples" / "torch_digits.py")
 
-    def accuracy(memory_devices, device):
+    def trained(memory_devices, device):
         ended = run_job(tmp_path, memory_devices, example, "--epochs", "8", "--device", device)
         assert ended.returncode == 0, ended.stderr
-        return float(re.findall(r"test accuracy ([\d.]+)%", ended.stdout)[-1])
+        return ended.stdout.splitlines()[-2:]  # the last loss, and the accuracy
 
+    def accuracy(lines):
+        return float(re.findall(r"test accuracy ([\d.]+)%", lines[-1])[0])
+
+    expected = trained("2", "cpu")
+    assert "loss" in expected[0]
+    assert trained("cuda:0,cuda:0", "cpu") == expected
     # Dropout draws other numbers on a GPU, so that no bit is the same.
-    assert accuracy("cuda:0,cuda:0", "cuda:0") == pytest.approx(accuracy("2", "cpu"), abs=3.0)
+    assert accuracy(trained("cuda:0,cuda:0", "cuda:0")) == pytest.approx(accuracy(expected), abs=3.0)
 
 
 def test_the_optimizer_gives_all_workers_the_same_parameters(cuda, tmp_path):

@@ -122,9 +122,15 @@ def test_an_optimizer_in_memory_devices_on_the_gpu_comes_back_from_a_checkpoint(
     slots_too_pool.collect()
 
 
-@pytest.mark.parametrize("what", ["plain", "amp", "bfloat16", "compiled", "many_streams", "graphed"])
-def test_parameters_stay_those_of_torch_ddp(cuda, what):
-    printed = run(Path(__file__).with_name("worker_script.py"), what)
+RUNS = ("plain", "amp", "bfloat16", "compiled", "compiled_graphs", "many_streams", "graphed", "replayed")
+
+
+@pytest.mark.parametrize(
+    ("memory_devices", "what"), [*(("2", what) for what in RUNS), ("cuda:0,cuda:0", "replayed")]
+)
+def test_parameters_stay_those_of_torch_ddp(cuda, memory_devices, what):
+    script = Path(__file__).with_name("worker_script.py")
+    printed = run(script, what, COARSE_MEMORY_DEVICES=memory_devices)
     assert printed.count(f"{what}: equal") == WORKERS, printed
 
 

@@ -1,7 +1,9 @@
 """Trains a model under COARSE and under torch DDP on one GPU and compares parameters bit by bit; run by `coarse run`.
 
 With "graphed" forward and backward of the model are CUDA graphs, captured before it is wrapped, and parameters are
-compared with those of a model without graphs too. With "capture" it tries to capture a step into a graph instead.
+compared with those of a model without graphs too. With "replayed" one graph is all that a step computes, and its
+gradients are averaged after each replay; torch's part is gloo's, which averages those of the same graph. With
+"compiled_graphs" torch.compile makes the graphs. With "capture" it tries to capture a step with its averaging.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tenso
     if what == "graphed":
         module = torch.cuda.make_graphed_callables(module, (inputs(0, torch.float32),))
     model = wrap(module)
-    run = torch.compile(model) if what == "compiled" else model
+    run = compiled(model, what)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda", enabled=what == "amp")
     dtype = next(model.parameters()).dtype
@@ -58,6 +60,57 @@ def train(what: str, wrap: Callable[[torch.nn.Module], Any]) -> list[torch.Tenso
         scaler.step(optimizer)
         scaler.update()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def compiled(model: torch.nn.Module, what: str) -> Callable[..., torch.Tensor]:
+    """`model`, as `what` wants it to be run."""
+    if what == "compiled":
+        return torch.compile(model)
+    if what == "compiled_graphs":
+        return torch.compile(model, mode="reduce-overhead")
+    return model
+
+
+def train_by_replays(
+    model: torch.nn.Module, average: Callable[[], None], no_sync: contextlib.AbstractContextManager[None]
+) -> list[torch.Tensor]:
+    """The parameters after some replays of one graph, each with an average of what it wrote and an update."""
+    fed = inputs(0, torch.float32)
+    computes = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with no_sync:
+        computes.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(computes):  # libraries allocate what they need when they are first called
+            model(fed).square().mean().backward()
+        torch.cuda.current_stream().wait_stream(computes)
+        model.zero_grad()
+        with torch.cuda.graph(graph):
+            model(fed).square().mean().backward()
+    places = [parameter.grad.data_ptr() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        fed.copy_(inputs(step, torch.float32))
+        graph.replay()
+        average()
+        assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places, "gradients have moved"
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def average_by_gloo(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        gradient = parameter.grad.cpu()
+        dist.all_reduce(gradient)
+        parameter.grad.copy_(gradient / dist.get_world_size())
+
+
+def check_replays() -> None:
+    module = build("replayed")
+    expected = train_by_replays(module, lambda: average_by_gloo(module), contextlib.nullcontext())
+    model = wrap_coarse(build("replayed"))
+    found = train_by_replays(model, model.average_gradients, model.no_sync())
+    assert all(torch.equal(e, f) for e, f in zip(expected, found, strict=True)), "replayed: parameters differ"
+    print("replayed: equal", flush=True)
 
 
 def wrap_coarse(module: torch.nn.Module) -> Any:
@@ -90,6 +143,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     if what == "capture":
         capture()
+        return
+    if what == "replayed":
+        check_replays()
         return
     expected = train(what, torch.nn.parallel.DistributedDataParallel)
     found = train(what, wrap_coarse)
