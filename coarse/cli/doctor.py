@@ -345,7 +345,7 @@ def device_findings(
         Finding(
             topic=topic,
             name=f"GPU {index}",
-            value=f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}",
+            value=f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, driver {gpu.driver}{_nearest_node(gpu)}",
         )
         for index, gpu in enumerate(gpus)
     ]
@@ -354,6 +354,10 @@ def device_findings(
         *cards,
         *_gpus_not_seen(len(gpus), gpus_note, has_cuda),
     ]
+
+
+def _nearest_node(gpu: Gpu) -> str:
+    return "" if gpu.node is None else f", nearest to NUMA node {gpu.node}"
 
 
 def _gpus_not_seen(num_seen: int, note: str, has_cuda: bool) -> list[Finding]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.errors import CoarseError
+from coarse.machine.pci import normal_bus_id, read_pci_node
 
 if TYPE_CHECKING:
     from coarse.machine.host import NumaNode
@@ -103,18 +104,6 @@ class GpuTopology:
             if gpu.uuid == uuid:
                 return number
         raise ValueError(f"NVML knows no GPU {uuid}")
-
-
-def normal_bus_id(bus_id: str) -> str:
-    """A PCI bus id as sysfs writes it: NVML's domain has eight digits, upper case.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    domain, _, rest = bus_id.lower().partition(":")
-    if not rest:
-        raise ValueError(f"{bus_id!r} is no PCI bus id, such as 0000:17:00.0")
-    return f"{int(domain, 16):04x}:{rest}"
 
 
 def pair_gpus(
@@ -296,7 +285,7 @@ def topology_of(nvml: Any, root: Path) -> GpuTopology:
                 name=_text(nvml.nvmlDeviceGetName(handle)),
                 uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
                 bus_id=bus_id,
-                numa_node=_numa_node(root, bus_id),
+                numa_node=read_pci_node(bus_id, root),
             )
             for handle, bus_id in zip(handles, bus_ids, strict=True)
         ),
@@ -320,14 +309,6 @@ def _distance(nvml: Any, one: Any, other: Any) -> Distance:
     if one is other:
         return Distance.SAME
     return Distance(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
-
-
-def _numa_node(root: Path, bus_id: str) -> int | None:
-    try:
-        node = int((root / "sys/bus/pci/devices" / bus_id / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def _nvlinks(nvml: Any, handles: Sequence[Any], bus_ids: Sequence[str]) -> tuple[tuple[int, ...], ...]:

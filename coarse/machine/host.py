@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coarse.machine.pci import normal_bus_id, read_pci_node
+
 _ROOT = Path("/")
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
 _LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
@@ -131,11 +133,12 @@ class DaxDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """An NVIDIA GPU as NVML sees it."""
+    """An NVIDIA GPU as NVML sees it; `node` is the NUMA node that it is near to, None if the kernel does not tell."""
 
     name: str
     memory_bytes: int
     driver: str
+    node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +172,7 @@ class Host:
 
 def read_host(root: Path = _ROOT) -> Host:
     """Returns all facts on this machine."""
-    gpus, gpus_note = read_gpus()
+    gpus, gpus_note = read_gpus(root)
     return Host(
         kernel=platform.release(),
         architecture=platform.machine(),
@@ -270,14 +273,16 @@ def _said_of_access(folder: Path) -> MemoryAccess:
     )
 
 
-def nearest_cores(nodes: Sequence[NumaNode], node: int) -> tuple[int, ...]:
+def nearest_cores(nodes: Sequence[NumaNode], node: int | None) -> tuple[int, ...]:
     """The processors nearest to a node's memory: its own, those its firmware names, or those at the least distance.
 
     Args:
         nodes: All that are online, by number.
-        node: One of them.
+        node: One of them; none are near to what is of no node, or of one that is not online.
     """
-    home = next(each for each in nodes if each.node == node)
+    home = next((each for each in nodes if each.node == node), None)
+    if home is None:
+        return ()
     named = tuple(core for each in nodes if each.node in home.initiators for core in each.cores)
     if home.cores or named:
         return home.cores or named
@@ -468,7 +473,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def read_gpus() -> tuple[tuple[Gpu, ...], str]:
+def read_gpus(root: Path = _ROOT) -> tuple[tuple[Gpu, ...], str]:
     """Returns the NVIDIA GPUs that answer, and why there are none, or fewer than there could be; "" if all do.
 
     Asks NVML, by the package nvidia-ml-py.
@@ -482,14 +487,20 @@ def read_gpus() -> tuple[tuple[Gpu, ...], str]:
     except pynvml.NVMLError as error:
         return (), f"NVML: {error}"
     try:
-        return _nvml_gpus(pynvml)
+        return _nvml_gpus(pynvml, root)
     except pynvml.NVMLError as error:
         return (), f"NVML: {error}"
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvml_gpus(nvml: Any) -> tuple[tuple[Gpu, ...], str]:
+def _nvml_node(nvml: Any, device: Any, root: Path) -> int | None:
+    bus_id = nvml.nvmlDeviceGetPciInfo(device).busId
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id  # by the version of nvidia-ml-py
+    return read_pci_node(normal_bus_id(text), root)
+
+
+def _nvml_gpus(nvml: Any, root: Path) -> tuple[tuple[Gpu, ...], str]:
     driver = nvml.nvmlSystemGetDriverVersion()
     gpus: list[Gpu] = []
     lost: list[str] = []
@@ -501,6 +512,7 @@ def _nvml_gpus(nvml: Any) -> tuple[tuple[Gpu, ...], str]:
                     name=nvml.nvmlDeviceGetName(device),
                     memory_bytes=nvml.nvmlDeviceGetMemoryInfo(device).total,
                     driver=driver,
+                    node=_nvml_node(nvml, device, root),
                 )
             )
         except nvml.NVMLError as error:

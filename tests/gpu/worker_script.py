@@ -92,7 +92,9 @@ def train_by_replays(
         fed.copy_(inputs(step, torch.float32))
         graph.replay()
         average()
-        assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places, "gradients have moved"
+        assert [parameter.grad.data_ptr() for parameter in model.parameters()] == places, (
+            "gradients have moved"
+        )
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
 

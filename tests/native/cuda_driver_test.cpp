@@ -85,6 +85,8 @@ TEST(CudaDriver, UuidIsWrittenAsNvidiaSmiDoes) {
   EXPECT_EQ(deviceUuid(0), "GPU-f0f1f2f3-f4f5-f6f7-f8f9-fafbfcfdfeff");
 }
 
+TEST(CudaDriver, BusIdIsWrittenAsSysfsDoes) { EXPECT_EQ(deviceBusId(0), "0000:17:00.0"); }
+
 TEST(CudaHostRegistration, EndsWithTheObject) {
   const auto context = std::make_shared<Context>(0);
   test::Memory memory(4096);

@@ -363,7 +363,9 @@ Result cuDeviceGetUuid_v2(Uuid* uuid, DeviceOrdinal device) {
 }
 Result cuDeviceGetAttribute(int* value, DeviceAttribute attribute, DeviceOrdinal device) {
   constexpr int kMajor = 75, kMinor = 76;  // of the compute capability, which is 9.0
-  if (attribute == DeviceAttribute::kPciBusId) return number(value, 1 + onMachine(device));
+  if (attribute == DeviceAttribute::kPciBusId) return number(value, 0x17 + onMachine(device));
+  if (attribute == DeviceAttribute::kPciDomainId) return number(value, 0);
+  if (attribute == DeviceAttribute::kPciDeviceId) return number(value, 0);
   if (static_cast<int>(attribute) == kMajor) return number(value, 9);
   const char* const lacking = std::getenv("STAND_IN_LACKS");
   if (lacking != nullptr && std::to_string(static_cast<int>(attribute)) == lacking) return number(value, 0);

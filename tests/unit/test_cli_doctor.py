@@ -116,11 +116,12 @@ def test_devices_are_listed():
     dax = DaxDevice(name="dax0.0", memory_bytes=64 << 30, node=2)
     ram = DaxDevice(name="dax1.0", memory_bytes=1 << 30, node=3, is_file=False, is_system_ram=True)
     hidden = DaxDevice(name="dax2.0", memory_bytes=1 << 30, node=None, is_file=False)
-    assert values(doctor.device_findings([dax, ram, hidden], [GPU])) == {
+    assert values(doctor.device_findings([dax, ram, hidden], [GPU, replace(GPU, node=1)])) == {
         "dax0.0": "64 GiB, NUMA node 2 (--memory-devices dax:/dev/dax0.0)",
         "dax1.0": "1 GiB, NUMA node 3 managed as memory of that node (--memory-devices numa:3)",
         "dax2.0": "1 GiB not to be used: there is no /dev/dax2.0 (see daxctl list; containers have to be given it)",
         "GPU 0": "NVIDIA H200, 139 GiB, driver 570.1",
+        "GPU 1": "NVIDIA H200, 139 GiB, driver 570.1, nearest to NUMA node 1",
     }
 
 

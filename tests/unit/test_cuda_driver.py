@@ -23,6 +23,7 @@ without_cuda = pytest.mark.skipif(not REASON, reason="this machine has a CUDA de
         _native.cuda_num_devices,
         lambda: _native.cuda_device_name(0),
         lambda: _native.cuda_device_uuid(0),
+        lambda: _native.cuda_device_bus_id(0),
         lambda: _native.cuda_device_attribute(0, 75),
         lambda: _native.cuda_can_access_peer(0, 1),
         lambda: _native.cuda_reaches_peer(0, 1),

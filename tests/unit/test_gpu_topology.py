@@ -12,11 +12,11 @@ from coarse.machine.gpu_topology import (
     GpuPlace,
     GpuTopology,
     is_nvlink_disabled,
-    normal_bus_id,
     pair_gpus,
     topology_of,
     workers_of_gpus,
 )
+from coarse.machine.pci import normal_bus_id
 
 
 def topology_from(switch_of, socket_of_switch):

@@ -255,6 +255,8 @@ def test_the_nearest_cores_of_memory_without_any_are_those_that_its_firmware_nam
 def test_without_distances_no_cores_are_near_to_a_node_that_has_none():
     nodes = (numa_node(0, (0, 1), ()), numa_node(1, (), ()))
     assert host.nearest_cores(nodes, 1) == ()
+    assert host.nearest_cores(nodes, 2) == ()
+    assert host.nearest_cores(nodes, None) == ()
 
 
 def test_dax_devices(tmp_path):
@@ -332,10 +334,14 @@ class TwoGpus:
     def nvmlDeviceGetMemoryInfo(self, device):  # noqa: N802
         return SimpleNamespace(total=139 << 30)
 
+    def nvmlDeviceGetPciInfo(self, device):  # noqa: N802
+        return SimpleNamespace(busId=b"00000000:AF:00.0")
 
-def test_gpus_that_answer_are_listed_and_others_noted():
-    gpus, note = host._nvml_gpus(TwoGpus())
-    assert gpus == (host.Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1"),)
+
+def test_gpus_that_answer_are_listed_and_others_noted(tmp_path):
+    root = tree(tmp_path, {"sys/bus/pci/devices/0000:af:00.0/numa_node": "1\n"})
+    gpus, note = host._nvml_gpus(TwoGpus(), root)
+    assert gpus == (host.Gpu(name="NVIDIA H200", memory_bytes=139 << 30, driver="570.1", node=1),)
     assert note == "GPU 0: GPU is lost"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 
@@ -263,6 +264,35 @@ def test_sysfs_tells_size_alignment_and_node_of_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr(dax, "_SYSFS", tmp_path / "sys")
     found = dax._geometry_of_device("/dev/dax0.3", os.makedev(252, 3))
     assert (found.num_bytes, found.alignment_bytes, found.node) == (4 << 30, 1 << 30, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device files")
+def test_a_device_file_that_others_have_not_is_told(tmp_path, monkeypatch, caplog):
+    """As `docker run --device` makes one: locks are of the file. /dev/null stands for the device."""
+    theirs, own = "/dev/null", str(tmp_path / "dax0.0")
+    number = os.stat(theirs).st_rdev
+    os.mknod(own, stat.S_IFCHR | 0o600, number)
+    sizes = tmp_path / "sys" / "dev" / "char" / f"{os.major(number)}:{os.minor(number)}"
+    sizes.mkdir(parents=True)
+    (sizes / "size").write_text(f"{DEVICE_BYTES}\n")
+    monkeypatch.setattr(dax, "_SYSFS", tmp_path / "sys")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "".join(
+            f"{number} 1 {os.major(device)}:{os.minor(device)} / {place} rw - {kind} {kind} rw\n"
+            for number, (device, place, kind) in enumerate(
+                [
+                    (os.stat(theirs).st_dev, "/dev", "devtmpfs"),
+                    (os.stat(own).st_dev, "/", "overlay"),
+                ]
+            )
+        )
+    )
+    monkeypatch.setattr(dax, "_MOUNTS", mounts)
+    DaxMemory(theirs).close()
+    assert not caplog.messages
+    DaxMemory(own).close()
+    assert "dax0.0 was made for this container" in caplog.text
 
 
 @pytest.mark.parametrize("offset", [0, UNIT])

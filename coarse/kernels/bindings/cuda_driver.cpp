@@ -178,6 +178,7 @@ void registerCudaDriver(py::module_& module) {
   module.def("cuda_num_devices", &cuda::numDevices);
   module.def("cuda_device_name", &cuda::deviceName, py::arg("device"));
   module.def("cuda_device_uuid", &cuda::deviceUuid, py::arg("device"));
+  module.def("cuda_device_bus_id", &cuda::deviceBusId, py::arg("device"));
   module.def(
       "cuda_device_attribute",
       [](int device, int attribute) {

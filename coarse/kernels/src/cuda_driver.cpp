@@ -197,6 +197,15 @@ std::string deviceUuid(int device) {
   return text;
 }
 
+std::string deviceBusId(int device) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%04x:%02x:%02x.0",
+                deviceAttribute(device, DeviceAttribute::kPciDomainId),
+                deviceAttribute(device, DeviceAttribute::kPciBusId),
+                deviceAttribute(device, DeviceAttribute::kPciDeviceId));
+  return text.data();
+}
+
 int deviceOf(const std::string& uuid) {
   const int count = numDevices();
   for (int device = 0; device < count; ++device) {

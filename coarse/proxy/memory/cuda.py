@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES, CudaKernels
+from coarse.machine.host import nearest_cores, read_numa_nodes
+from coarse.machine.pci import read_pci_node
 from coarse.proxy.memory.host import HostMemory
 from coarse.proxy.memory.segment import Extent, Segment
 
@@ -101,7 +103,7 @@ class CudaMemory:
         return free_bytes
 
     def cores(self) -> tuple[int, ...]:
-        return ()
+        return nearest_cores(read_numa_nodes(), read_pci_node(_native.cuda_device_bus_id(self.device)))
 
     def try_compiler(self) -> None:
         """Compiles and loads the shortest kernels: compilers can lack a part of their own.

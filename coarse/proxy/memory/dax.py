@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
 import stat
 import struct
@@ -24,6 +25,9 @@ _PATIENCE_S = 2.0  # a memory device of the session before may be about to end
 _POLL_S = 0.01
 _MOST_COMMAND_CHARACTERS = 80
 _SYSFS = Path("/sys")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,12 @@ class DaxMemory:
         except BaseException:
             self.close()
             raise
+        if not self._geometry.is_file and not is_kernels_own(path):
+            logger.warning(
+                "%s was made for this container: memory devices elsewhere do not see that this one has it, and "
+                "would overwrite what lies there. Give all containers the host's file: docs/devices.md, dax",
+                path,
+            )
 
     def allocate(self, label: str, num_bytes: int) -> Segment:
         unit = self._geometry.alignment_bytes
@@ -106,9 +116,7 @@ class DaxMemory:
         return sum(end - begin for begin, end in self._gaps())
 
     def cores(self) -> tuple[int, ...]:
-        nodes = read_numa_nodes()
-        is_online = any(each.node == self._geometry.node for each in nodes)
-        return nearest_cores(nodes, self._geometry.node) if is_online else ()
+        return nearest_cores(read_numa_nodes(), self._geometry.node)
 
     def tensor_memory(self) -> None:
         return None
@@ -177,6 +185,20 @@ def dax_geometry(path: str) -> DaxGeometry:
             f"daxctl create-device -s, or truncate -s for a file"
         )
     return geometry
+
+
+def is_kernels_own(path: str) -> bool:
+    """Whether a device's file is the one that the kernel made for the whole machine, whose locks everybody sees.
+
+    Others are made by mknod, as by `docker run --device` for each container. True also where nobody can tell.
+    """
+    device = os.stat(path).st_dev
+    mounted = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text(errors="replace").splitlines():
+        fields, _, source = line.partition(" - ")
+        if fields.split()[2] == mounted:
+            return source.split()[0] == "devtmpfs"
+    return True
 
 
 def _geometry_of_device(path: str, number: int) -> DaxGeometry:

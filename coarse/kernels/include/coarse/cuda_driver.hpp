@@ -63,6 +63,8 @@ int numDevices();
 std::string deviceName(int device);
 /// As nvidia-smi writes it: "GPU-" and five groups of hexadecimal digits.
 std::string deviceUuid(int device);
+/// Of PCI, as sysfs writes it: "0000:17:00.0".
+std::string deviceBusId(int device);
 /// The device of that UUID; -1 if this process does not see it.
 int deviceOf(const std::string& uuid);
 int deviceAttribute(int device, DeviceAttribute attribute);
