@@ -41,7 +41,7 @@ from coarse.proxy.mailbox import Mailbox
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories, pack, unpack
 from coarse.proxy.memory.values import value_memory
 from coarse.proxy.other_nodes import OtherNodes
-from coarse.proxy.peers import STOPPED, Peers
+from coarse.proxy.peers import ENDED, STOPPED, Peers
 from coarse.proxy.protocol import Message, Received, int_field
 from coarse.proxy.registrar import Registrar
 from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
@@ -145,7 +145,10 @@ class MemoryDevice:
                 if self._data_path.is_started:
                     raise
                 self._turn_away(error)
-            self._goes_on = self._is_to_be_continued() and self._settle()
+            if self._is_to_be_continued():
+                self._goes_on = self._settle()
+            elif self._workers.is_complete and not self._is_aborted:
+                self._peers.tell({"type": ENDED})
             return self._goes_on
         finally:
             self._close()

@@ -15,6 +15,8 @@ from coarse.proxy.protocol import Channel, Message, Received
 
 STOPPED = "stopped"
 """The last message of a memory device in an attempt: its sync cores have ended."""
+ENDED = "ended"
+"""The last message of a memory device whose workers have all left: that it ends is no loss."""
 
 
 class Peers:
@@ -24,7 +26,7 @@ class Peers:
         job: This device's place in the session; the sockets now belong to the peers.
         loop: Watches them.
         on_message: Takes a device's number and what it says; owns the descriptors that came with it.
-        on_lost: Takes the number of a device that has ended.
+        on_lost: Takes the number of a device that has ended and not said that it would.
     """
 
     def __init__(
@@ -138,5 +140,7 @@ class Peers:
         if received.kind == STOPPED:
             self._loop.unwatch(channel.fileno())
             self._stopped.add(device)
+        elif received.kind == ENDED:
+            self._loop.unwatch(channel.fileno())
         else:
             self._on_message(device, received)

@@ -351,6 +351,31 @@ def test_workers_may_leave_one_after_the_other(job, shape):
             path.unlink()
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_memory_device_that_ends_before_another_one_of_its_node_is_no_loss(job, first):
+    """Whoever leaves says goodbye to one after the other; nodes that go on must not be told of a death."""
+
+    def worker(me):
+        with me.join(node=f"n{me.rank}", memory_devices=2) as session:
+            session.store("value", np.arange(3))
+            session.barrier()
+            if me.rank == 0:
+                device = session._client._connections[first]
+                device.send({"type": "bye", "is_finished": True})
+                job.await_end(device.pid)
+                return
+            me.hear()
+            while 0 not in session._client._groups._departed():
+                pass
+            assert np.array_equal(np.frombuffer(session.load("value").value, np.int64), np.arange(3))
+
+    workers = job.start(2, worker)
+    outcomes = [workers[0].finish()]
+    workers[1].tell()
+    outcomes.append(workers[1].finish())
+    assert [outcome.details for outcome in outcomes] == [""] * 2
+
+
 def test_a_worker_that_stands_still_is_named_after_the_time_out(job):
     def worker(me):
         with me.join(node=f"n{me.rank}", timeout_s=2.0) as session:
