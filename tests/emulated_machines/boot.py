@@ -28,7 +28,7 @@ ROOT = HERE.parents[1]
 PASSED = "CHECKS PASSED"
 MODULES = (
     *("virtio_pci", "9pnet_virtio", "9p"),
-    *("nd_pmem", "dax_pmem", "device_dax"),
+    *("nd_pmem", "dax_pmem", "device_dax", "kmem"),
     *("cxl_acpi", "cxl_pci", "cxl_mem", "cxl_pmem"),
 )
 

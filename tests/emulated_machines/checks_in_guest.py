@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,43 @@ def test_doctor_names_both_for_the_command_line():
     text = " ".join(done.stdout.split())
     assert f"no cores: possibly CXL memory (--memory-devices numa:{FAR}), reads 250 ns 20.48 GB/s" in text
     assert f"(--memory-devices dax:{DAX})" in text
+
+
+def test_a_device_file_of_a_containers_own_is_told(tmp_path, caplog):
+    """As `docker run --device` makes one, on a file system that allows devices."""
+    DaxMemory(DAX).close()
+    assert not caplog.messages
+    own = str(tmp_path / "dax0.0")
+    os.mknod(own, 0o600 | stat.S_IFCHR, os.stat(DAX).st_rdev)
+    with_locks_of_its_own = DaxMemory(own)
+    assert f"{own} was made for this container" in caplog.text
+    DaxMemory(DAX).close()  # which is what the warning is about
+    with_locks_of_its_own.close()
+
+
+def test_memory_that_the_system_takes_over_becomes_a_node(job):
+    """The last test: there is no DAX device any more."""
+    before = {node.node for node in read_numa_nodes()}
+    target = read_dax_devices()[0].node
+    name = Path(DAX).name
+    given = ["daxctl", "reconfigure-device", "--mode=system-ram", "--force", name]
+    done = subprocess.run(given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (device,) = read_dax_devices()
+    assert device.is_system_ram  # and its file may still be there
+    (node,) = (node for node in read_numa_nodes() if node.node == target)
+    assert node.is_memory_only
+    assert node.memory_bytes > 100 << 20
+    with pytest.raises(ValueError, match=f"of NUMA node {target}: use numa:{target}"):
+        DaxMemory(DAX)
+    assert NumaMemory(target).cores() == (0, 1)
+    printed = subprocess.run(
+        [sys.executable, "-m", "coarse", "doctor"], capture_output=True, text=True
+    ).stdout
+    assert f"managed as memory of that node (--memory-devices numa:{target})" in " ".join(printed.split())
+    memories = parse_memory_devices(f"numa:{target},numa:{FAR}")
+    assert job.run(2, reducing(memories)) == job.run(2, reducing(2, "again"))
+    assert before <= {node.node for node in read_numa_nodes()}
 
 
 def policy_and_pages(address):

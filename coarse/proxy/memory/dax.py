@@ -207,6 +207,9 @@ def _geometry_of_device(path: str, number: int) -> DaxGeometry:
         num_bytes = int((folder / "size").read_text())
     except (OSError, ValueError):
         raise ValueError(f"{path} is a character device, but no DAX device") from None
+    if (folder / "driver").resolve().name == "kmem":
+        node = _number(folder / "target_node", default=-1)
+        raise ValueError(f"{path} is memory of the system now, of NUMA node {node}: use numa:{node}")
     alignment_bytes = _number(folder / "align", default=_ALIGNMENT_BYTES)
     return DaxGeometry(
         num_bytes=num_bytes,
