@@ -9,8 +9,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -594,6 +596,55 @@ def enter_namespace(name: str) -> None:
     clone_new_net = 0x40000000
     with open(f"/run/netns/{name}") as namespace:
         assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), clone_new_net) == 0
+
+
+def test_a_machine_that_vanishes_while_data_is_under_way_is_lost(job):
+    with namespaces() as names:
+
+        def worker(me):
+            enter_namespace(names[me.rank])
+            os.environ["MASTER_ADDR"] = "10.77.0.1"
+            with me.join(node=f"n{me.rank}") as session:
+                session.barrier()
+                me.tell()
+                while True:
+                    session.all_reduce(np.ones(1_000_000))
+
+        workers = job.start(2, worker)
+        for running in workers:
+            running.hear()
+        subprocess.run(["ip", "-n", names[0], "link", "set", "cable", "down"], check=True)
+        for running in workers:
+            outcome = running.finish()
+            assert outcome.error == "MemoryDeviceLostError", outcome
+            assert "or the connection to it, is lost" in outcome.message
+
+
+def test_a_node_that_is_stopped_for_long_while_data_is_under_way_goes_on(job):
+    """Longer than machines may leave questions unanswered; with more data than buffers of connections take."""
+    silence_s = 12.0
+
+    def worker(me):
+        with me.join(node=f"n{me.rank}", algorithm="direct") as session:
+            group = session.register("gradients", floats("abcdefgh", 8_000_000))
+            me.tell([connection.pid for connection in session._client._connections])
+            me.hear()
+            for index in range(8):
+                slot(group, index)[:] = 1 + me.rank
+                group.push(index)
+            assert group.pull_all() == [2] * 8
+            assert (slot(group, 7) == np.float32(3)).all()
+
+    workers = job.start(2, worker)
+    _, (device,) = (running.hear() for running in workers)
+    workers[1].stop()
+    job.stop_device(device)
+    workers[0].tell()
+    time.sleep(silence_s)
+    job.signal_device(device, signal.SIGCONT)
+    workers[1].signal(signal.SIGCONT)
+    workers[1].tell()
+    assert [running.finish().details for running in workers] == [""] * 2
 
 
 def test_nodes_in_network_namespaces_of_their_own_find_each_other(job):

@@ -293,7 +293,7 @@ TEST(Bridges, EndAConnectionOnWhichNonsenseComes) {
 
 /// Posts a message; its error and peer come in the future.
 std::future<std::pair<std::string, int>> post(SharedCollectives& collectives, bool isSend, int peer, int tag,
-                                              Floats& values) {
+                                              Floats& values, std::chrono::milliseconds timeout = kLimit) {
   auto promise = std::make_shared<std::promise<std::pair<std::string, int>>>();
   Message message;
   message.isSend = isSend;
@@ -302,7 +302,7 @@ std::future<std::pair<std::string, int>> post(SharedCollectives& collectives, bo
   message.data = values.data();
   message.numBytes = values.size() * sizeof(float);
   std::strcpy(message.dtype, "float32");
-  message.deadline = Clock::now() + kLimit;
+  message.timeout = timeout;
   message.done = [promise](const std::string& error, int from) { promise->set_value({error, from}); };
   collectives.post(message);
   return promise->get_future();
@@ -330,6 +330,53 @@ TEST_P(MessagesBetweenRanks, AreMatchedByTagInAnyOrderWhateverTheirSize) {
       EXPECT_EQ(received[tag], valuesOf(static_cast<std::size_t>(previous), kSizes[tag])) << tag;
     }
   });
+}
+
+/// A rank whose messages are written by hand, and so may stop in their middle, like a process.
+class RankThatStops {
+ public:
+  explicit RankThatStops(int fd) : scratch_(fd, 1, 2, kBufferBytes, Liveness({}), Placement({0, 0})) {}
+
+  void write(const void* data, std::size_t numBytes) {
+    const MessageArea& area = scratch_.messageArea();
+    std::memcpy(area.ring(1, 0) + written_, data, numBytes);
+    written_ += numBytes;
+    ASSERT_LE(written_, area.ringBytes());
+    area.channel(1, 0).written.store(written_);
+    scratch_.bellOf(0).ring();
+  }
+
+  void writeHeader(std::uint64_t numBytes, std::int32_t tag) {
+    write(&numBytes, sizeof numBytes);
+    write(&tag, sizeof tag);
+    const char rest[4 + kDTypeNameBytes] = {0, 0, 0, 0, 'f', 'l', 'o', 'a', 't', '3', '2'};
+    write(rest, sizeof rest);
+  }
+
+ private:
+  GroupScratch scratch_;
+  std::size_t written_ = 0;
+};
+
+TEST(Messages, OfWhichPartHadComeWhenTheirReceiveEndedAreWholeForTheNextOne) {
+  const int fd = createSealedMemory("collectives-test", groupScratchBytes(2, kBufferBytes));
+  SharedCollectives receiver(
+      std::make_unique<GroupScratch>(fd, 0, 2, kBufferBytes, Liveness({}), Placement({0, 0})), {});
+  RankThatStops sender(fd);
+  ::close(fd);
+  const Floats sent = valuesOf(1, 100);
+  const std::size_t numBytes = sent.size() * sizeof(float);
+  Floats first(100, 0.0F), second(100, 0.0F);
+  auto late = post(receiver, false, 1, 7, first, std::chrono::milliseconds(50));
+  sender.writeHeader(numBytes, 7);
+  sender.write(sent.data(), 200);
+  EXPECT_NE(late.get().first.find("Timed out"), std::string::npos);
+  EXPECT_EQ(Floats(first.begin(), first.begin() + 50), Floats(sent.begin(), sent.begin() + 50));
+  auto next = post(receiver, false, 1, 7, second);
+  sender.write(reinterpret_cast<const std::byte*>(sent.data()) + 200, numBytes - 200);
+  EXPECT_EQ(next.get().first, "");
+  EXPECT_EQ(second, sent);
+  receiver.close();
 }
 
 TEST_P(MessagesBetweenRanks, ToAndFromNobodyAreRefused) {

@@ -111,19 +111,5 @@ TEST(ClientHeartbeats, EndAWaitForADeviceThatStandsStill) {
   EXPECT_EQ(client.lostDevice(), 1u);
 }
 
-TEST(APatience, IsOverWhenItsTimeIs) {
-  const auto start = Clock::now();
-  Patience patience(10.0);
-  for (int i = 1; i < 20; ++i) EXPECT_FALSE(patience.isOver(start + i * kInterval)) << i;
-  EXPECT_TRUE(patience.isOver(start + 21 * kInterval));
-}
-
-TEST(APatience, DoesNotCountTimeInWhichNobodyLooked) {
-  const auto start = Clock::now();
-  Patience patience(10.0);
-  EXPECT_FALSE(patience.isOver(start + std::chrono::hours(1)));
-  EXPECT_FALSE(patience.isOver(start + std::chrono::hours(1) + std::chrono::milliseconds(900)));
-}
-
 }  // namespace
 }  // namespace coarse::test::heartbeat_test

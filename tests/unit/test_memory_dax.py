@@ -266,9 +266,7 @@ def test_sysfs_tells_size_alignment_and_node_of_a_device(tmp_path, monkeypatch):
     assert (found.num_bytes, found.alignment_bytes, found.node) == (4 << 30, 1 << 30, 1)
     (folder / "target_node").write_text("3\n")
     (folder / "driver").symlink_to(tmp_path / "sys" / "bus" / "dax" / "drivers" / "kmem")
-    with pytest.raises(
-        ValueError, match="memory of the system now, of NUMA node 3: use numa:3"
-    ):
+    with pytest.raises(ValueError, match="memory of the system now, of NUMA node 3: use numa:3"):
         dax._geometry_of_device("/dev/dax0.3", os.makedev(252, 3))
 
 

@@ -42,14 +42,15 @@ class Latch {
   std::string failure_;
 };
 
-/// Lets go of the GIL, which the reducer's thread may need before it can end.
+/// Lets go of the GIL, which the reducer's thread may need before it can end. Leaks in forks.
 struct CloseWithoutGil {
+  LeakInForks remove;
   void operator()(AsyncReducer* reducer) const {
     {
       const py::gil_scoped_release release;
       reducer->close();
     }
-    delete reducer;
+    remove(reducer);
   }
 };
 using Holder = std::unique_ptr<AsyncReducer, CloseWithoutGil>;

@@ -73,7 +73,7 @@ void post(Collectives& collectives, bool isSend, int peer, int tag, std::uintptr
   message.data = reinterpret_cast<void*>(data);
   message.numBytes = numBytes;
   std::strncpy(message.dtype, dtype.c_str(), kDTypeNameBytes - 1);
-  message.deadline = Clock::now() + timeout;
+  message.timeout = timeout;
   message.done = [callback](const std::string& error, int from) {
     py::gil_scoped_acquire acquired;
     (*callback)(error, from);

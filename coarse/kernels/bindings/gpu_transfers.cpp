@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "bindings.hpp"
+#include "coarse/forks.hpp"
 
 namespace py = pybind11;
 
@@ -48,14 +49,15 @@ void registerGpuTransfers(py::module_& module) {
            }),
            py::arg("communicator"), py::arg("client"), py::arg("group"), py::arg("shards"),
            py::keep_alive<1, 3>());
-  py::class_<GpuTransfers>(module, "GpuTransfers")
+  using Holder = std::unique_ptr<GpuTransfers, LeakInForks>;
+  py::class_<GpuTransfers, Holder>(module, "GpuTransfers")
       .def(py::init([](Client& client, std::uint32_t group, std::shared_ptr<cuda::Context> context,
                        const MemoryTuple& slots, const MemoryTuple& results, double timeoutSeconds) {
              GpuTransfersConfig config;
              config.group = group;
              config.timeoutSeconds = timeoutSeconds;
-             return std::make_unique<GpuTransfers>(client, config, std::move(context), toMemory(slots),
-                                                   toMemory(results));
+             return Holder(
+                 new GpuTransfers(client, config, std::move(context), toMemory(slots), toMemory(results)));
            }),
            py::arg("client"), py::arg("group"), py::arg("context"), py::arg("slots"), py::arg("results"),
            py::arg("timeout_s"), py::keep_alive<1, 2>(), ReleaseGil())

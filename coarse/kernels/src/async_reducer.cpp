@@ -42,6 +42,7 @@ AsyncReducer::AsyncReducer(Client& client, double timeoutSeconds, Describe descr
 AsyncReducer::~AsyncReducer() { close(); }
 
 void AsyncReducer::close() noexcept {
+  if (!owner_.isThisProcess()) return;
   {
     const std::lock_guard lock(mutex_);
     isStopping_ = true;
@@ -136,8 +137,7 @@ std::string AsyncReducer::start(Tensor& tensor, Request& request) {
   const std::lock_guard lock(mutex_);
   if (!failure_.empty()) return failure_;
   if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread tells it
-  underWay_.push_back(
-      {&tensor, client_.shardsOf(tensor.group, tensor.index), std::move(request), Clock::now()});
+  underWay_.push_back({&tensor, client_.shardsOf(tensor.group, tensor.index), std::move(request)});
   return {};
 }
 
@@ -161,7 +161,7 @@ void AsyncReducer::run() {
     }
     WaitStatus status = WaitStatus::kDone;
     try {
-      status = client_.waitUntil([this] { return collect(); }, secondsLeft());
+      status = client_.waitUntil([this] { return collect(); }, timeoutSeconds_);
       const std::lock_guard lock(mutex_);
       if (status == WaitStatus::kDone) status = pushStatus_;
     } catch (const std::exception& error) {
@@ -169,13 +169,6 @@ void AsyncReducer::run() {
     }
     if (status != WaitStatus::kDone) fail(status);
   }
-}
-
-double AsyncReducer::secondsLeft() {
-  const std::lock_guard lock(mutex_);
-  if (underWay_.empty()) return timeoutSeconds_;
-  const std::chrono::duration<double> waited = Clock::now() - underWay_.front().since;
-  return std::max(0.0, timeoutSeconds_ - waited.count());
 }
 
 /// Hands out what is done. @returns whether something was, or there is another reason to look up.

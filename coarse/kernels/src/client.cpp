@@ -439,7 +439,7 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
     nextHealthCheck = now + kHealthInterval;
     if (isDone()) break;
     if (status = health(); status != WaitStatus::kDone) break;
-    if (patience.isOver(now)) {
+    if (patience.isOver()) {
       status = WaitStatus::kTimedOut;
       break;
     }

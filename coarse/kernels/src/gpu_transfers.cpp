@@ -81,11 +81,7 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
 GpuTransfers::~GpuTransfers() { close(); }
 
 void GpuTransfers::close() noexcept {
-  if (thread_ == nullptr) return;
-  if (!context_->isUsable()) {
-    thread_.release();  // a fork has the object, but not the thread
-    return;
-  }
+  if (thread_ == nullptr || !context_->isUsable()) return;  // a fork has no such thread
   {
     const std::lock_guard lock(mutex_);
     isStopping_ = true;
@@ -251,7 +247,7 @@ void GpuTransfers::setGiving(bool isGiving) {
   {
     const std::lock_guard lock(mutex_);
     isGiving_ = isGiving;
-    givingSince_ = Clock::now();
+    numGivings_ += isGiving ? 1 : 0;
   }
   if (isGiving) hasWork_.notify_one();
 }
@@ -368,14 +364,14 @@ void GpuTransfers::run() {
 }
 
 void GpuTransfers::work() {
-  progressedAt_ = Clock::now();
-  Clock::time_point checkedAt = progressedAt_;
+  progressedAt_ = clock_.now();
+  Clock::time_point checkedAt = Clock::now();
   YieldingSpin spin(kSpin);
   while (true) {
     const bool hasAnnounced = announceBrought();
     const bool hasReleased = releaseReturned();
     if (releaseSummed() || hasReleased || hasAnnounced) {
-      progressedAt_ = Clock::now();
+      progressedAt_ = clock_.now();
       spin.reset();
       continue;
     }
@@ -389,7 +385,7 @@ void GpuTransfers::work() {
     const Clock::time_point now = Clock::now();
     if (now - checkedAt < kHealthInterval) continue;
     checkedAt = now;
-    if (const WaitStatus status = checkProgress(now); status != WaitStatus::kDone) fail(status);
+    if (const WaitStatus status = checkProgress(); status != WaitStatus::kDone) fail(status);
     checkOwnPath();
   }
 }
@@ -461,11 +457,17 @@ void GpuTransfers::failByNccl(const nccl::Error& error) {
   fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
 }
 
-WaitStatus GpuTransfers::checkProgress(Clock::time_point now) {
+WaitStatus GpuTransfers::checkProgress() {
   if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) return status;
   const std::chrono::duration<double> limit(config_.timeoutSeconds);
+  const Clock::time_point now = clock_.now();
   const std::lock_guard lock(mutex_);
-  if (isGiving_ && now - givingSince_ >= limit) return WaitStatus::kTimedOut;
+  if (!isGiving_ || givingSeen_ != numGivings_) {
+    givingSeen_ = numGivings_;
+    givingSince_ = now;
+  } else if (now - givingSince_ >= limit) {
+    return WaitStatus::kTimedOut;
+  }
   if (now - progressedAt_ < limit) return WaitStatus::kDone;
   // What the GPU computes takes as long as it takes.
   const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);

@@ -100,7 +100,7 @@ void GroupScratch::await(std::size_t rank, Deadline deadline) {
 
 void GroupScratch::sleep(std::size_t rank, Deadline deadline) {
   RankBoard& awaited = board(rank);
-  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now());
+  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - clock_.now());
   const auto limit = std::clamp(left, std::chrono::nanoseconds(0), std::chrono::nanoseconds(kLongestSleep));
   awaited.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const std::uint32_t seen = awaited.round.load(std::memory_order_seq_cst);
@@ -108,11 +108,11 @@ void GroupScratch::sleep(std::size_t rank, Deadline deadline) {
   awaited.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
-void GroupScratch::check(std::size_t rank, Deadline deadline) const {
+void GroupScratch::check(std::size_t rank, Deadline deadline) {
   const std::string loss = lossOf(rank);
   if (hasPublished(rank, round_)) return;  // its last words
   if (!loss.empty()) throw std::runtime_error(loss);
-  if (Clock::now() < deadline) return;
+  if (clock_.now() < deadline) return;
   std::string late;
   for (std::size_t other : missing()) late += (late.empty() ? "" : ", ") + std::to_string(other);
   throw std::runtime_error("Timed out waiting for rank(s) " + late);

@@ -27,7 +27,7 @@ struct Messages::Incoming {
   Header header;
   std::size_t headerBytes = 0;  // that have come
   std::size_t payloadBytes = 0;
-  std::optional<Message> receive;  // who gets it, if somebody waited for it when it began
+  std::optional<Pending> receive;  // who gets it, if somebody waited for it when it began
   std::string misfit;              // why it can't have it
   std::vector<std::byte> aside;
 };
@@ -125,7 +125,7 @@ bool Messages::acceptPosts() {
     std::lock_guard<std::mutex> lock(mutex_);
     posted.swap(posted_);
     if (isClosed_) {
-      for (Message& message : posted) receives_.push_back(std::move(message));  // to be failed
+      for (Message& message : posted) receives_.push_back({std::move(message), {}});  // to be failed
       return false;
     }
   }
@@ -134,9 +134,9 @@ bool Messages::acceptPosts() {
     if (message.isSend && !brokenSends_[peer].empty()) {
       fail(message, "an earlier message was left half sent: " + brokenSends_[peer]);
     } else if (message.isSend) {
-      sends_[peer].push_back({std::move(message)});
+      sends_[peer].push_back({{std::move(message), clock_.in(message.timeout)}});
     } else {
-      receives_.push_back(std::move(message));
+      receives_.push_back({std::move(message), clock_.in(message.timeout)});
     }
   }
   return true;
@@ -206,7 +206,7 @@ bool Messages::isAwaited(std::size_t from) const {
   });
 }
 
-std::list<Message>::iterator Messages::findReceive(std::size_t from, const Header& header) {
+std::list<Messages::Pending>::iterator Messages::findReceive(std::size_t from, const Header& header) {
   return std::find_if(receives_.begin(), receives_.end(), [&](const Message& receive) {
     return receive.tag == header.tag && (receive.peer < 0 || receive.peer == static_cast<int>(from));
   });
@@ -290,7 +290,7 @@ bool Messages::matchKept() {
   return hasMatched;
 }
 
-std::string Messages::lossOf(const Message& message) const {
+std::string Messages::lossOf(const Pending& message, Clock::time_point now) const {
   if (message.peer >= 0) {
     const auto peer = static_cast<std::size_t>(message.peer);
     const Channel& way = area_.channel(peer, rank_);
@@ -299,14 +299,29 @@ std::string Messages::lossOf(const Message& message) const {
     const std::string loss = isMoreThere ? "" : scratch_.lossOf(peer);
     if (!loss.empty()) return loss;
   }
-  return Clock::now() < message.deadline ? "" : "Timed out waiting for it";
+  return now < message.deadline ? "" : "Timed out waiting for it";
+}
+
+/// What is being received comes to nobody now, as far as anybody can tell: a message of which nothing is
+/// lost, for whoever waits next.
+void Messages::giveUp(Incoming& incoming, const std::string& why) {
+  const Pending receive = std::move(*incoming.receive);
+  incoming.receive.reset();
+  if (incoming.misfit.empty()) {
+    incoming.aside.resize(incoming.header.numBytes);
+    if (incoming.payloadBytes != 0) std::memcpy(incoming.aside.data(), receive.data, incoming.payloadBytes);
+  }
+  incoming.misfit.clear();
+  fail(receive, why);
 }
 
 void Messages::dropLost() {
+  const Clock::time_point now = clock_.now();
   for (std::size_t to = 0; to < numRanks_; ++to) {
     auto& queue = sends_[to];
     while (!queue.empty()) {
-      const std::string loss = brokenSends_[to].empty() ? lossOf(queue.front().message) : brokenSends_[to];
+      const std::string loss =
+          brokenSends_[to].empty() ? lossOf(queue.front().message, now) : brokenSends_[to];
       if (loss.empty()) break;
       if (queue.front().moved > 0) brokenSends_[to] = loss;
       fail(queue.front().message, loss);
@@ -314,17 +329,14 @@ void Messages::dropLost() {
     }
   }
   for (auto receive = receives_.begin(); receive != receives_.end();) {
-    const std::string loss = lossOf(*receive);
+    const std::string loss = lossOf(*receive, now);
     if (!loss.empty()) fail(*receive, loss);
     receive = loss.empty() ? std::next(receive) : receives_.erase(receive);
   }
   for (auto& incoming : incoming_) {
     if (!incoming->receive) continue;
-    const std::string loss = lossOf(*incoming->receive);
-    if (loss.empty()) continue;
-    fail(*incoming->receive, loss);
-    incoming->aside.resize(incoming->header.numBytes);
-    incoming->receive.reset();
+    const std::string loss = lossOf(*incoming->receive, now);
+    if (!loss.empty()) giveUp(*incoming, loss);
   }
 }
 

@@ -111,6 +111,8 @@ struct NodeBridge::Connection {
     return due != 0 && Clock::now().time_since_epoch().count() > due;
   }
 
+  bool isHopeless() const { return isGivenUp() || isUnreachable(fd); }
+
   /// Sends a frame and its payload. What a node that is gone would get is dropped: the receiving thread
   /// notices, too, and says so.
   void send(Frame frame, std::vector<iovec> pieces = {}) {
@@ -123,7 +125,7 @@ struct NodeBridge::Connection {
         first = skipSent(pieces, first, static_cast<std::size_t>(count));
       } else if (errno != EAGAIN && errno != EWOULDBLOCK) {
         isSending.store(false, std::memory_order_relaxed);
-      } else if (!awaitReady(fd, POLLOUT, [this] { return isGivenUp(); })) {
+      } else if (!awaitReady(fd, POLLOUT, [this] { return isHopeless(); })) {
         isSending.store(false, std::memory_order_relaxed);
       }
     }
@@ -139,7 +141,7 @@ struct NodeBridge::Connection {
         to += count;
         numBytes -= static_cast<std::size_t>(count);
       } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        if (!awaitReady(fd, POLLIN, [this] { return isGivenUp(); })) throw BridgeError("given up");
+        if (!awaitReady(fd, POLLIN, [this] { return isHopeless(); })) throw BridgeError("given up");
       } else if (errno != EINTR) {
         throw BridgeError(std::strerror(errno));
       }
@@ -329,7 +331,12 @@ void NodeBridge::serveIncoming() {
       isGivenUp = connection->isGivenUp();
     }
     if (watched.empty() || isGivenUp) return;
-    if (::poll(watched.data(), watched.size(), static_cast<int>(kLook.count())) <= 0) continue;
+    if (::poll(watched.data(), watched.size(), static_cast<int>(kLook.count())) <= 0) {
+      for (const auto& connection : connections_) {
+        if (connection && connection->isReceiving && isUnreachable(connection->fd)) end(*connection);
+      }
+      continue;
+    }
     for (const auto& connection : connections_) {
       if (!connection || !connection->isReceiving) continue;
       const bool isReady = std::any_of(watched.begin(), watched.end(), [&](const pollfd& one) {

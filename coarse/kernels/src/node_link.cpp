@@ -22,6 +22,9 @@ namespace {
 // How long a device that ends waits until the others have taken what it sent.
 constexpr std::chrono::milliseconds kGoodbyePatience{3000};
 
+// Between two looks for machines that have vanished.
+constexpr std::chrono::milliseconds kLookInterval{1000};
+
 // Received from one connection before the next one's turn.
 constexpr std::size_t kBytesPerTurn = 4 << 20;
 
@@ -138,7 +141,13 @@ void NodeLinks::wake() noexcept {
 // ---- the thread ----
 
 void NodeLinks::run() {
-  while (!isStopping_.load()) waitForEvents(-1);
+  auto nextLook = std::chrono::steady_clock::now() + kLookInterval;
+  while (!isStopping_.load()) {
+    waitForEvents(static_cast<int>(kLookInterval.count()));
+    if (std::chrono::steady_clock::now() < nextLook) continue;
+    loseUnreachable();
+    nextLook = std::chrono::steady_clock::now() + kLookInterval;
+  }
   sayGoodbye();
   const auto deadline = std::chrono::steady_clock::now() + kGoodbyePatience;
   while (!isEveryoneGone()) {
@@ -380,6 +389,16 @@ void NodeLinks::endOfStream(Connection& connection) {
 void NodeLinks::lose(Connection& connection, const std::string& reason) {
   disconnect(connection);
   receiver_.event({NodeEvent::Kind::kLost, connection.node, 0, reason});
+}
+
+void NodeLinks::loseUnreachable() {
+  for (const auto& ofNode : connections_) {
+    for (const auto& connection : ofNode) {
+      if (!connection->isGone.load() && isUnreachable(connection->fd)) {
+        lose(*connection, "its machine answers nothing any more");
+      }
+    }
+  }
 }
 
 /// Ends both directions; the descriptor itself is closed with the object, so that no other takes its number.

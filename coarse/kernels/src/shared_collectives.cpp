@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "coarse/combine.hpp"
+#include "coarse/forks.hpp"
 
 namespace coarse {
 namespace {
@@ -96,9 +97,7 @@ SharedCollectives::SharedCollectives(std::unique_ptr<GroupScratch> scratch, std:
 
 std::shared_ptr<Collectives> SharedCollectives::shared(std::unique_ptr<GroupScratch> scratch,
                                                        std::vector<int> links) {
-  return {new SharedCollectives(std::move(scratch), std::move(links)), [](SharedCollectives* collectives) {
-            if (::getpid() == collectives->owner_) delete collectives;
-          }};
+  return {new SharedCollectives(std::move(scratch), std::move(links)), LeakInForks()};
 }
 
 void SharedCollectives::checkOwner() const {
@@ -117,7 +116,7 @@ void SharedCollectives::post(const Message& message) {
 
 void SharedCollectives::run(const Collective& call) {
   checkOwner();
-  Running running{call, call.header, Clock::now() + call.timeout};
+  Running running{call, call.header, scratch_->deadlineIn(call.timeout)};
   running.header.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto where = [&] {
     return "rank " + std::to_string(rank_) + ", sequence number " + std::to_string(running.header.sequence) +

@@ -15,6 +15,7 @@ namespace {
 
 // Looks at the awaited word a few times before each system call: a yield costs about as much as ten looks.
 constexpr int kPausesPerYield = 8;
+constexpr std::chrono::hours kCenturies{100 * 365 * 24};
 
 inline void pauseProcessor() noexcept {
 #if defined(__x86_64__)
@@ -41,10 +42,14 @@ void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept {
 
 void makeSleepsExact() noexcept { ::prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL); }
 
-bool Patience::isOver(Clock::time_point now) noexcept {
-  waited_ += std::min<Clock::duration>(now - lastLook_, kLongestGap);
-  lastLook_ = now;
-  return waited_ >= limit_;
+Clock::time_point AttendedClock::now(Clock::time_point look) noexcept {
+  missed_ += std::max<Clock::duration>(look - lastLook_ - kLongestGap, Clock::duration::zero());
+  lastLook_ = look;
+  return look - missed_;
+}
+
+Clock::time_point AttendedClock::in(std::chrono::milliseconds limit) noexcept {
+  return now() + std::min<std::chrono::milliseconds>(limit, kCenturies);
 }
 
 bool YieldingSpin::yield() noexcept {

@@ -16,6 +16,7 @@
 
 #include "coarse/async_reducer_interface.h"
 #include "coarse/client.hpp"
+#include "coarse/forks.hpp"
 #include "coarse/waiting.hpp"
 
 namespace coarse {
@@ -40,7 +41,7 @@ class AsyncReducer {
   using Describe = std::function<std::string(WaitStatus, std::uint32_t group, std::uint32_t tensor)>;
 
   /// @param client must outlive this.
-  /// @param timeoutSeconds how long a result may take, from its push on.
+  /// @param timeoutSeconds how long it may take until a result comes while some are awaited.
   AsyncReducer(Client& client, double timeoutSeconds, Describe describe);
   AsyncReducer(const AsyncReducer&) = delete;
   AsyncReducer& operator=(const AsyncReducer&) = delete;
@@ -60,7 +61,7 @@ class AsyncReducer {
   /// @returns what failed meanwhile; empty once `isDone` says so.
   std::string awaitOthers(std::uint32_t group, std::uint32_t tensor, const std::function<bool()>& isDone);
   /// Ends what is under way with a failure, and the thread; returns when no caller is inside any more.
-  /// Idempotent; not to be called by a Done.
+  /// Idempotent; not to be called by a Done. Does nothing in a fork, which has no such thread.
   void close() noexcept;
   /// What libraries that are built elsewhere call; valid until close().
   const CoarseAsyncReducer& interface() const noexcept { return interface_; }
@@ -83,7 +84,6 @@ class AsyncReducer {
     Tensor* tensor = nullptr;
     ShardRange shards;
     Request request;
-    Clock::time_point since;
     bool isDone = false;
   };
 
@@ -95,7 +95,6 @@ class AsyncReducer {
   std::deque<UnderWay> takeDone();
   void finish(UnderWay&& finished);
   void putBack(std::deque<UnderWay> interrupted, WaitStatus status);
-  double secondsLeft();
   void fail(WaitStatus status);
   void failAll(std::string reason);
   std::string describeOldest(WaitStatus status);
@@ -118,6 +117,7 @@ class AsyncReducer {
   std::string failure_;
   bool isStopping_ = false;
 
+  const Owner owner_;
   std::thread thread_;  // last: all else is there when it starts
 };
 

@@ -95,7 +95,7 @@ struct Message {
   void* data = nullptr;  // read or written until done
   std::size_t numBytes = 0;
   char dtype[kDTypeNameBytes] = {};
-  std::chrono::steady_clock::time_point deadline{};
+  std::chrono::milliseconds timeout{0};  // from when it is posted
   /// Called once: "" or what went wrong; the peer.
   std::function<void(const std::string& error, int peer)> done;
 };

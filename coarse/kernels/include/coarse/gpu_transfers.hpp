@@ -185,7 +185,7 @@ class GpuTransfers {
   void checkOwnPath();
   void failByNccl(const nccl::Error& error);
   std::shared_ptr<GpuOwnPath> ownPath() const;
-  WaitStatus checkProgress(Clock::time_point now);
+  WaitStatus checkProgress();
   void fail(WaitStatus status, std::string ownFailure = {});
 
   Client& client_;
@@ -212,12 +212,14 @@ class GpuTransfers {
   std::shared_ptr<GpuOwnPath> ownPath_;  // written by the caller, who reads it without the lock
   std::deque<OwnStep> ownSteps_;         // that were joined, and which NCCL has not done
   bool isGiving_ = false;                // the caller is in a call of NCCL's
-  Clock::time_point givingSince_{};
+  std::uint32_t numGivings_ = 0;         // of these, so far
   bool isStopping_ = false;
 
   // Of the thread alone.
   std::deque<SharedBatch> announced_;  // and without results
-  Clock::time_point progressedAt_{};
+  AttendedClock clock_;
+  Clock::time_point progressedAt_{}, givingSince_{};
+  std::uint32_t givingSeen_ = 0;  // which one that was
 
   std::unique_ptr<std::thread> thread_;  // last: all else is there when it starts
 };

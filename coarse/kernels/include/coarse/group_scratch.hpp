@@ -80,7 +80,7 @@ class Liveness {
 /// Thread safety: one caller at a time; leave() and missing() from any thread.
 class GroupScratch {
  public:
-  using Deadline = Clock::time_point;
+  using Deadline = Clock::time_point;  // of a clock of its own
 
   /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
   GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
@@ -93,6 +93,9 @@ class GroupScratch {
   const Placement& placement() const noexcept { return placement_; }
   /// Whether `rank` shares this memory.
   bool isHere(std::size_t rank) const noexcept { return placement_.areTogether(rank, rank_); }
+
+  /// Until when to wait in rounds that begin now.
+  Deadline deadlineIn(std::chrono::milliseconds limit) noexcept { return clock_.in(limit); }
 
   /// Begins the next round; the own buffer may be written from now on.
   void begin() noexcept { ++round_; }
@@ -130,7 +133,7 @@ class GroupScratch {
   bool hasPublished(std::size_t rank, std::uint32_t round) const noexcept;
   void await(std::size_t rank, Deadline deadline);
   void sleep(std::size_t rank, Deadline deadline);
-  void check(std::size_t rank, Deadline deadline) const;
+  void check(std::size_t rank, Deadline deadline);
 
   Mapping memory_;
   std::size_t rank_;
@@ -140,6 +143,7 @@ class GroupScratch {
   Placement placement_;
   MessageArea messageArea_;
   std::uint32_t round_ = 0;
+  AttendedClock clock_;
   std::atomic<bool> isClosed_{false};
 };
 

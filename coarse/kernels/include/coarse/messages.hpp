@@ -44,6 +44,9 @@ class Messages {
   struct Header;
   struct Incoming;
   struct Kept;
+  struct Pending : Message {
+    Clock::time_point deadline;  // of clock_
+  };
 
   std::size_t put(std::size_t to, const void* data, std::size_t numBytes);
   std::size_t take(std::size_t from, void* data, std::size_t numBytes);
@@ -55,10 +58,11 @@ class Messages {
   bool matchKept();
   void beginIncoming(std::size_t from, Incoming& incoming);
   void endIncoming(std::size_t from, Incoming& incoming);
-  std::list<Message>::iterator findReceive(std::size_t from, const Header& header);
+  std::list<Pending>::iterator findReceive(std::size_t from, const Header& header);
   bool isAwaited(std::size_t from) const;
   void dropLost();
-  std::string lossOf(const Message& message) const;
+  void giveUp(Incoming& incoming, const std::string& why);
+  std::string lossOf(const Pending& message, Clock::time_point now) const;
   void fail(const Message& message, const std::string& why) const;
 
   const GroupScratch& scratch_;
@@ -73,13 +77,14 @@ class Messages {
   std::mutex joining_;
 
   // Of the thread alone.
+  AttendedClock clock_;
   struct Outgoing {
-    Message message;
+    Pending message;
     std::size_t moved = 0;  // header included
   };
   std::vector<std::string> brokenSends_;     // by receiver: why a message was left half sent; "" if none was
   std::vector<std::deque<Outgoing>> sends_;  // by receiver
-  std::list<Message> receives_;              // as posted
+  std::list<Pending> receives_;              // as posted
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::list<Kept> kept_;
 };

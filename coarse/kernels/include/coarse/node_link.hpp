@@ -131,6 +131,7 @@ class NodeLinks {
   void close(Connection& connection);
   void endOfStream(Connection& connection);
   void disconnect(Connection& connection);
+  void loseUnreachable();
   void lose(Connection& connection, const std::string& reason);
   void sayGoodbye();
   bool isEveryoneGone();

@@ -20,18 +20,31 @@ void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept;
 /// was stopped, or had other things to do, and those that it waits for may have been stopped with it.
 constexpr std::chrono::seconds kLongestGap{1};
 
-/// How long a wait may still take, of which only time counts in which somebody looks.
+/// A clock that goes on while somebody looks at it a few times a second, and stands still otherwise: for time
+/// limits of waits. For one thread at a time.
+class AttendedClock {
+ public:
+  Clock::time_point now(Clock::time_point look = Clock::now()) noexcept;
+  /// When a wait that begins now is at its end; after centuries at most.
+  Clock::time_point in(std::chrono::milliseconds limit) noexcept;
+
+ private:
+  Clock::time_point lastLook_ = Clock::now();
+  Clock::duration missed_{};
+};
+
+/// How long a wait may still take, by a clock of its own.
 class Patience {
  public:
   explicit Patience(double seconds) noexcept : limit_(seconds) {}
 
   /// To be asked a few times a second. @returns whether it is at its end.
-  bool isOver(Clock::time_point now = Clock::now()) noexcept;
+  bool isOver(Clock::time_point look = Clock::now()) noexcept { return clock_.now(look) - began_ >= limit_; }
 
  private:
   std::chrono::duration<double> limit_;
-  Clock::duration waited_{};
-  Clock::time_point lastLook_ = Clock::now();
+  AttendedClock clock_;
+  Clock::time_point began_ = clock_.now();
 };
 
 /// Lets timed sleeps of this thread end when they are due, instead of up to 50 us later (prctl(2), timer

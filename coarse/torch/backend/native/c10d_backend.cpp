@@ -83,7 +83,7 @@ void checkAlike(const at::Tensor& tensor, const at::Tensor& piece, const char* w
 
 CoarseBackend::CoarseBackend(std::shared_ptr<coarse::Collectives> collectives, int rank, int size,
                              milliseconds timeout)
-    : Backend(rank, size), collectives_(std::move(collectives)), timeout_(timeout) {}
+    : Backend(rank, size), collectives_(std::move(collectives)), timeout_(timeout), queue_(new WorkQueue) {}
 
 CoarseBackend::~CoarseBackend() { abort(); }
 
@@ -92,16 +92,16 @@ c10::intrusive_ptr<c10d::Backend::Options> CoarseBackend::getBackendOptions() {
 }
 
 void CoarseBackend::shutdown() {
-  if (queue_.isForked()) return;
-  queue_.drain(kDrainLimit);
+  if (!owner_.isThisProcess()) return;
+  queue_->drain(kDrainLimit);
   abort();
 }
 
 void CoarseBackend::abort() {
-  if (queue_.isForked()) return;
+  if (!owner_.isThisProcess()) return;
   const auto stop = [this] {
     collectives_->close();
-    queue_.stop();
+    queue_->stop();
   };
   // The threads that are joined may need the interpreter: futures call back into Python.
   if (Py_IsInitialized() && PyGILState_Check()) {
@@ -133,7 +133,7 @@ WorkPtr CoarseBackend::submit(Announcement announcement, std::vector<Step> steps
   }
   auto work = c10::make_intrusive<CoarseWork>(announcement.opType, announcement.title, announcement.inputs,
                                               std::move(announcement.result), devices, ++issued_);
-  queue_.run(
+  queue_->run(
       work,
       [steps = std::move(steps)] {
         for (const Step& step : steps) step();

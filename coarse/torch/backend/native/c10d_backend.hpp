@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <coarse/collective.hpp>
+#include <coarse/forks.hpp>
 #include <functional>
 #include <memory>
 #include <string>
@@ -103,7 +104,8 @@ class CoarseBackend : public c10d::Backend {
   std::shared_ptr<coarse::Collectives> collectives_;
   std::atomic<milliseconds> timeout_;
   std::atomic<std::uint64_t> issued_{0};
-  WorkQueue queue_;
+  coarse::Owner owner_;
+  std::unique_ptr<WorkQueue, coarse::LeakInForks> queue_;
 };
 
 }  // namespace coarse_torch

@@ -29,7 +29,7 @@ WorkPtr CoarseBackend::post(OpType opType, const char* title, Tensors& tensors, 
   message.data = memory.data_ptr();
   message.numBytes = memory.nbytes();
   std::strncpy(message.dtype, dtypeName(memory.scalar_type()).c_str(), coarse::kDTypeNameBytes - 1);
-  message.deadline = std::chrono::steady_clock::now() + timeout_.load();
+  message.timeout = timeout_.load();
   std::vector<c10::Device> devices;
   if (tensor.is_cuda()) devices.push_back(tensor.device());
   auto work = c10::make_intrusive<CoarseWork>(opType, title, tensors, tensors, devices, ++issued_);

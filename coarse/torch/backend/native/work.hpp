@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
-#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -66,7 +65,7 @@ class CoarseWork : public c10d::Work {
 /// Runs operations one after the other, in the order in which they were given: in a thread of its own, or in
 /// the caller's where the caller would wait anyway and nothing is before it.
 ///
-/// A fork of the process has no such thread, and must call isForked() and the destructor alone.
+/// A fork of the process has no such thread: it must call nothing, the destructor neither.
 ///
 /// Thread safety: all, from any thread.
 class WorkQueue {
@@ -74,17 +73,9 @@ class WorkQueue {
   using Body = std::function<void()>;
 
   WorkQueue() : thread_([this] { serve(); }) {}
-  ~WorkQueue() {
-    if (isForked()) {
-      thread_.detach();
-    } else {
-      stop();
-    }
-  }
+  ~WorkQueue() { stop(); }
   WorkQueue(const WorkQueue&) = delete;
   WorkQueue& operator=(const WorkQueue&) = delete;
-
-  bool isForked() const noexcept { return ::getpid() != owner_; }
 
   void run(c10::intrusive_ptr<CoarseWork> work, Body body, bool isAsync) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -169,7 +160,6 @@ class WorkQueue {
     }
   }
 
-  const pid_t owner_ = ::getpid();
   std::mutex mutex_;               // guards queue_, isBusy_ and isStopped_
   std::condition_variable given_;  // thread_ waits for it alone
   std::condition_variable idle_;
