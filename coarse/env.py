@@ -1,4 +1,4 @@
-"""Settings of a session. The only module that reads environment variables.
+"""Settings of a session. The only module that reads them from the environment.
 
 Explicit arguments beat the environment, the environment beats the defaults. Nothing is read at import.
 """

@@ -26,6 +26,9 @@ from coarse.cli.failure import signal_name
 FORWARDED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """What ends a job when the launcher gets it."""
 
+NOTIFYING_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""What the launcher passes on to the workers, to whom it means something, and goes on."""
+
 _TERMINAL_STOP = signal.SIGTSTP
 """What a terminal sends at Ctrl-Z."""
 
@@ -117,7 +120,7 @@ def run_guarded(supervise: Callable[[], int], *, shutdown_timeout_s: float) -> i
     spared = descendants(os.getpid())
     become_subreaper()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    handled = {*FORWARDED_SIGNALS, _TERMINAL_STOP}
+    handled = {*FORWARDED_SIGNALS, *NOTIFYING_SIGNALS, _TERMINAL_STOP}
     handled = {number for number in handled if signal.getsignal(number) is not signal.SIG_IGN}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled | {signal.SIGCHLD})
     sys.stdout.flush()
@@ -153,6 +156,9 @@ def _hold_signals() -> None:
     for number in FORWARDED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: os._exit(128 + number))
+    for number in NOTIFYING_SIGNALS:  # there are no workers yet
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 def _attend(supervisor: int, handled: Collection[signal.Signals], shutdown_timeout_s: float) -> int:
@@ -162,6 +168,8 @@ def _attend(supervisor: int, handled: Collection[signal.Signals], shutdown_timeo
         number = _next_signal(handled, deadline)
         if number == _TERMINAL_STOP:
             _pause(supervisor)
+        elif number in NOTIFYING_SIGNALS:
+            os.kill(supervisor, number)
         elif number is not None:
             os.kill(supervisor, number)
             deadline = time.monotonic() + patience_s

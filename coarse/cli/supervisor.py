@@ -15,7 +15,14 @@ from pathlib import Path
 
 from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
 from coarse.cli.output import Channel, Console, Piece, Tail, open_consoles
-from coarse.cli.processes import FORWARDED_SIGNALS, descendants, die_with_parent, signal_all, sweep
+from coarse.cli.processes import (
+    FORWARDED_SIGNALS,
+    NOTIFYING_SIGNALS,
+    descendants,
+    die_with_parent,
+    signal_all,
+    sweep,
+)
 from coarse.env import Attempt
 from coarse.errors import CoarseError
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -211,7 +218,7 @@ class Supervisor:
         """Turns signals into readable bytes, so that one wait serves for them and for the pipes."""
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in {*FORWARDED_SIGNALS, signal.SIGCHLD}:
+        for number in {*FORWARDED_SIGNALS, *NOTIFYING_SIGNALS, signal.SIGCHLD}:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _do_nothing)
         self._selector.register(reader, selectors.EVENT_READ, partial(self._on_signals, reader))
@@ -245,6 +252,8 @@ class Supervisor:
         numbers = set(os.read(reader, 4096))
         for number in sorted(numbers & set(FORWARDED_SIGNALS)):
             self._interrupt(signal.Signals(number))
+        for number in sorted(numbers & set(NOTIFYING_SIGNALS)):
+            signal_all(self._running, signal.Signals(number))
         self._reap()
 
     def _reap(self) -> None:

@@ -40,7 +40,7 @@ from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.errors import CheckpointError, FolderClaimedError, SnapshotsBusyError, WorkerLostError
 from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
-from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.snapshot_saves import SnapshotSaves
 from coarse.torch.training_state import (
     as_small_tensor,
@@ -66,7 +66,7 @@ class Checkpointer:
     A save copies the state (worker 0 does) while the next gradients are computed, and writes it in the background.
     One is under way at most: a save that comes too early is skipped and counted. Training goes on if the disk fails;
     after `most_failures` failures in a row step() raises. SIGUSR1, sent to any worker, saves at one of the next
-    steps.
+    steps, or behind the save that is under way.
 
     Every worker constructs it alike and makes the same calls; step(), save() and restore() are collective where there
     is more than one worker, through a process group of their own.
@@ -106,11 +106,13 @@ class Checkpointer:
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} must be 0 or more steps")
+        optimizer = None if optimizer is None else stand_in_of(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._every = every
         self._num_steps = first_step
         self._num_saves = 0
+        self._is_asked_still = False  # by a signal that came while a save was under way
         self._workers = _Workers()
         self._state = {**checked(state), **OwnTensors.of(model, self._workers.world_size)}
         self._copies, self._step_hook = _copies_beside(optimizer)
@@ -164,14 +166,15 @@ class Checkpointer:
         if has_failed:
             self._saver.check()
             raise CheckpointError("worker 0 gave up saving after too many failures; its error says why")
-        is_due = was_asked or (self._every > 0 and self._num_steps % self._every == 0)
-        began = is_due and not was_busy
+        is_regular = self._every > 0 and self._num_steps % self._every == 0
+        began = (was_asked or is_regular) and not was_busy
+        self._is_asked_still = was_asked and not began
         start = self._take_state() if began else None
         if self._workers.world_size > 1:
             self._propose(is_busy=began)
         if start is not None:
             start()
-        elif is_due:
+        elif is_regular:
             self._saver.skip(self._num_steps)
         elif self._snapshots is not None and self._workers.rank == 0:
             self._snapshots.prepare()
@@ -184,18 +187,22 @@ class Checkpointer:
             wait: Whether to return only when the checkpoint is on the disk.
 
         Raises:
-            CheckpointError: If `wait`, and it could not be saved.
+            CheckpointError: If `wait`, and it could not be saved; on all workers.
         """
         self._saver.wait()
         failed_before = self.counts.num_failed
         was_asked, *_ = self._workers.agreed()
+        self._is_asked_still |= was_asked
         start = self._take_state()
-        self._propose(asks=was_asked, is_busy=True)  # what was proposed before did not know of this save
+        self._propose(is_busy=True)  # what was proposed before did not know of this save
         start()
-        if wait:
-            self._saver.wait()
-            if self.counts.num_failed > failed_before:
-                raise CheckpointError(f"step {self._num_steps} could not be saved: {self.counts.last_error}")
+        if not wait:
+            return
+        self._saver.wait()
+        has_failed = self.counts.num_failed > failed_before
+        if self._workers.how_many(has_failed):
+            reason = self.counts.last_error if has_failed else "another worker's error says why"
+            raise CheckpointError(f"step {self._num_steps} could not be saved: {reason}")
 
     def restore(self, step: int | None = None) -> int:
         """Loads the newest checkpoint of which every byte is right, or that of a step.
@@ -269,9 +276,9 @@ class Checkpointer:
     ) -> None:
         self._close(alone=error is not None)
 
-    def _propose(self, *, asks: bool = False, is_busy: bool = False) -> None:
+    def _propose(self, *, is_busy: bool = False) -> None:
         self._workers.propose(
-            asks=self._signal.take() or asks,
+            asks=self._signal.take() or self._is_asked_still,
             is_busy=is_busy or self._saver.is_busy,
             has_failed=self._saver.has_given_up,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -18,6 +19,16 @@ from coarse.torch.measures import changes_by_scaler, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.tables import find_renormalised
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
+
+_STAND_INS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def stand_in_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The DistributedOptimizer that has taken an optimizer's place in memory devices; itself if none has."""
+    stand_in = _STAND_INS.get(optimizer)
+    return (stand_in() if stand_in is not None else None) or optimizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
@@ -135,6 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             staleness=staleness,
             before_backward=_weakly(self._prepare_update),
         )
+        self._not_held = _frozen_parameters(optimizer, model)
         self._stand_in_for(optimizer)
 
     @property
@@ -226,7 +238,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             closure: Called once before the update, as torch's optimizers do; what it returns is returned.
 
         Raises:
-            RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used.
+            RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used; if a
+                parameter has one that did not require it when the model was wrapped.
             NonFiniteGradientError: With on_nonfinite="raise", for NaN or Inf; nothing was updated on any worker.
         """
         if self._offloaded is None:
@@ -243,6 +256,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def _update(self, offloaded: OffloadedParameters) -> None:
+        self._check_thawed()
         if self._overlaps:
             self._check_updated()
             self._model.end_overlapped_step()
@@ -272,6 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
         Its step() raises: every worker would make an update of its own to the parameters that all share.
         """
+        _STAND_INS[optimizer] = weakref.ref(self)
         self._refusal = optimizer.register_step_pre_hook(_refusal_of_steps(self._model)).id
         optimizer.register_state_dict_pre_hook(_weakly(self._lend_state))
         optimizer.register_state_dict_post_hook(_weakly(self._take_state_back))
@@ -333,6 +348,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         # GradScaler sets both for the time of step(); found_inf is of averages, and so alike on all workers.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf):
+            self._gradient_norm = math.inf if self._policy.needs_measures else None
             return None
         unscale = 1.0 if loss_scale is None else 1.0 / float(loss_scale)
         if not self._policy.needs_measures:
@@ -342,9 +358,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             num_changes=0 if loss_scale is None else changes_by_scaler(loss_scale.device),
             are_unscaled=found_inf is not None and loss_scale is None,
         )
+        self._gradient_norm = total_norm(gradients) * unscale
         if not self._policy.admits(gradients):
             return None
-        self._gradient_norm = total_norm(gradients) * unscale
         return unscale * self._policy.scale(self._gradient_norm)
 
     def _step_on_worker(self, closure: Callable[[], Any] | None) -> Any:
@@ -353,8 +369,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         loss = _called(closure)
         named = [(name, p.grad) for name, p in self._model.trained_parameters if p.grad is not None]
         measured = [measure_gradient(name, gradient) for name, gradient in named]
+        self._gradient_norm = total_norm(measured)
         if self._policy.admits(measured):
-            self._gradient_norm = total_norm(measured)
             torch._foreach_mul_([gradient for _, gradient in named], self._policy.scale(self._gradient_norm))
             self._optimizer.step()
         return loss
@@ -363,9 +379,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if any(p.grad is not None for options in self.param_groups for p in options["params"]):
             raise RuntimeError(
                 "overlap=True updates parameters in the backward() that averages gradients, but there are gradients "
-                "that were only accumulated (under no_sync()). End each accumulation with a backward() outside of "
-                "no_sync(), or pass overlap=False."
+                "that no such backward() has used. End each accumulation under no_sync() with a backward() outside "
+                "of it; torch.distributed.checkpoint, which makes gradients of zeros for a step of its own, works "
+                "once the training has taken a step; or pass overlap=False."
             )
+
+    def _check_thawed(self) -> None:
+        for name, parameter in self._not_held:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"parameter {name!r} has a gradient, but did not require one when the model was wrapped: it is "
+                    "neither averaged nor updated in the memory devices. Wrap model.module again after "
+                    "requires_grad_(True), and give DistributedOptimizer a new optimizer"
+                )
 
 
 def _called(closure: Callable[[], Any] | None) -> Any:
@@ -395,6 +421,19 @@ def _obstacle(
         if parameter.is_complex() or DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
     return model.cannot_offload()
+
+
+def _frozen_parameters(
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """What the optimizer holds, and memory devices do not."""
+    held = {parameter for options in optimizer.param_groups for parameter in options["params"]}
+    trained = {parameter for _, parameter in model.trained_parameters}
+    return [
+        (name, parameter)
+        for name, parameter in model.module.named_parameters()
+        if parameter in held and parameter not in trained and parameter.numel()
+    ]
 
 
 def _replaced(given: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str, Any]:

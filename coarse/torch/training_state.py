@@ -14,6 +14,7 @@ from coarse.checkpoint.values import SmallTensor, from_json, to_json
 from coarse.errors import CheckpointError
 from coarse.torch.layout import as_bytes
 from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.tables import find_renormalised
 
 DTYPE_OF: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -75,8 +76,9 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     saved = optimizer.state_dict()
     named = dict(bare(model).named_parameters())
     names = _names_of_parameters(named, optimizer)
+    written_by_forward = find_renormalised(bare(model))
     frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
-    steady = {f"{MODEL_PREFIX}{name}" for name in (*names, *frozen)}
+    steady = {f"{MODEL_PREFIX}{name}" for name in (*names, *frozen) if named[name] not in written_by_forward}
     values: dict[str, dict[str, Any]] = {}
     for number, entries in saved["state"].items():
         for state, value in entries.items():

@@ -77,7 +77,8 @@ class SgdRule:
         }
 
     def num_updates(self, state: Mapping[str, Any]) -> int:
-        return int(state.get("momentum_buffer") is not None)
+        # Without a buffer a 16-bit parameter has master weights, once it was updated.
+        return int(state.get("momentum_buffer" if self.has_momentum else "master") is not None)
 
     def counted(self, num_updates: int) -> dict[str, torch.Tensor]:
         return {}

@@ -121,6 +121,25 @@ def test_a_worker_that_is_told_to_stop_may_save_first(tmp_path):
     assert (launcher.returncode, stdout) == (143, b"saved\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_means_something_to_workers_reaches_them_all(tmp_path, number):
+    """As batch systems send them before the time is over; the job goes on."""
+    script = tmp_path / "notified.py"
+    script.write_text(
+        "import os, signal\n"
+        f"signal.signal({int(number)}, lambda *_: None)\n"
+        f"signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])\n"
+        "os.write(1, b'ready\\n')\n"
+        f"assert signal.sigtimedwait([{int(number)}], 60).si_signo == {int(number)}\n"
+        "os.write(1, b'notified\\n')\n"
+    )
+    with spawned("-n", "3", "--no-prefix", script, stdout=PIPE, stderr=PIPE) as launcher:
+        assert all(b"ready" in launcher.stdout.readline() for _ in range(3))
+        launcher.send_signal(number)
+        stdout, stderr = launcher.communicate(timeout=LIMIT_S)
+    assert (launcher.returncode, stdout.count(b"notified")) == (0, 3), stderr
+
+
 def test_ctrl_c_reaches_each_worker_once(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(

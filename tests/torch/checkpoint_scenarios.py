@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -410,6 +411,77 @@ def a_signal_to_any_worker_saves_the_same_step(context: Context) -> None:
         dist.barrier()
         assert sorted(os.listdir(folder)) == ["latest", "saving.lock", "step-3"]
     assert signal.getsignal(signal.SIGUSR1) is previous
+
+
+@checkpoint_scenario
+def a_signal_that_comes_during_a_save_saves_behind_it(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    goes_on = threading.Event()
+    with shared_folder(context) as folder, Checkpointer(folder, model) as checkpointer:
+
+        def hold(operation: str, name: str) -> None:
+            assert context.rank != 0 or operation != "write" or goes_on.wait(60)
+
+        checkpointer._parent._observe = hold
+
+        def train(signal_at: int, num_steps: int) -> list[bool]:
+            began = []
+            for step in range(num_steps):
+                if step == signal_at and context.rank == 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                model(torch.ones(1, 3)).sum().backward()
+                began.append(checkpointer.step())
+            return began
+
+        assert train(0, 2) == [False, True]
+        assert not any(train(0, 4))  # the save is still under way
+        assert checkpointer.counts.num_skipped == 0
+        goes_on.set()
+        checkpointer.wait()
+        dist.barrier()
+        assert sum(train(-1, 4)) == 1
+        checkpointer.wait()
+        dist.barrier()
+        assert len([name for name in os.listdir(folder) if name.startswith("step-")]) == 2
+
+
+@checkpoint_scenario
+def all_workers_hear_that_a_save_which_they_wait_for_failed(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    with shared_folder(context) as folder, Checkpointer(folder, model) as checkpointer:
+
+        def fail(operation: str, name: str) -> None:
+            if context.rank == 0 and operation == "write":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpointer._parent._observe = fail
+        with raises("CheckpointError", "No space left" if context.rank == 0 else "another worker's error"):
+            checkpointer.save()
+        checkpointer._parent._observe = lambda operation, name: None
+        checkpointer.save()
+        assert os.path.exists(f"{folder}/step-0/manifest.json")
+
+
+@checkpoint_scenario
+def the_optimizer_that_was_given_saves_what_backward_updates(context: Context) -> None:
+    """Where a copy would not do: parameters change before step() is called."""
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(with_buffers())
+    given = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = offload(context, given, model, overlap=True)
+    with shared_folder(context) as folder, Checkpointer(folder, model, given) as checkpointer:
+        assert checkpointer._snapshots is not None
+        steps(context, model, optimizer, 0, 3)
+        checkpointer.save(wait=False)
+        steps(context, model, optimizer, 3, 6)
+        checkpointer.wait()
+        assert checkpointer.counts.num_failed == 0
+    model.close()
 
 
 @checkpoint_scenario

@@ -141,6 +141,24 @@ def narrow_training_goes_on_with_the_same_bits(context: Context) -> None:
 
 
 @narrow_scenario(compare=False)
+def master_weights_are_saved_as_they_were_loaded(context: Context) -> None:
+    """Also of an optimizer that has no other state, before the next update."""
+    module = mlp().to(torch.bfloat16)
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=1e-2), model)
+    assert not optimizer.state_dict()["state"]
+    loss_of(model, context, 0).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert not torch.equal(saved["state"][0]["master"], module[0].weight.float())
+    optimizer.load_state_dict(saved)
+    again = optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(again[number]["master"], saved["state"][number]["master"]) for number in saved["state"]
+    )
+
+
+@narrow_scenario(compare=False)
 def narrow_state_dicts_go_both_ways(context: Context) -> None:
     module = mlp().to(torch.bfloat16)
     model = context.wrap(module)

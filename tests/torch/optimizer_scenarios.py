@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import pickle
 import threading
 import warnings
@@ -471,6 +472,7 @@ def nonfinite_gradients_are_skipped_by_all(context: Context) -> None:
         for name, value in module.state_dict().items():
             assert bool(value.isfinite().all())
             assert torch.equal(value, before[name]) == (step == 1), (step, name)
+        assert math.isfinite(optimizer.gradient_norm) == (step != 1)
     assert int(optimizer.state_dict()["state"][0]["step"]) == 3
 
 
@@ -1078,6 +1080,36 @@ def overlapped_steps_without_an_averaging_backward_are_refused(context: Context)
         model(context.inputs(0, 4, 8)).sum().backward()
     with raises(RuntimeError, "no_sync", "overlap=False"):
         optimizer.step()
+
+
+@offloaded_scenario(compare=False)
+def state_dicts_of_dcp_before_an_overlapped_step_are_refused_by_name(context: Context) -> None:
+    """It makes gradients of zeros, and takes a step by them."""
+    model = context.wrap(mlp())
+    optimizer = offload(
+        context, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, overlap=True
+    )
+    with raises(RuntimeError, "torch.distributed.checkpoint", "overlap=False"):
+        get_state_dict(model, optimizer)
+
+
+@offloaded_scenario(compare=False)
+def parameters_that_are_thawed_too_late_are_refused(context: Context) -> None:
+    for overlap in (False, True):
+        module = mlp()
+        module[0].bias.requires_grad_(False)
+        model = context.wrap(module)
+        optimizer = offload(context, torch.optim.SGD(module.parameters(), lr=0.1), model, overlap=overlap)
+        loss_of(model, context, 0).backward()
+        optimizer.step()
+        module[0].bias.requires_grad_(True)
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not averaged
+            loss_of(model, context, 1).backward()
+        with raises(RuntimeError, "'0.bias' has a gradient", "Wrap model.module again"):
+            optimizer.step()
+        model.close()
 
 
 @offloaded_scenario(compare=False)

@@ -37,6 +37,7 @@ from coarse.torch.checkpoint import Checkpointer, DataPosition, RandomState, loa
 from coarse.torch.checkpoint_export import export_torch
 from coarse.torch.host_copies import CopiedState
 from coarse.torch.layout import as_bytes
+from coarse.torch.training_state import training_state
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,13 @@ def take_steps(model, optimizer, *, steps=2, checkpointer=None):
         optimizer.step()
         if checkpointer is not None:
             checkpointer.step()
+
+
+def test_tables_that_forward_writes_to_are_not_taken_for_the_optimizers_alone():
+    model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Linear(4, 2))
+    taken = training_state(model, make_adamw(model))
+    apart = taken.tensors.keys() - taken.only_optimizer_changes
+    assert apart == {"model.0.weight"}
 
 
 def make_adamw(model):
