@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
 from coarse.kernels import _native
+
+
+class Rule(IntEnum):
+    """How a parameter is updated: UpdateRule of update.hpp, where the states of each are named."""
+
+    NONE = 0
+    SGD = 1
+    SGD_MOMENTUM = 2
+    SGD_NESTEROV = 3
+    ADAM = 4
+    ADAGRAD = 5
+    LION = 6
+    AMSGRAD = 7
+
 
 SETTINGS_DTYPE = np.dtype(
     {

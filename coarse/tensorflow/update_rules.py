@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM, _AMSGRAD = 1, 2, 3, 4, 7
+from coarse.client.update_settings import Rule
 
 COEFFICIENTS = (
     "gradient_scale",
@@ -28,8 +28,8 @@ class UpdateRule(Protocol):
     """One of Keras's optimizers as sync cores run it."""
 
     @property
-    def number(self) -> int:
-        """Of UpdateRule in update.hpp."""
+    def number(self) -> Rule:
+        """Of sync cores."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class SgdRule:
     """keras.optimizers.SGD, whose momentum has the learning rate in it, and is subtracted."""
 
     momentum: float
-    number: int
+    number: Rule
     state_names: tuple[str, ...]
     state_attributes: tuple[str, ...] = ("momentums",)
     state_signs: tuple[float, ...] = (-1.0,)
@@ -86,7 +86,7 @@ class AdamRule:
     beta_1: float
     beta_2: float
     epsilon: float
-    number: int
+    number: Rule
     state_names: tuple[str, ...]
     state_attributes: tuple[str, ...] = ("_momentums", "_velocities", "_velocity_hats")
     state_signs: tuple[float, ...] = (1.0, 1.0, 1.0)
@@ -112,8 +112,8 @@ def find_rule(optimizer: Any) -> UpdateRule | None:
     kind = type(optimizer)
     if kind is keras.optimizers.SGD:
         if not optimizer.momentum:
-            return SgdRule(momentum=0.0, number=_SGD, state_names=())
-        number = _SGD_NESTEROV if optimizer.nesterov else _SGD_MOMENTUM
+            return SgdRule(momentum=0.0, number=Rule.SGD, state_names=())
+        number = Rule.SGD_NESTEROV if optimizer.nesterov else Rule.SGD_MOMENTUM
         return SgdRule(momentum=float(optimizer.momentum), number=number, state_names=("momentum",))
     if kind in (keras.optimizers.Adam, keras.optimizers.AdamW):
         moments = ("momentum", "velocity")
@@ -121,7 +121,7 @@ def find_rule(optimizer: Any) -> UpdateRule | None:
             beta_1=float(optimizer.beta_1),
             beta_2=float(optimizer.beta_2),
             epsilon=float(optimizer.epsilon),
-            number=_AMSGRAD if optimizer.amsgrad else _ADAM,
+            number=Rule.AMSGRAD if optimizer.amsgrad else Rule.ADAM,
             state_names=(*moments, "velocity_hat") if optimizer.amsgrad else moments,
         )
     return None

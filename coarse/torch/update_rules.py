@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from coarse.client.update_settings import Rule
 from coarse.torch.optim import Lion
-
-_SGD, _SGD_MOMENTUM, _SGD_NESTEROV, _ADAM, _ADAGRAD, _LION, _AMSGRAD = range(1, 8)
 
 
 class UpdateRule(Protocol):
@@ -61,7 +60,7 @@ class SgdRule:
                 "this SGD had no momentum when it was given to DistributedOptimizer, so that no memory device keeps "
                 "its buffer; give every optimizer that is to have momentum some from the start"
             )
-        rule = _SGD if not momentum else _SGD_NESTEROV if options["nesterov"] else _SGD_MOMENTUM
+        rule = Rule.SGD if not momentum else Rule.SGD_NESTEROV if options["nesterov"] else Rule.SGD_MOMENTUM
         return {
             "rule": rule,
             "gradient_scale": _sign(options),
@@ -116,7 +115,7 @@ class AdamRule(_CountsUpdates):
         beta1, beta2 = map(float, options["betas"])
         is_decoupled = bool(options.get("decoupled_weight_decay"))
         return {
-            "rule": _AMSGRAD if self.is_amsgrad else _ADAM,
+            "rule": Rule.AMSGRAD if self.is_amsgrad else Rule.ADAM,
             "gradient_scale": _sign(options),
             "gradient_decay": 0.0 if is_decoupled else weight_decay,
             "parameter_scale": 1.0 - learning_rate * weight_decay if is_decoupled else 1.0,
@@ -141,7 +140,7 @@ class SparseAdamRule:
         beta1, beta2 = map(float, options["betas"])
         corrections = (1.0 - beta2**update_number) ** 0.5 / (1.0 - beta1**update_number)
         return {
-            "rule": _ADAM,
+            "rule": Rule.ADAM,
             "gradient_scale": _sign(options),
             "parameter_scale": 1.0,
             "step_size": float(options["lr"]) * corrections,
@@ -170,7 +169,7 @@ class AdagradRule(_CountsUpdates):
     def settings(self, options: Mapping[str, Any], update_number: int) -> dict[str, float]:
         decay = 1.0 + (update_number - 1) * float(options["lr_decay"])
         return {
-            "rule": _ADAGRAD,
+            "rule": Rule.ADAGRAD,
             "gradient_scale": _sign(options),
             "gradient_decay": float(options["weight_decay"]),
             "parameter_scale": 1.0,
@@ -191,7 +190,7 @@ class LionRule:
         learning_rate = float(options["lr"])
         beta1, beta2 = map(float, options["betas"])
         return {
-            "rule": _LION,
+            "rule": Rule.LION,
             "gradient_scale": _sign(options),
             "parameter_scale": 1.0 - learning_rate * float(options["weight_decay"]),
             "step_size": learning_rate,

@@ -12,13 +12,12 @@ from harness import LIMIT_S
 
 from coarse.client.tensor_bytes import GpuBytes, gpu_context
 from coarse.client.tensor_group import UpdateKind
-from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.env import Attempt, Settings
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.session import Session
 
-ADAM = 4
 STATES = ("exp_avg", "exp_avg_sq")
 LENGTHS = (70_001, 33, 40_000, 5)  # several shards of 64 KiB, and two that are gathered
 STEPS = 6
@@ -77,7 +76,7 @@ def register(session, lengths=LENGTHS, state_names=STATES, gpu=""):
 def write_settings(group, step):
     settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
     settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
-    settings["rule"] = ADAM
+    settings["rule"] = Rule.ADAM
     settings["gradient_scale"] = settings["parameter_scale"] = 1
     settings["step_size"] = 0.01 / step
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01

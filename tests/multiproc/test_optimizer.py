@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from coarse.client.tensor_group import UpdateKind
-from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
 from coarse.schema import TensorSpec
 
-ADAM = 4
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 LENGTHS = (70_001, 33, 5)  # several shards of 64 KiB, and two that are gathered
 
@@ -24,7 +23,7 @@ def means(*lengths, dtype="float32"):
 def write_settings(group, update_number, *, learning_rate=0.01):
     settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
     settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
-    settings["rule"] = ADAM
+    settings["rule"] = Rule.ADAM
     settings["gradient_scale"] = settings["parameter_scale"] = 1
     settings["step_size"] = learning_rate
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01

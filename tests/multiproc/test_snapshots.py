@@ -13,7 +13,7 @@ from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.source import SavedTensor
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.client.tensor_group import UpdateKind
-from coarse.client.update_settings import SETTINGS_DTYPE
+from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.errors import MemoryDeviceLostError, SnapshotLostError, SnapshotsBusyError, WorkerLostError
 from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
 from coarse.proxy.snapshot_writer import write_request
@@ -21,7 +21,6 @@ from coarse.schema import TensorSpec
 
 needs_crc32c = pytest.mark.skipif(find_spec("crc32c") is None, reason="needs crc32c")
 
-ADAM = 4
 STATES = ("exp_avg", "exp_avg_sq")
 LENGTHS = (70_001, 33, 5_000)  # several shards of 64 KiB, and two that are gathered
 ARRAYS = 1 + len(STATES)
@@ -39,7 +38,7 @@ def open_group(session):
 def take_step(group, rank, step):
     settings = np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)
     settings[:] = np.zeros((), dtype=SETTINGS_DTYPE)
-    settings["rule"], settings["update_number"], settings["step_size"] = ADAM, step, 0.01
+    settings["rule"], settings["update_number"], settings["step_size"] = Rule.ADAM, step, 0.01
     settings["gradient_scale"] = settings["parameter_scale"] = 1
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
     settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
