@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
 _INCLUDE = Path(coarse.__file__).parent / "kernels" / "include"
-_INTERFACE = Path("coarse") / "collective.hpp"
+_INTERFACE = (Path("coarse") / "collective.hpp", Path("coarse") / "forks.hpp")
 _UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
 _MODULE = "_coarse_c10d"
 COMPILE_LIMIT_S = 600.0
@@ -109,7 +109,7 @@ def build_key() -> str:
     )
     for part in (*parts, sysconfig.get_platform()):
         digest.update(f"{part}\0".encode())
-    for path in (*sorted(_SOURCES.glob("*.[ch]pp")), _INCLUDE / _INTERFACE):
+    for path in (*sorted(_SOURCES.glob("*.[ch]pp")), *(_INCLUDE / header for header in _INTERFACE)):
         digest.update(path.read_bytes())
     return (
         f"torch{torch.__version__.replace('+', '_')}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"

@@ -141,6 +141,6 @@ class Collectives {
 };
 
 /// Of which layout the structures above are; a torch extension checks it before it uses them.
-inline constexpr std::uint32_t kCollectiveAbi = 3;
+inline constexpr std::uint32_t kCollectiveAbi = 4;
 
 }  // namespace coarse

@@ -1,0 +1,49 @@
+"""What is compiled at a user's is in the package, with all that it includes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "coarse" / "kernels"
+PACKED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+INCLUDED = re.compile(r"#include [<\"](coarse/[\w.]+)[>\"]")
+
+
+def included_by(*sources):
+    """Headers of coarse/kernels, and what these include."""
+    found, unread = set(), list(sources)
+    while unread:
+        new = set(INCLUDED.findall(unread.pop().read_text())) - found
+        found |= new
+        unread += [KERNELS / "include" / name for name in new]
+    return found
+
+
+def packed_headers():
+    paths = (path for pattern in PACKED["coarse.kernels"] for path in KERNELS.glob(pattern))
+    return {
+        str(path.relative_to(KERNELS / "include"))
+        for path in paths
+        if path.is_relative_to(KERNELS / "include")
+    }
+
+
+def test_the_torch_backends_headers_are_packed_and_tell_its_builds_apart():
+    pytest.importorskip("torch")
+    from coarse.torch.backend import building
+
+    headers = included_by(*(ROOT / "coarse/torch/backend/native").glob("*.[ch]pp"))
+    assert "coarse/collective.hpp" in headers
+    assert headers <= packed_headers()
+    assert headers == {str(header) for header in building._INTERFACE}
+
+
+def test_the_headers_of_tensorflows_ops_are_packed():
+    headers = included_by(*(ROOT / "coarse/tensorflow").glob("*.cc"))
+    assert headers
+    assert headers <= packed_headers()
