@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -31,8 +31,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Args:
         offload_optimizer: Whether optimizers run in the memory devices, as coarse.torch.DistributedOptimizer has
-            them; or what else that is to be given, such as {"overlap": True}. prepare() is given the model before
-            its optimizer then.
+            them; or what else that is to be given, such as {"max_grad_norm": 1.0}, or {"overlap": True} where
+            nothing clips gradients. prepare() is given the model before its optimizer then.
 
     Raises:
         ValueError: If offload_optimizer is to go with one of those ways.
@@ -95,6 +95,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             optimizer = self._offloading.apply(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """As accelerate's.
+
+        Raises:
+            ValueError: If the parameters' optimizer has overlap=True, so that no gradients are left.
+        """
+        parameters = _as_list(parameters)
+        self._offloading.check_clipping("clip_grad_norm_()", parameters)
+        norm: torch.Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """As accelerate's.
+
+        Raises:
+            ValueError: If the parameters' optimizer has overlap=True, so that no gradients are left.
+        """
+        parameters = _as_list(parameters)
+        self._offloading.check_clipping("clip_grad_value_()", parameters)
+        super().clip_grad_value_(parameters, clip_value)
+
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
         """Arguments that to_kwargs() leaves out where they are accelerate's defaults, which are not COARSE's."""
         return {"gradient_as_bucket_view": handler.gradient_as_bucket_view}
@@ -131,3 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         finally:
             for each, value in zip(samplers, before, strict=True):
                 each.even_batches = value
+
+
+def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

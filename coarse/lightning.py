@@ -17,7 +17,7 @@ from lightning.pytorch import strategies
 
 from coarse.torch import DistributedDataParallel
 from coarse.torch.comm_hooks import travel_dtype
-from coarse.torch.trainers import OptimizerOffloading
+from coarse.torch.trainers import OptimizerOffloading, parameters_of
 
 NAME = "coarse"
 
@@ -32,11 +32,12 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
     Args:
         offload_optimizer: Whether what configure_optimizers() returns, one optimizer of all trainable parameters,
             runs in the memory devices, as coarse.torch.DistributedOptimizer has it; or what else that is to be
-            given, such as {"overlap": True}.
+            given, such as {"max_grad_norm": 1.0}, or {"overlap": True} where Lightning clips no gradients.
 
     Raises:
         NotImplementedError: For other hooks.
-        ValueError: If it is given a hook's wrapper.
+        ValueError: If it is given a hook's wrapper. fit() raises it if gradients are to be clipped that
+            overlap=True leaves nothing of.
     """
 
     strategy_name = NAME
@@ -61,6 +62,24 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
         """Called by the trainer; not meant for users."""
         super().setup_optimizers(trainer)
         self.optimizers = [self._offloading.apply(each) for each in super().optimizers]
+        if (trainer.gradient_clip_val or 0) > 0:
+            parameters = [parameter for each in self.optimizers for parameter in parameters_of(each)]
+            self._offloading.check_clipping(
+                f"Trainer(gradient_clip_val={trainer.gradient_clip_val})", parameters
+            )
+        self._watch_clipping()
+
+    def _watch_clipping(self) -> None:
+        """Has LightningModule.clip_gradients() raise as well: modules may call it whatever the trainer is told."""
+        plugin = self.precision_plugin
+        clip = type(plugin).clip_gradients
+
+        def clip_checked(optimizer: Any, clip_val: float = 0.0, *arguments: Any, **keywords: Any) -> None:
+            if clip_val > 0:
+                self._offloading.check_clipping("clip_gradients()", parameters_of(optimizer))
+            clip(plugin, optimizer, clip_val, *arguments, **keywords)
+
+        plugin.clip_gradients = clip_checked
 
     def _setup_model(self, model: Any) -> DistributedDataParallel:
         device_ids = self.determine_ddp_device_ids()
@@ -99,6 +118,20 @@ class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Called by Fabric; not meant for users."""
         return self._offloading.apply(optimizer)
+
+    def clip_gradients_norm(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, *arguments: Any, **keywords: Any
+    ) -> torch.Tensor:
+        """Called by Fabric; not meant for users."""
+        self._offloading.check_clipping("clip_gradients()", parameters_of(optimizer))
+        return super().clip_gradients_norm(module, optimizer, *arguments, **keywords)
+
+    def clip_gradients_value(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float
+    ) -> None:
+        """Called by Fabric; not meant for users."""
+        self._offloading.check_clipping("clip_gradients()", parameters_of(optimizer))
+        super().clip_gradients_value(module, optimizer, clip_val)
 
 
 def _register(registry: Any, strategy: type) -> None:

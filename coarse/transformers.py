@@ -8,9 +8,11 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import transformers
 from accelerate.utils import DistributedDataParallelKwargs
 
@@ -22,7 +24,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Args:
         offload_optimizer: As coarse.accelerate.Accelerator has it. `optim` of the TrainingArguments then is one that
-            memory devices know, such as "adamw_torch".
+            memory devices know, such as "adamw_torch". {"overlap": True} needs max_grad_norm=0 there.
+
+    Raises:
+        ValueError: If gradients are to be clipped that overlap=True leaves nothing of.
     """
 
     def __init__(
@@ -36,9 +41,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = _TrainersAccelerator  # transformers names the class it makes
         self.accelerator._offload_by(self._offload_optimizer)
+        if (self.args.max_grad_norm or 0) > 0:
+            self.accelerator._offloading.check_clipping_option(
+                f"TrainingArguments(max_grad_norm={self.args.max_grad_norm}), where 0 clips nothing,"
+            )
 
 
 class _TrainersAccelerator(Accelerator):
     def _view_of_gradients(self, handler: DistributedDataParallelKwargs) -> dict[str, bool]:
         """transformers has no setting for it, and nobody else sees the gradients of its loop."""
         return {"gradient_as_bucket_view": True}
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """As Accelerator's; None where transformers asks for the norm alone, to log it, and there is none."""
+        parameters = list(parameters)
+        if math.isinf(max_norm) and self._offloading.overlaps(parameters):
+            return None
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)

@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by GradScaler before it calls step(); where this is true it hands scale and found_inf to it."""
-        if self._offloaded is not None and self._overlaps:
+        if self.overlaps:
             raise RuntimeError(
                 "overlap=True has updated the parameters during backward(), by gradients of the scaled loss, which "
                 "GradScaler could not unscale any more. Pass overlap=False, or train in bfloat16 without a GradScaler"
@@ -225,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def overlaps(self) -> bool:
         """Whether memory devices update parameters during backward(), before step() is called."""
-        return self._overlaps
+        return self._offloaded is not None and self._overlaps
 
     def _prepare_update(self) -> None:
         for callback in self._before_update:

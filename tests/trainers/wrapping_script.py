@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 
 import lightning
@@ -17,7 +18,7 @@ from transformers import TrainingArguments
 
 import coarse.torch
 from coarse.accelerate import Accelerator
-from coarse.lightning import CoarseStrategy
+from coarse.lightning import CoarseFabricStrategy, CoarseStrategy
 from coarse.torch import DistributedOptimizer
 from coarse.transformers import Trainer
 
@@ -262,8 +263,93 @@ def with_offloaded_optimizers() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+OVERLAP = {"overlap": True}
+cannot_clip = functools.partial(pytest.raises, ValueError)
+
+
+def with_overlapping_optimizers() -> None:
+    """What is updated during backward cannot be clipped after it, and nobody goes on as if it were."""
+    overlapping_in_accelerate()
+    overlapping_in_transformers()
+    overlapping_in_lightning()
+    overlapping_in_fabric()
+
+
+def overlapping_in_accelerate() -> None:
+    accelerator = Accelerator(cpu=True, offload_optimizer=OVERLAP)
+    module, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    accelerator.backward(model(data(accelerator.process_index)).square().mean())
+    with cannot_clip(match=r"clip_grad_norm_\(\) does not go with an optimizer that has overlap=True"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with cannot_clip(match=r"clip_grad_value_\(\) does not go with"):
+        accelerator.clip_grad_value_(module.weight, 1.0)
+    optimizer.step()
+    check_agreement(module, "overlap in Accelerate")
+    other(torch.ones(1, 4)).sum().backward()  # whose optimizer is another one
+    assert accelerator.clip_grad_norm_(other.parameters(), 1.0) == pytest.approx(5**0.5)
+    accelerator.clip_grad_value_(other.weight, 0.1)
+    assert other.weight.grad.max() <= 0.1
+
+
+def overlapping_in_transformers() -> None:
+    module = Loss()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+        make = functools.partial(TrainingArguments, folder, use_cpu=True, max_steps=2, **quiet)
+        samples = [{"inputs": row} for row in data(0)]
+        with cannot_clip(match=r"TrainingArguments\(max_grad_norm=1.0\), where 0 clips nothing, does not go"):
+            Trainer(module, make(), train_dataset=samples, offload_optimizer=OVERLAP)
+        trainer = Trainer(module, make(max_grad_norm=0), train_dataset=samples, offload_optimizer=OVERLAP)
+        trainer.train()
+        assert trainer.optimizer.optimizer.overlaps
+        assert not any("grad_norm" in logged for logged in trainer.state.log_history)
+        trainer.args.max_grad_norm = 1.0
+        with cannot_clip(match=r"clip_grad_norm_\(\) does not go with"):
+            trainer.train()
+    check_agreement(module, "overlap in transformers")
+
+
+class ClipsByHand(StepsByHand):
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        self.manual_backward(self(batch).square().mean())
+        self.clip_gradients(self.optimizers(), gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+def overlapping_in_lightning() -> None:
+    def fit(module: Regression, **clipping: float) -> None:
+        flags = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
+        strategy = CoarseStrategy(offload_optimizer=OVERLAP)
+        trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, **flags, **clipping)
+        trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
+        assert trainer.optimizers[0].overlaps
+
+    with cannot_clip(match=r"Trainer\(gradient_clip_val=0.1\) does not go with"):
+        fit(Regression(), gradient_clip_val=0.1)
+    with cannot_clip(match=r"clip_gradients\(\) does not go with"):
+        fit(ClipsByHand())
+    module = Regression()
+    fit(module)
+    check_agreement(module, "overlap in Lightning")
+
+
+def overlapping_in_fabric() -> None:
+    strategy = CoarseFabricStrategy(offload_optimizer=OVERLAP)
+    fabric = lightning.Fabric(strategy=strategy, accelerator="cpu", devices=2)
+    fabric.launch()
+    module = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    fabric.backward(model(data(fabric.global_rank)).square().mean())
+    for clipping in ({"max_norm": 0.1}, {"clip_val": 0.1}):
+        with cannot_clip(match=r"clip_gradients\(\) does not go with"):
+            fabric.clip_gradients(model, optimizer, **clipping)
+    optimizer.step()
+    check_agreement(module, "overlap in Fabric")
+
+
 with_accelerate()
 with_transformers()
 with_lightning()
 with_offloaded_optimizers()
+with_overlapping_optimizers()
 print("all as promised", flush=True)
