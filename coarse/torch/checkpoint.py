@@ -42,6 +42,7 @@ from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.snapshot_saves import SnapshotSaves
+from coarse.torch.trainers import bare_optimizer
 from coarse.torch.training_state import (
     as_small_tensor,
     bare,
@@ -74,7 +75,8 @@ class Checkpointer:
     Args:
         folder: Of all checkpoints of this job; made if need be. On several nodes all must share it.
         model: Wrapped or not. Parameters and buffers are saved under the bare module's names.
-        optimizer: One of torch's, or a DistributedOptimizer; None to save the model alone.
+        optimizer: One of torch's, a DistributedOptimizer, or what a trainer has made of either; None to save the
+            model alone.
         every: How many steps lie between two saves; 0 saves only on demand.
         keep: How many of the newest checkpoints stay. Pinned ones stay as well.
         state: What else belongs to each worker, by names: RandomState(), DataPosition(), a scheduler, a
@@ -106,7 +108,8 @@ class Checkpointer:
     ) -> None:
         if every < 0:
             raise ValueError(f"every={every} must be 0 or more steps")
-        optimizer = None if optimizer is None else stand_in_of(optimizer)
+        if optimizer is not None:
+            optimizer = stand_in_of(bare_optimizer(optimizer))
         self._model = model
         self._optimizer = optimizer
         self._every = every

@@ -11,6 +11,7 @@ from coarse.checkpoint.values import from_json, to_json
 from coarse.torch.data_position import DataPosition
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.trainers import bare_optimizer
 from coarse.torch.training_state import as_small_tensor, from_small_tensor
 from coarse.torch.worker_state import RandomState, WorkerState, checked
 
@@ -46,7 +47,7 @@ class Recovery:
 
     Args:
         model: As coarse.torch.DistributedDataParallel wrapped it.
-        optimizer: As coarse.torch.DistributedOptimizer wrapped it.
+        optimizer: As coarse.torch.DistributedOptimizer wrapped it, or what a trainer has made of that.
         state: More of the worker's own state, by name.
         after_step: Does what the loop does between step() and the next batch, once, if a step was committed.
 
@@ -64,6 +65,7 @@ class Recovery:
         state: Mapping[str, WorkerState] | None = None,
         after_step: Callable[[], object] | None = None,
     ) -> None:
+        optimizer = bare_optimizer(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._state = checked(state)

@@ -11,6 +11,8 @@ import torch
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 
+_WRAPPING_PACKAGES = frozenset({"accelerate", "lightning"})
+
 
 class OptimizerOffloading:
     """Has a trainer's optimizers run in the memory devices of the models that it has wrapped.
@@ -80,6 +82,15 @@ class OptimizerOffloading:
             f"{type(optimizer).__name__} has the parameters of no model that was set up, and offload_optimizer has "
             "it run in the memory devices of its model: set up the model before it, as in prepare(model, optimizer)"
         )
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of what Accelerate or Lightning have made of it; else what was given.
+
+    Their wrappers pass for torch's optimizers, and have none of their hooks.
+    """
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    return optimizer if packages.isdisjoint(_WRAPPING_PACKAGES) else bare_optimizer(optimizer.optimizer)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

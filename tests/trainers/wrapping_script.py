@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import lightning
 import numpy as np
@@ -20,6 +22,7 @@ import coarse.torch
 from coarse.accelerate import Accelerator
 from coarse.lightning import CoarseFabricStrategy, CoarseStrategy
 from coarse.torch import DistributedOptimizer
+from coarse.torch.checkpoint import Checkpointer
 from coarse.transformers import Trainer
 
 SAMPLES = 8
@@ -347,9 +350,60 @@ def overlapping_in_fabric() -> None:
     check_agreement(module, "overlap in Fabric")
 
 
+def with_checkpoints() -> None:
+    """What trainers make of an optimizer is saved, restored and recovered as the optimizer in it."""
+    for offload_optimizer in (False, True):
+        accelerator = Accelerator(cpu=True, offload_optimizer=offload_optimizer)
+        fabric = lightning.Fabric(
+            strategy=CoarseFabricStrategy(offload_optimizer=offload_optimizer), accelerator="cpu", devices=2
+        )
+        fabric.launch()
+        for prepare, backward in (
+            (accelerator.prepare, accelerator.backward),
+            (fabric.setup, fabric.backward),
+        ):
+            check_checkpoints(prepare, backward, offload_optimizer=offload_optimizer)
+
+
+def check_checkpoints(
+    prepare: Callable[..., Any], backward: Callable[[torch.Tensor], None], *, offload_optimizer: bool
+) -> None:
+    def made() -> tuple[nn.Module, nn.Module, Any]:
+        module = nn.Linear(4, 1)
+        return module, *prepare(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+
+    def train(model: nn.Module, optimizer: Any, checkpointer: Checkpointer) -> None:
+        for inputs in data(dist.get_rank()).split(4):
+            optimizer.zero_grad()
+            backward(model(inputs).square().mean())
+            optimizer.step()
+            checkpointer.step()
+
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders = [own_folder]
+        dist.broadcast_object_list(folders)
+        module, model, optimizer = made()
+        with Checkpointer(folders[0], module, optimizer) as checkpointer:
+            train(model, optimizer, checkpointer)
+            checkpointer.save()
+        other, its_model, its_optimizer = made()
+        with Checkpointer(folders[0], other, its_optimizer) as checkpointer:
+            assert checkpointer.restore() == 2
+            if offload_optimizer:
+                recovery = coarse.torch.Recovery(its_model, its_optimizer)
+            train(its_model, its_optimizer, checkpointer)
+            if offload_optimizer:
+                assert recovery.state_dict()["step"] == 2
+        with Checkpointer(folders[0], module, optimizer, first_step=2) as checkpointer:
+            train(model, optimizer, checkpointer)
+        dist.barrier()
+    torch.testing.assert_close(module.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
 with_accelerate()
 with_transformers()
 with_lightning()
 with_offloaded_optimizers()
 with_overlapping_optimizers()
+with_checkpoints()
 print("all as promised", flush=True)
