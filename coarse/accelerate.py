@@ -27,12 +27,13 @@ _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """As accelerate's, where several workers train: takes its arguments, and makes the same process group.
 
-    A single worker, FSDP, DeepSpeed and Megatron take accelerate's own ways.
+    A process without a launcher, FSDP, DeepSpeed and Megatron take accelerate's own ways.
 
     Args:
         offload_optimizer: Whether optimizers run in the memory devices, as coarse.torch.DistributedOptimizer has
             them; or what else that is to be given, such as {"max_grad_norm": 1.0}, or {"overlap": True} where
-            nothing clips gradients. prepare() is given the model before its optimizer then.
+            nothing clips gradients. prepare() is given the model before its optimizer then. A process without a
+            launcher has no memory devices, and treats gradients by the same options.
 
     Raises:
         ValueError: If offload_optimizer is to go with one of those ways.
@@ -52,6 +53,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "optimizers; leave one of them out"
             )
 
+    @property
+    def _is_alone(self) -> bool:
+        return bool(self.distributed_type == DistributedType.NO)
+
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
@@ -67,7 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         parallelism = getattr(self, "parallelism_config", None)
         has_other_parallelism = parallelism is not None and parallelism.tp_enabled
         if is_prepared or has_other_parallelism or self.distributed_type not in _DATA_PARALLEL:
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            prepared = super().prepare_model(model, device_placement, evaluation_mode)
+            return self._offloading.add_model(prepared) if self._is_alone else prepared
         placed = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             return placed
@@ -85,13 +91,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """As accelerate's; with offload_optimizer it runs in the memory devices.
+        """As accelerate's; with offload_optimizer it runs in the memory devices, where there are any.
 
         Raises:
             ValueError: If no prepared model has its parameters, or DistributedOptimizer refuses it.
         """
         is_prepared = getattr(optimizer, "_is_accelerate_prepared", False)
-        if self.distributed_type in _DATA_PARALLEL and not is_prepared:
+        is_offloaded = self.distributed_type in _DATA_PARALLEL
+        if not is_prepared and (is_offloaded or (self._is_alone and self._offloading.has_options)):
             optimizer = self._offloading.apply(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
 
+Module = TypeVar("Module", bound=torch.nn.Module)
+
 _WRAPPING_PACKAGES = frozenset({"accelerate", "lightning"})
 
 
 class OptimizerOffloading:
     """Has a trainer's optimizers run in the memory devices of the models that it has wrapped.
+
+    One of a model that is not wrapped, as a process that trains alone leaves it, runs here, by the same options.
 
     Args:
         offload_optimizer: Whether it does; or what else DistributedOptimizer is given, such as {"overlap": True}
@@ -24,11 +28,16 @@ class OptimizerOffloading:
 
     def __init__(self, offload_optimizer: bool | Mapping[str, Any]) -> None:
         self._options = dict(offload_optimizer) if isinstance(offload_optimizer, Mapping) else {}
-        self._models = weakref.WeakSet[DistributedDataParallel]()
+        self._models = weakref.WeakSet[torch.nn.Module]()
         self._optimizers = weakref.WeakSet[DistributedOptimizer]()
         self.is_wanted = isinstance(offload_optimizer, Mapping) or offload_optimizer
 
-    def add_model(self, model: DistributedDataParallel) -> DistributedDataParallel:
+    @property
+    def has_options(self) -> bool:
+        """Whether more is asked for than memory devices, which a process that trains alone has none of."""
+        return bool(self._options)
+
+    def add_model(self, model: Module) -> Module:
         """Returns the model, whose optimizer may come next."""
         self._models.add(model)
         return model
@@ -74,6 +83,10 @@ class OptimizerOffloading:
             raise _clipping_error(asked)
 
     def _model_of(self, optimizer: torch.optim.Optimizer) -> DistributedDataParallel:
+        model = self._set_up_with(optimizer)
+        return model if isinstance(model, DistributedDataParallel) else DistributedDataParallel(model)
+
+    def _set_up_with(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
         members = {id(parameter) for parameter in parameters_of(optimizer)}
         for model in self._models:
             if any(id(parameter) in members for parameter in model.parameters()):

@@ -113,3 +113,10 @@ def test_what_they_train_is_wrapped_by_coarse(launcher):
     flags = ("run", "-n", "2") if launcher == "coarse" else ("--standalone", "--nproc-per-node", "2")
     printed = run(sys.executable, "-m", launcher, *flags, script)
     assert printed.count("all as promised") == 2, printed
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "coarse", "run", "-n", "2")], ids=["alone", "two workers"])
+def test_options_of_optimizers_hold_with_and_without_a_launcher(launcher):
+    needs("accelerate", "lightning")
+    script = str(Path(__file__).with_name("options_script.py"))
+    assert "all as promised" in run(sys.executable, *launcher, script)
