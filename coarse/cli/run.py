@@ -237,7 +237,9 @@ def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
             raise UsageError(f"{arguments.script}: no such program on PATH")
         return (program, *arguments.script_args)
     if not arguments.module and not Path(arguments.script).exists():
-        raise UsageError(f"{arguments.script}: no such file")
+        is_interpreter = Path(arguments.script).name.startswith("python")
+        advice = "; name the script itself, or give --no-python" if is_interpreter else ""
+        raise UsageError(f"{arguments.script}: no such file{advice}")
     option = ("-m",) if arguments.module else ()
     return (sys.executable, "-u", *option, arguments.script, *arguments.script_args)
 

@@ -48,6 +48,12 @@ def DistributedOptimizer(optimizer: Any) -> Any:  # noqa: N802 (takes the place 
         >>> with strategy.scope():
         ...     model.compile(coarse.tensorflow.DistributedOptimizer(keras.optimizers.AdamW(1e-3)), "mse")
     """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        is_class = isinstance(optimizer, type)
+        what = f"the class {optimizer.__name__}" if is_class else f"a {type(optimizer).__name__}"
+        raise TypeError(
+            f"DistributedOptimizer needs one of Keras's optimizers, such as keras.optimizers.Adam(), not {what}"
+        )
     strategy = getattr(optimizer, "_distribution_strategy", None)
     if not isinstance(strategy, Strategy):
         raise ValueError(

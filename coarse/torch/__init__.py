@@ -10,10 +10,11 @@ Example:
 from coarse.launch import adopt_launcher as _adopt_launcher
 from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.process_group import init_process_group
 from coarse.torch.recovery import Recovery
 from coarse.torch_entry import register as _register
 
 _adopt_launcher()
 _register()  # where COARSE was not installed, so that torch did not do it
 
-__all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery"]
+__all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery", "init_process_group"]

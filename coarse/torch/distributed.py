@@ -159,6 +159,8 @@ class DistributedDataParallel(Offloading):
             self._register(init_sync=init_sync, broadcast_buffers=broadcast_initially)
 
     def _take_module(self, module: torch.nn.Module) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__name__}")
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._module_parameters = [
             parameter
@@ -246,9 +248,22 @@ class DistributedDataParallel(Offloading):
         self._watch_saves()
 
     def _watch_saves(self) -> None:
-        """Has no state dict hold parameters that a GPU has updated by what a lost memory device did not average."""
+        """Has no state dict hold parameters that a GPU has updated by what a lost memory device did not average, and
+        none put others in their place."""
         reference = weakref.ref(self)  # the module may outlive this wrapper
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _confirm_averages(reference)))
+        self.module.register_load_state_dict_post_hook(OwnHook(lambda: _check_parameters(reference)))
+
+    def check_parameters(self) -> None:
+        """Raises RuntimeError if the module has other parameters than when it was wrapped: none would be averaged."""
+        held = set(self.module.parameters())
+        replaced = [name for name, parameter in self._trainable if parameter not in held]
+        if replaced:
+            raise RuntimeError(
+                f"parameter {replaced[0]!r}{f' and {len(replaced) - 1} more' if replaced[1:] else ''} of the model "
+                "are others than when it was wrapped, as after load_state_dict(assign=True): neither averages nor "
+                "updates reach them. Load without assign, or wrap the module again"
+            )
 
     def ensure_registered(self) -> None:
         """Has a copy of a wrapped model average gradients too. Collective, as wrapping is. Idempotent."""
@@ -569,6 +584,12 @@ def _copy_of(
     model.process_group = choose_process_group(None, None)
     model._begin()
     return model
+
+
+def _check_parameters(reference: weakref.ref[DistributedDataParallel]) -> None:
+    """Raises if the module has other parameters than those whose gradients are averaged."""
+    if (model := reference()) is not None:
+        model.check_parameters()
 
 
 def _confirm_averages(reference: weakref.ref[DistributedDataParallel]) -> None:

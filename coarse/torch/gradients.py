@@ -111,6 +111,8 @@ class GradientSynchroniser:
         self._expecting = False
         self._armed_in: int | None = None  # which backward
         self._is_shadowing = False
+        self.has_local = False
+        """Whether `.grad` holds what came of a backward that did not average, and of none that did since."""
         self._restart()
         self._averagers = [averagers_of(parameter) for parameter in self._parameters]
         for averagers in self._averagers:
@@ -404,6 +406,7 @@ class GradientSynchroniser:
     def _on_gradient(self, index: int) -> None:
         """The hot path: runs once per parameter and backward."""
         if not self._expecting:
+            self.has_local = True
             return
         with self._lock:
             if self._armed_in is None:
@@ -514,6 +517,7 @@ class GradientSynchroniser:
             self._path.take_part(index, self._kind, present=True)
 
     def _deliver_averages(self) -> None:
+        self.has_local = False
         contributors = self._path.collect(counts=bool(self._absent))
         self._path.deliver(self._absent, contributors)
         self._tables.deliver(contributors)

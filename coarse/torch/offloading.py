@@ -174,6 +174,11 @@ class Offloading(Refusals):
         self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether there are gradients of this worker alone, that no averaging backward has taken in since."""
+        return self._gradients is not None and self._world_size > 1 and self._gradients.has_local
+
     def agree_on_obstacle(self, reason: str) -> str:
         """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
 

@@ -104,9 +104,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         staleness: int = 0,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
+            compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
             raise TypeError(
-                f"DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
-                f"{type(model).__name__}"
+                "DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
+                f"{type(model).__name__}{'; give it the one that torch.compile was given' if compiled else ''}"
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                "DistributedOptimizer takes the place of one of torch's optimizers, not of a "
+                f"{type(optimizer).__name__}"
             )
         policy = GradientPolicy(max_norm=max_grad_norm, on_nonfinite=on_nonfinite)
         if overlap and policy.needs_measures:
@@ -124,6 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._overlaps = overlap
         self._offloaded: OffloadedParameters | None = None
         self._before_update: list[Callable[[], None]] = []
+        self._has_warned = False
         self._refusal = -1  # which of the step pre-hooks of the optimizer that was given
         self._share_groups()
         self._taken: dict[str, Any] = {}  # of a state dict that is being loaded
@@ -261,6 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._check_updated()
             self._model.end_overlapped_step()
             return
+        self._warn_of_local_gradients()
         scale = self._gradient_scale()
         if scale is not None:
             offloaded.wait()
@@ -382,6 +390,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "that no such backward() has used. End each accumulation under no_sync() with a backward() outside "
                 "of it; torch.distributed.checkpoint, which makes gradients of zeros for a step of its own, works "
                 "once the training has taken a step; or pass overlap=False."
+            )
+
+    def _warn_of_local_gradients(self) -> None:
+        if self._model.has_local_gradients and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "gradients came of a backward that did not average: of a forward of the inner module, the second one "
+                "of a forward (or of two), or under no_sync(). Memory devices update the parameters of all workers "
+                "by those of one. Sum losses up and call backward() once, or average_gradients() of the model "
+                "before step(); if you average gradients yourself, all is well",
+                stacklevel=4,
             )
 
     def _check_thawed(self) -> None:

@@ -57,8 +57,21 @@ def check_module(module: torch.nn.Module, parameters: Sequence[torch.nn.Paramete
 
     Raises:
         RuntimeError: For uninitialised (lazy) parameters, or none that is trainable.
-        ValueError: For SyncBatchNorm on the CPU and distributed tensors.
+        ValueError: For SyncBatchNorm on the CPU, distributed tensors, parameters without memory, and what is wrapped.
     """
+    averaged = set(parameters)
+    for layer in module.modules():
+        wrapped = isinstance(layer, torch.nn.parallel.DistributedDataParallel)
+        if wrapped and not averaged.isdisjoint(layer.parameters()):
+            raise ValueError(
+                f"the module has parts that {type(layer).__module__}.{type(layer).__name__} wraps already: their "
+                "gradients would be averaged twice. Wrap the bare module, once"
+            )
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError(
+            "the module has parameters on the meta device, which have no values; give them memory first (to_empty() "
+            "and an initialisation), then wrap it"
+        )
     if any(isinstance(parameter, torch.nn.parameter.UninitializedParameter) for parameter in parameters):
         raise RuntimeError(
             "the module has uninitialized parameters; run one forward with an example input before "

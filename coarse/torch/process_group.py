@@ -39,6 +39,17 @@ def current_process_group() -> Any:
     return dist.group.WORLD
 
 
+def init_process_group() -> None:
+    """Makes torch's default process group as wrapping a model does, for who asks for ranks before that. Idempotent.
+
+    A group that the script has made stays. Of a script that no launcher started it has one worker.
+
+    Raises:
+        RendezvousError: As current_process_group().
+    """
+    current_process_group()
+
+
 def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
     """Returns the group that DistributedDataParallel's arguments ask for; without any, the default group.
 

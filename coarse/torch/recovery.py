@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from coarse.checkpoint.values import from_json, to_json
 from coarse.torch.data_position import DataPosition
 from coarse.torch.distributed import DistributedDataParallel
-from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.optimizer import DistributedOptimizer, stand_in_of
 from coarse.torch.trainers import bare_optimizer
 from coarse.torch.training_state import as_small_tensor, from_small_tensor
 from coarse.torch.worker_state import RandomState, WorkerState, checked
@@ -65,7 +65,13 @@ class Recovery:
         state: Mapping[str, WorkerState] | None = None,
         after_step: Callable[[], object] | None = None,
     ) -> None:
-        optimizer = bare_optimizer(optimizer)
+        optimizer = stand_in_of(bare_optimizer(optimizer))
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                f"Recovery goes on from what memory devices keep of parameters and optimizer: it needs a "
+                f"coarse.torch.DistributedOptimizer, not a {type(optimizer).__name__}. Without one, a Checkpointer "
+                "brings restarted workers back"
+            )
         self._model = model
         self._optimizer = optimizer
         self._state = checked(state)

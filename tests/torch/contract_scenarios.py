@@ -253,6 +253,19 @@ def refuses_sparse_gradients_of_what_is_no_layer(context: Context) -> Any:
 def refuses_what_it_cannot_average(context: Context) -> Any:
     with raises(ValueError, "weight", "float8_e4m3fn", "torch.float32"):
         context.wrap(nn.Linear(2, 2).to(torch.float8_e4m3fn))
+    with raises(TypeError, "not a list"):
+        context.wrap([nn.Parameter(torch.ones(2))])
+    with raises(ValueError, "on the meta device"):
+        context.wrap(nn.Linear(2, 2, device="meta"))
+    wrapped = context.wrap(nn.Linear(2, 2))
+    for again in (wrapped, nn.Sequential(wrapped)):
+        with raises(ValueError, "wraps already", "averaged twice"):
+            context.wrap(again)
+    model = context.wrap(nn.Sequential(nn.Linear(2, 2)))
+    state = {name: value.clone() for name, value in model.module.state_dict().items()}
+    model.module.load_state_dict(state)
+    with raises(RuntimeError, "'0.weight' and 1 more", "assign=True"):
+        model.module.load_state_dict(state, assign=True)
     with raises(RuntimeError, "uninitialized"):
         context.wrap(nn.LazyLinear(3))
     with raises(RuntimeError, "requires a gradient"):

@@ -991,6 +991,44 @@ def a_graph_from_before_the_update_is_refused(context: Context) -> None:
 
 
 @offloaded_scenario(compare=False)
+def updates_by_gradients_of_one_worker_are_told_once(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def warnings_of(step: Callable[[], Any]) -> list[str]:
+        optimizer.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+            optimizer.step()
+        return [str(each.message) for each in caught if "did not average" in str(each.message)]
+
+    def accumulate_and_average() -> None:
+        with model.no_sync():
+            loss_of(model, context, 0).backward()
+        loss_of(model, context, 1).backward()
+
+    def average_by_hand() -> None:
+        loss_of(module, context, 0).backward()
+        model.average_gradients()
+
+    def second_backward() -> None:
+        loss = loss_of(model, context, 0)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    for right in (lambda: loss_of(model, context, 0).backward(), accumulate_and_average, average_by_hand):
+        assert warnings_of(right) == []
+    assert len(warnings_of(second_backward)) == 1
+    assert warnings_of(lambda: loss_of(module, context, 0).backward()) == []  # it was told
+    other = mlp()
+    model, optimizer = context.wrap(other), None
+    optimizer = offload(context, torch.optim.SGD(other.parameters(), lr=0.1), model)
+    assert len(warnings_of(lambda: loss_of(other, context, 0).backward())) == 1
+
+
+@offloaded_scenario(compare=False)
 def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     from coarse.torch import DistributedOptimizer
 
@@ -998,6 +1036,10 @@ def what_cannot_be_offloaded_is_refused(context: Context) -> None:
     model = context.wrap(module)
     with raises(TypeError, "as coarse.torch.DistributedDataParallel wrapped it"):
         DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), module)
+    with raises(TypeError, "the one that torch.compile was given"):
+        DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), torch.compile(model))
+    with raises(TypeError, "one of torch's optimizers, not of a list"):
+        DistributedOptimizer(list(module.parameters()), model)
     with raises(ValueError, "overlap=False"):
         DistributedOptimizer(torch.optim.Adam(module.parameters()), model, overlap=True, max_grad_norm=1.0)
     with raises(ValueError, "max_grad_norm=0"):

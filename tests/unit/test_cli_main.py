@@ -55,6 +55,7 @@ def test_version_names_the_release(capsys):
         (["plan", "--json", "missing/plan.json"], "there is no folder missing"),
         (["run", "-n", "2"], "required: SCRIPT"),
         (["run", "-n", "2", "missing.py"], "missing.py: no such file"),
+        (["run", "-n", "2", "python", "script.py"], "python: no such file; name the script itself"),
         (["run", "--no-python", "no-such-program"], "no-such-program: no such program"),
         (["run", "--nnodes", "2", "-m", "this"], "--nnodes 2: needs --master-addr and --master-port"),
         (["run", "--nnodes", "1:2", "-m", "this"], "'1:2': the number of nodes cannot change"),
