@@ -279,7 +279,7 @@ def test_a_job_that_was_stopped_as_a_whole_for_longer_than_the_time_out_goes_on(
     """At Ctrl-Z: who waited must not blame the others for that time."""
 
     def worker(me):
-        with me.join(memory_devices=1, heartbeat_s=1.0) as session:
+        with me.join(memory_devices=1, heartbeat_s=2.0) as session:
             group = session.register("weights", floats())
             session.barrier()
             session.limit_waits(2 * SHORT_S)
