@@ -213,8 +213,8 @@ def collect_replies(
             if not ready and time.monotonic() >= deadline:
                 silent = [f"md{c.device}" for c in connections if c.device not in replies]
                 raise SyncTimeoutError(
-                    f"{what}: no answer from {', '.join(silent)} within {timeout_s:.1f} s. A worker that has not "
-                    "reached this point holds up all others."
+                    f"{what}: no answer from {', '.join(silent)} within {timeout_s:.1f} s. All workers have to make "
+                    "this call; one that does not, or is not here yet, holds up all others."
                 )
             for key, _ in ready:
                 answering: DeviceConnection = key.data

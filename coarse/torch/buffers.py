@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from coarse.client.tensor_group import TensorGroup
+from coarse.errors import SyncTimeoutError
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
@@ -83,6 +84,7 @@ class BufferBroadcast:
             backward.
 
         Raises:
+            SyncTimeoutError: If another worker does not come.
             ValueError: If number, shapes or dtypes of the buffers changed since the model was wrapped.
         """
         if not self._packing.fits(buffers):
@@ -94,7 +96,13 @@ class BufferBroadcast:
         with torch.no_grad():
             if is_root:
                 copy_all(self._views, buffers)
-            self._exchange.run(is_root=is_root)
+            try:
+                self._exchange.run(is_root=is_root)
+            except SyncTimeoutError as error:
+                raise SyncTimeoutError(
+                    f"{error}. Each forward of a wrapped model begins with buffers of one worker, so that all must "
+                    "call it: who evaluates alone calls model.module, or wraps with broadcast_buffers=False"
+                ) from error
             if not is_root:
                 with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                     copy_all(buffers, self._views)

@@ -67,7 +67,8 @@ class Checkpointer:
     A save copies the state (worker 0 does) while the next gradients are computed, and writes it in the background.
     One is under way at most: a save that comes too early is skipped and counted. Training goes on if the disk fails;
     after `most_failures` failures in a row step() raises. SIGUSR1, sent to any worker, saves at one of the next
-    steps, or behind the save that is under way.
+    steps, or behind the save that is under way. Nothing is saved at the end: call save() where the last state has to
+    be on the disk.
 
     Every worker constructs it alike and makes the same calls; step(), save() and restore() are collective where there
     is more than one worker, through a process group of their own.

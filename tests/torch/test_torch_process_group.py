@@ -193,6 +193,23 @@ def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> 
     assert "worker 1" in last
 
 
+def test_a_forward_that_others_do_not_call_is_told_with_what_to_do(job: dict[str, str]) -> None:
+    """As when one worker evaluates alone."""
+    script = (
+        "import time, torch, coarse.torch\n"
+        "coarse.torch.init_process_group()\n"
+        "rank = torch.distributed.get_rank()\n"
+        "model = coarse.torch.DistributedDataParallel(torch.nn.BatchNorm1d(4)).eval()\n"
+        "model.session.limit_waits(3.0)\n"
+        "if rank == 0: model(torch.ones(2, 4))\n"
+        "time.sleep(60)\n"
+    )
+    with started([(script, {**job, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
+        last = first.communicate(timeout=TIMEOUT_S)[1].strip().splitlines()[-1]
+    assert "SyncTimeoutError: worker 0: waited 3.0 s for 'buffers'" in last
+    assert "who evaluates alone calls model.module" in last
+
+
 def test_nothing_of_torch_is_imported_with_coarse() -> None:
     [(status, _, errors)] = run(
         [("import coarse, coarse.session, sys; assert 'torch' not in sys.modules", {})]
