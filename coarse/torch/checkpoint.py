@@ -17,15 +17,11 @@ import contextlib
 import functools
 import logging
 import os
-import signal
-import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from coarse.checkpoint.catalogue import find_newest, names_of, open_verified, remove_unfinished
 from coarse.checkpoint.claim import Claim
@@ -37,22 +33,23 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError, FolderClaimedError, SnapshotsBusyError, WorkerLostError
+from coarse.errors import CheckpointError, FolderClaimedError, SnapshotsBusyError
+from coarse.torch.checkpoint_agreement import SaveSignal, Workers
 from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
 from coarse.torch.optimizer import DistributedOptimizer, stand_in_of
+from coarse.torch.plain_checkpoints import load_state_dicts
 from coarse.torch.snapshot_saves import SnapshotSaves
 from coarse.torch.trainers import bare_optimizer
 from coarse.torch.training_state import (
     as_small_tensor,
-    bare,
     from_small_tensor,
     load_training_state,
     names_of_parameters,
     optimizer_settings,
     training_state,
 )
-from coarse.torch.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded, rank_here
+from coarse.torch.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded
 
 __all__ = ["Checkpointer", "DataPosition", "RandomState", "WorkerState", "load_state_dicts"]
 
@@ -117,7 +114,7 @@ class Checkpointer:
         self._num_steps = first_step
         self._num_saves = 0
         self._is_asked_still = False  # by a signal that came while a save was under way
-        self._workers = _Workers()
+        self._workers = Workers()
         self._state = {**checked(state), **OwnTensors.of(model, self._workers.world_size)}
         self._copies, self._step_hook = _copies_beside(optimizer)
         parent = Folder.open(folder, create=True)
@@ -136,7 +133,7 @@ class Checkpointer:
             self._snapshots = SnapshotSaves(offloaded, model, parent.path, self._options)
             self._parameter_names = names_of_parameters(model, optimizer)
         self._saver = Saver(parent, keep=keep, most_failures=most_failures)
-        self._signal = _SaveSignal(on_signal)
+        self._signal = SaveSignal(on_signal)
 
     @property
     def num_steps(self) -> int:
@@ -427,157 +424,3 @@ def _copies_beside(optimizer: torch.optim.Optimizer | None) -> tuple[HostCopies,
         return HostCopies(waits_for_step=False), None
     copies = HostCopies(waits_for_step=True)
     return copies, optimizer.register_step_pre_hook(lambda *_: copies.finish())
-
-
-def load_state_dicts(
-    path: str | os.PathLike[str],
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    model_key: str = "model",
-    optimizer_key: str = "optimizer",
-) -> None:
-    """Loads a plain PyTorch checkpoint: a state dict, or a dictionary of them, saved by torch.save or safetensors.
-
-    Works before and after wrapping. Where the optimizer runs in the memory devices, every worker must load the same.
-
-    Args:
-        path: File of torch.save (read with weights_only=True, which runs no code), or `*.safetensors`.
-        model: What to load into, strictly.
-        optimizer: Likewise; None to load the model alone.
-        model_key: Where in a dictionary of state dicts the model's is; a bare state dict needs none.
-        optimizer_key: Where the optimizer's is.
-
-    Raises:
-        CheckpointError: If the file has not what is wanted.
-        RuntimeError: As torch's load_state_dict(), if tensors are missing, too many or of another shape.
-    """
-    saved = _read_plain(Path(path))
-    state_dict = saved.get(model_key, saved)
-    bare(model).load_state_dict(_without_wrapper(state_dict))
-    if optimizer is not None:
-        if optimizer_key not in saved:
-            raise CheckpointError(
-                f"{path} has no {optimizer_key!r}; it has {', '.join(map(str, list(saved)[:20]))}. Name the "
-                "optimizer's state dict with optimizer_key, or load the model alone."
-            )
-        optimizer.load_state_dict(saved[optimizer_key])
-
-
-def _read_plain(path: Path) -> Mapping[str, Any]:
-    if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file
-        except ImportError:
-            raise CheckpointError(f"{path} needs the package safetensors: pip install safetensors") from None
-        loaded: Mapping[str, Any] = load_file(path)
-        return loaded
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{path} holds a {type(saved).__name__}, no state dict")
-    return saved
-
-
-def _without_wrapper(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without the "module." that DistributedDataParallel puts before every key."""
-    prefix = "module."
-    wrapped = bool(state_dict) and all(key.startswith(prefix) for key in state_dict)
-    return {key.removeprefix(prefix) if wrapped else key: value for key, value in state_dict.items()}
-
-
-class _Workers:
-    """The workers of the job, as far as checkpoints need them to agree.
-
-    What they propose after one step is reduced while the next one runs, and known after it: all workers act on it at
-    the same step, and none waits.
-    """
-
-    def __init__(self) -> None:
-        self.rank = rank_here()
-        self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
-        self._reducing: Any = None
-
-    def propose(self, *, asks: bool, is_busy: bool, has_failed: bool) -> None:
-        """Says whether this worker asks for a save, has one under way, or has seen too many fail."""
-        self._flags = torch.tensor([asks, is_busy, has_failed], dtype=torch.int32, device="cpu")
-        if self._group is not None:
-            self._reducing = dist.all_reduce(
-                self._flags, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-            )
-
-    def agreed(self) -> tuple[bool, bool, bool]:
-        """Whether any worker asked, was busy, or had failed, when all last proposed.
-
-        Raises:
-            WorkerLostError: If another worker is gone.
-        """
-        reducing, self._reducing = self._reducing, None
-        if reducing is not None:
-            try:
-                reducing.wait()
-            except RuntimeError as error:
-                raise WorkerLostError(
-                    f"worker {self.rank}: another worker was lost before all could agree on saving: {error}"
-                ) from error
-        asked, busy, failed = self._flags.tolist()
-        return bool(asked), bool(busy), bool(failed)
-
-    def told_by_first(self, *numbers: int) -> list[int]:
-        """The numbers of worker 0. Collective."""
-        told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        if self._group is not None:
-            dist.broadcast(told, src=0, group=self._group)
-        return [int(number) for number in told.tolist()]
-
-    def how_many(self, of_this: bool) -> int:
-        """Of how many workers something is so. Collective."""
-        count = torch.full((), int(of_this), dtype=torch.int64, device="cpu")
-        if self._group is not None:
-            dist.all_reduce(count, group=self._group)
-        return int(count)
-
-    def barrier(self) -> None:
-        """Returns when all workers are here."""
-        self.how_many(False)
-
-    def close(self, *, alone: bool) -> None:
-        """Gives the process group back. Idempotent.
-
-        Args:
-            alone: Whether others may be gone, or hang: then nothing is waited for.
-        """
-        if self._group is not None and dist.is_initialized() and not alone:
-            self.agreed()
-            dist.destroy_process_group(self._group)
-        self._group = None
-
-
-class _SaveSignal:
-    """Whether somebody sent SIGUSR1. What handled it before is told as well, and handles it again after close()."""
-
-    def __init__(self, is_wanted: bool) -> None:
-        self._arrived = False
-        self._previous: Any = None
-        self._is_installed = is_wanted and threading.current_thread() is threading.main_thread()
-        if self._is_installed:
-            self._previous = signal.signal(signal.SIGUSR1, self._note)
-        elif is_wanted:
-            logger.warning("SIGUSR1 does not save: the Checkpointer was not made in the main thread")
-
-    def take(self) -> bool:
-        """Whether it came since the last call."""
-        arrived, self._arrived = self._arrived, False
-        return arrived
-
-    def close(self) -> None:
-        """Hands the signal back. Idempotent."""
-        if self._is_installed:
-            self._is_installed = False
-            signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._arrived = True
-        if callable(self._previous):
-            self._previous(number, frame)
