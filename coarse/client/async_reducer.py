@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coarse.client.tensor_bytes import TensorBytes
@@ -18,6 +19,23 @@ if TYPE_CHECKING:
 
 Request = tuple[str, int, int, int]
 """A tensor's key, the address of its contribution, that of its result (they may be the same), and its bytes."""
+
+
+@dataclass(slots=True)
+class _Registered:
+    """A group, and what natively refers to it.
+
+    Args:
+        group: It.
+        keys: By which natively something of it is asked for.
+        remove: Forgets one of them, unless it is under way.
+        mapped: Memory that native code has addresses of.
+    """
+
+    group: TensorGroup
+    keys: list[str]
+    remove: Callable[[str], bool]
+    mapped: list[memoryview[Any]] = field(default_factory=list)
 
 
 class AsyncReducer:
@@ -34,14 +52,13 @@ class AsyncReducer:
 
     def __init__(self, client: Client, native: _native.Client) -> None:
         self._client = client
-        self._groups: dict[int, TensorGroup] = {}
         self._registering = threading.Lock()
         self.failure: CoarseError | None = None
         """What ended everything, once something has."""
         self._native = _native.AsyncReducer(native, client.timeout_s, self._describe)
         self._rows = _native.AsyncRows(native, self._native)
         self._updates = _native.AsyncUpdates(self._native)
-        self._mapped: list[memoryview[Any]] = []  # to which _updates has addresses
+        self._registered: dict[int, _Registered] = {}  # last: native ends go before memory that they look at
 
     @property
     def interface(self) -> int:
@@ -67,12 +84,13 @@ class AsyncReducer:
         """
         with self._registering:
             group = self._client.register(name, specs)
-            self._groups[group.id] = group
-            for index, spec in enumerate(specs):
-                self._native.add(f"{name}/{spec.name}", group.id, index, spec.nbytes)
+            keys = [f"{name}/{spec.name}" for spec in specs]
+            self._registered[group.id] = _Registered(group, keys, self._native.remove)
+            for index, (key, spec) in enumerate(zip(keys, specs, strict=True)):
+                self._native.add(key, group.id, index, spec.nbytes)
         return group
 
-    def register_table(self, name: str, spec: TensorSpec) -> None:
+    def register_table(self, name: str, spec: TensorSpec) -> TensorGroup:
         """Registers a table, whose rows are to be reduced by the key `name`; every worker does it alike.
 
         Args:
@@ -85,8 +103,9 @@ class AsyncReducer:
         counter = TensorSpec(name="number of rows", dtype="int64", num_elements=1, op="sum")
         with self._registering:
             group = self._client.register(name, [counter, spec])
-            self._groups[group.id] = group
+            self._registered[group.id] = _Registered(group, [name], self._rows.remove)
             self._rows.add(name, group.id, 0, 1, group.rows.fd)
+        return group
 
     def register_parameters(
         self,
@@ -115,14 +134,15 @@ class AsyncReducer:
         copies = TensorSpec(name="copies", dtype="float32", num_elements=len(specs) * most_workers, op="mean")
         with self._registering:
             group = self._client.register(name, [*specs, copies], state_names=state_names)
-            self._groups[group.id] = group
+            keys = [f"{name}/{spec.name}" for spec in specs]
+            self._registered[group.id] = registered = _Registered(group, keys, self._updates.remove)
             settings = _mapped(group.settings())
             parameters = [_mapped(group.parameter(index)) for index in range(len(specs))]
             copied = _mapped(group.parameter(len(specs)))
-            self._mapped += [settings, *parameters, copied]
+            registered.mapped += [settings, *parameters, copied]
             for index, (spec, parameter) in enumerate(zip(specs, parameters, strict=True)):
                 self._updates.add(
-                    f"{name}/{spec.name}",
+                    keys[index],
                     group.id,
                     index,
                     spec.nbytes,
@@ -134,6 +154,23 @@ class AsyncReducer:
                     ranks.index(self._client.rank),
                 )
         return group
+
+    def release(self, group: TensorGroup) -> bool:
+        """Gives a group up, which nobody asks for any more; its memory is freed when every worker has. Idempotent.
+
+        Returns:
+            Whether it is given up. Not while one of its tensors is under way: call it again later.
+        """
+        with self._registering:
+            registered = self._registered.get(group.id)
+            if registered is None:
+                return True
+            registered.keys = [key for key in registered.keys if not registered.remove(key)]
+            if registered.keys:
+                return False
+            del self._registered[group.id]
+            group.close()
+        return True
 
     def reduce_all(self, requests: Sequence[Request]) -> None:
         """Reduces tensors, and waits for all of them.
@@ -151,7 +188,7 @@ class AsyncReducer:
 
     def _describe(self, status: _native.WaitStatus, group: int, tensor: int) -> str:
         try:
-            self._client.check(status, lambda: self._groups[group]._describe_wait(tensor))
+            self._client.check(status, lambda: self._registered[group].group._describe_wait(tensor))
         except CoarseError as error:
             self.failure = error
             return f"{type(error).__name__}: {error}"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,26 @@ _RECORD_BYTES = 512
 _TEXT_BYTES = _RECORD_BYTES - 8
 _CHUNK_BYTES = 128 << 10
 _NUM_CHUNKS = 4
+_MOST_OFFERED = 1024  # registrations of functions about which workers agree at once; the others come later
 
 DEFAULT_CHANNEL = "exchange"
+
+
+@dataclass(slots=True)
+class _Registration:
+    """What is reduced by one name.
+
+    Args:
+        group: Its tensors.
+        keys: By which they are reduced.
+        is_of_functions: Whether it was registered for a function; else it stays.
+        graphs: Of the functions that reduce it.
+    """
+
+    group: TensorGroup
+    keys: list[str]
+    is_of_functions: bool
+    graphs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 class Collectives:
@@ -33,6 +55,8 @@ class Collectives:
 
     Reductions of different names may come in any order, and so may gathers and broadcasts of different channels.
     Those of one channel have one order, and workers that are at different ones are told what each of them does.
+
+    What nobody uses any more is given back when something else is registered, for which all workers come together.
 
     Args:
         session: Of several workers; stays the caller's.
@@ -46,8 +70,10 @@ class Collectives:
         self._most_workers_of_a_node = session.most_workers_of_a_node
         self._reducer = session.open_async_reducer()
         self._cannot_reduce_rows = session.cannot_reduce_rows()
-        self._tables: dict[tuple[str, str, str, int, int], str] = {}
-        self._keys: dict[tuple[str, str, tuple[Signature, ...]], list[str]] = {}
+        self._registrations: dict[tuple[Any, ...], _Registration] = {}
+        self._offers: list[str] = []  # the key by which workers say what they do not use
+        self._dropped: deque[TensorGroup] = deque()  # by any thread, at any time
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_registered: dict[str, int] = {}
         self._registering = threading.Lock()
         self._exchanging: dict[str, threading.Lock] = {}
@@ -62,19 +88,20 @@ class Collectives:
         """What ended everything, once something has."""
         return self._reducer.failure
 
-    def keys_of(self, name: str, op: str, signatures: Sequence[Signature]) -> list[str]:
+    def keys_of(
+        self, name: str, op: str, signatures: Sequence[Signature], graphs: Sequence[Any] = ()
+    ) -> list[str]:
         """The key of each tensor of a reduction, which is registered at the first call.
 
         Args:
             name: The same on every worker, for the same reduction.
             op: "sum", "mean" or "max".
             signatures: Of its tensors.
+            graphs: Of the function that is to reduce them, and those around it. When they are gone on all workers,
+                the keys are too. Whatever is registered without any stays.
         """
         wanted = (name, op, tuple(signatures))
-        with self._registering:
-            if wanted not in self._keys:
-                self._keys[wanted] = self._register(*wanted)
-            return self._keys[wanted]
+        return self._registered(wanted, graphs, lambda: self._register(*wanted))
 
     @property
     def rows_interface(self) -> int:
@@ -87,18 +114,22 @@ class Collectives:
         return self._reducer.updates_interface
 
     def register_parameters(
-        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str]
+        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], owner: Any
     ) -> tuple[TensorGroup, list[str]]:
         """Registers gradients whose parameters memory devices update; every node's are its first worker's.
 
         Args:
             name: The same on every worker, for the same parameters.
             specs, state_names: As for Session.register_parameters().
+            owner: What alone asks for updates. When it is gone, the group is given up.
 
         Returns:
             The group, and the key of each gradient.
         """
+        if self._owners:
+            gc.collect()  # models refer to themselves, and Python does not know what their optimizers take here
         with self._registering:
+            self._release_unused(f"building {name}")
             group = self._next_group(name)
             with _explained(f"building {name}"):
                 registered = self._reducer.register_parameters(
@@ -108,33 +139,33 @@ class Collectives:
                     writes=self.writes_for_node,
                     most_workers=self._most_workers_of_a_node,
                 )
+            self._owners.add(owner)
+            weakref.finalize(owner, self._dropped.append, registered).atexit = False
         return registered, [f"{group}/{spec.name}" for spec in specs]
 
-    def key_of_table(self, name: str, op: str, dtype: str, num_rows: int, row_elements: int) -> str:
+    def key_of_table(
+        self, name: str, op: str, dtype: str, num_rows: int, row_elements: int, graphs: Sequence[Any] = ()
+    ) -> str:
         """The key of a table whose rows are reduced, which is registered at the first call; "" if none can be here.
 
         Args:
             name: The same on every worker, for the same reduction.
             op: "sum" or "mean".
             dtype, num_rows, row_elements: Of the table.
+            graphs: As for keys_of().
         """
         if self._cannot_reduce_rows or dtype not in UPDATABLE_DTYPES:
             return ""
-        wanted = (name, op, dtype, num_rows, row_elements)
-        with self._registering:
-            if wanted not in self._tables:
-                spec = TensorSpec(
-                    name="rows",
-                    dtype=dtype,
-                    num_elements=num_rows * row_elements,
-                    op=op,
-                    row_elements=row_elements,
-                )
-                group = self._next_group(f"{name}, rows")
-                with _explained(f"asking for {name}"):
-                    self._reducer.register_table(group, spec)
-                self._tables[wanted] = group
-            return self._tables[wanted]
+        spec = TensorSpec(
+            name="rows", dtype=dtype, num_elements=num_rows * row_elements, op=op, row_elements=row_elements
+        )
+
+        def register() -> tuple[TensorGroup, list[str]]:
+            group = self._next_group(f"{name}, rows")
+            with _explained(f"asking for {name}"):
+                return self._reducer.register_table(group, spec), [group]
+
+        return self._registered((name, op, dtype, num_rows, row_elements), graphs, register)[0]
 
     def reduce(self, name: str, op: str, arrays: Sequence[Array]) -> list[Array]:
         """Reduces arrays over all workers; returns new ones.
@@ -154,9 +185,14 @@ class Collectives:
         )
         return results
 
-    def open_channel(self, channel: str) -> None:
-        """Registers a channel, which its first use would do too; every worker does so alike."""
-        self._channel_keys(channel)
+    def open_channel(self, channel: str, graphs: Sequence[Any]) -> None:
+        """Registers a channel, which its first use would do too; every worker does so alike.
+
+        Args:
+            channel: Its name.
+            graphs: As for keys_of().
+        """
+        self._channel_keys(channel, graphs)
 
     def gather(self, name: str, array: Array, channel: str = DEFAULT_CHANNEL) -> list[Array]:
         """Every worker's array, by rank. They may differ in their first dimension.
@@ -205,15 +241,57 @@ class Collectives:
         """Ends what is under way with an error. Idempotent."""
         self._reducer.close()
 
-    def _register(self, name: str, op: str, signatures: tuple[Signature, ...]) -> list[str]:
+    def _registered(
+        self,
+        wanted: tuple[Any, ...],
+        graphs: Sequence[Any],
+        register: Callable[[], tuple[TensorGroup, list[str]]],
+    ) -> list[str]:
+        """The keys of what is registered as `wanted`, which graphs use from now on."""
+        with self._registering:
+            if wanted not in self._registrations:
+                self._release_unused(f"asking for {wanted[0]}")
+                self._registrations[wanted] = _Registration(*register(), is_of_functions=bool(graphs))
+            registration = self._registrations[wanted]
+            registration.graphs.update(graphs)
+            return registration.keys
+
+    def _release_unused(self, what: str) -> None:
+        """Gives back what nobody uses any more: all workers are about to register the same, and nobody else does.
+
+        Optimizers are gone on each worker by itself, for none comes again. What a function reduced is used again by
+        whoever traces it anew: it is gone when no worker uses it, which they tell each other.
+        """
+        of_functions = [wanted for wanted, each in self._registrations.items() if each.is_of_functions]
+        for wanted in self._unused_by_all(of_functions[:_MOST_OFFERED], what):
+            self._dropped.append(self._registrations.pop(wanted).group)
+        for _ in range(len(self._dropped)):
+            group = self._dropped.popleft()
+            if not self._reducer.release(group):
+                self._dropped.append(group)  # a step is under way that used it
+
+    def _unused_by_all(self, offered: Sequence[tuple[Any, ...]], what: str) -> list[tuple[Any, ...]]:
+        """Which of them no worker has a function for; all name the same ones, in the order of registration."""
+        if not offered:
+            return []
+        if not self._offers:
+            _, self._offers = self._register("what nobody uses", "sum", (("int32", _MOST_OFFERED),))
+        votes = np.zeros(_MOST_OFFERED, np.int32)
+        votes[: len(offered)] = [not self._registrations[wanted].graphs for wanted in offered]
+        self._reduce_all([_request(self._offers[0], votes, votes)], what)
+        return [wanted for wanted, vote in zip(offered, votes, strict=False) if vote == self.num_workers]
+
+    def _register(
+        self, name: str, op: str, signatures: tuple[Signature, ...]
+    ) -> tuple[TensorGroup, list[str]]:
         group = self._next_group(name)
         specs = [
             TensorSpec(name=f"tensor {i}", dtype=dtype, num_elements=num_elements, op=op)
             for i, (dtype, num_elements) in enumerate(signatures)
         ]
         with _explained(f"asking for {name}"):
-            self._reducer.register(group, specs)
-        return [f"{group}/{spec.name}" for spec in specs]
+            registered = self._reducer.register(group, specs)
+        return registered, [f"{group}/{spec.name}" for spec in specs]
 
     def _next_group(self, name: str) -> str:
         """Of those of one name, which differ in their tensors; workers come to them in the same order."""
@@ -225,10 +303,10 @@ class Collectives:
         with self._registering:
             return self._exchanging.setdefault(channel, threading.Lock())
 
-    def _channel_keys(self, channel: str) -> list[str]:
+    def _channel_keys(self, channel: str, graphs: Sequence[Any] = ()) -> list[str]:
         """Of what all say, and of the chunks in which contents travel."""
         signatures = [("uint8", self.num_workers * _RECORD_BYTES)] + [("uint8", _CHUNK_BYTES)] * _NUM_CHUNKS
-        return self.keys_of(channel, "sum", signatures)
+        return self.keys_of(channel, "sum", signatures, graphs)
 
     def _compare(self, channel: str, what: str, number: int) -> list[int]:
         """Makes sure that all workers do the same; returns the number of each."""

@@ -259,7 +259,9 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
         context = tf.distribute.get_replica_context()
         if context is None or not isinstance(context.strategy, strategy_class):
             _tell_of_run(self, strategy_class)
-        return original(self, grads_and_vars)
+            return original(self, grads_and_vars)
+        with context.reducing_for_updates():
+            return original(self, grads_and_vars)
 
 
 def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:

@@ -40,6 +40,15 @@ class CollectiveNames:
         seen.num_collectives += 1
         return f"{self._name_of(graph)}/{seen.num_collectives - 1}"
 
+    def graphs(self) -> list[Any]:
+        """The current graph and those around it; none outside of functions."""
+        graphs = []
+        graph = ops.get_default_graph()
+        while ops.inside_function() and isinstance(graph, func_graph.FuncGraph):
+            graphs.append(graph)
+            graph = graph.outer_graph
+        return graphs
+
     def _name_of(self, graph: Any) -> str:
         name = _NUMBERS.sub("", graph.name)
         outer = graph.outer_graph

@@ -39,7 +39,7 @@ class Operations:
         self._collectives = collectives
         self._kernel = kernel
         self._names = CollectiveNames()
-        self._last_calls: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._last_calls: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
     def reduce(self, op: str, tensors: Sequence[Any], name: str = "") -> list[Any]:
         """Adds up tensors over all workers, or averages them.
@@ -102,10 +102,10 @@ class Operations:
         return self._collectives.num_workers
 
     def register_parameters(
-        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str]
+        self, name: str, specs: Sequence[TensorSpec], state_names: Sequence[str], owner: Any
     ) -> tuple[TensorGroup, list[str]]:
         """As that of Collectives."""
-        return self._collectives.register_parameters(name, specs, state_names)
+        return self._collectives.register_parameters(name, specs, state_names, owner)
 
     def update(self, rule: int, step: Any, updates: Sequence[tuple[str, Any, Any, Any]]) -> list[Any]:
         """As that of ReduceKernel."""
@@ -151,7 +151,9 @@ class Operations:
             return ""
         num_rows, row_elements = int(shape[0]), int(np.prod(shape[1:], dtype=np.int64))
         name = f"{self._names.next()} rows"
-        return self._collectives.key_of_table(name, op, slices.values.dtype.name, num_rows, row_elements)
+        return self._collectives.key_of_table(
+            name, op, slices.values.dtype.name, num_rows, row_elements, self._names.graphs()
+        )
 
     def _gather_slices(self, op: str, slices: Any) -> Any:
         values, indices = self.gather(slices.values), self.gather(slices.indices)
@@ -180,9 +182,8 @@ class Operations:
 
         if ops.inside_function():  # graphs run in orders of their own, in which workers could not register
             full = [tensor for tensor in tensors if tensor.shape.num_elements()]
-            self._collectives.keys_of(
-                name, op, [(each.dtype.name, each.shape.num_elements()) for each in full]
-            )
+            signatures = [(each.dtype.name, each.shape.num_elements()) for each in full]
+            self._collectives.keys_of(name, op, signatures, self._names.graphs())
         results = self._call(reduce, tensors)
         for result, tensor in zip(results, tensors, strict=True):
             result.set_shape(tensor.shape)
@@ -193,7 +194,7 @@ class Operations:
         signatures = [(tensors[i].dtype.name, tensors[i].shape.num_elements()) for i in full]
         results = list(tensors)
         if full:
-            keys = self._collectives.keys_of(name, op, signatures)
+            keys = self._collectives.keys_of(name, op, signatures, self._names.graphs())
             reduced = kernel.reduce([tensors[i] for i in full], keys)
             for i, result in zip(full, reduced, strict=True):
                 results[i] = result
@@ -216,7 +217,7 @@ class Operations:
         if not ops.inside_function():
             return DEFAULT_CHANNEL
         channel = f"{DEFAULT_CHANNEL} {name}"
-        self._collectives.open_channel(channel)
+        self._collectives.open_channel(channel, self._names.graphs())
         return channel
 
     def _call(self, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
@@ -228,12 +229,13 @@ class Operations:
             ]
         graph = ops.get_default_graph()
         # Calls block the threads of TensorFlow: in different orders, workers would wait for each other.
-        with tf.control_dependencies([self._last_calls[graph]] if graph in self._last_calls else []):
+        last = self._last_calls.get(graph)  # its name: the operation itself would keep the graph
+        with tf.control_dependencies([] if last is None else [graph.get_operation_by_name(last)]):
             results = tf.numpy_function(
                 function, list(tensors), [tensor.dtype for tensor in tensors], stateful=True
             )
         results = list(results) if isinstance(results, (list, tuple)) else [results]
-        self._last_calls[graph] = results[0].op
+        self._last_calls[graph] = results[0].op.name
         return results
 
     def _narrowed(self, op: str, reduced: Any, tensor: Any) -> Any:

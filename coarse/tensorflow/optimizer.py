@@ -175,7 +175,7 @@ class OffloadedUpdates:
             for i, variable in enumerate(variables)
         ]
         self._group, self._keys = self._operations.register_parameters(
-            f"optimizer {self._optimizer.name}", specs, self._rule.state_names
+            f"optimizer {self._optimizer.name}", specs, self._rule.state_names, owner=self
         )
 
     def _track_states(self, variables: Sequence[Any]) -> None:

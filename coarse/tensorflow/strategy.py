@@ -123,6 +123,26 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
 
 
 class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unused-ignore]
+    _is_for_updates = False
+
+    @contextlib.contextmanager
+    def reducing_for_updates(self) -> Iterator[None]:
+        """Has nobody differentiate what is reduced, for as long as this is entered.
+
+        TensorFlow keeps what can be, with its whole graph, until the process ends.
+        """
+        self._is_for_updates = True
+        try:
+            yield
+        finally:
+            self._is_for_updates = False
+
+    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """As tf.distribute's."""
+        if self._is_for_updates:
+            return self._strategy.extended._replica_ctx_all_reduce(reduce_op, value, options)
+        return super().all_reduce(reduce_op, value, options)
+
     @property
     def devices(self) -> Any:
         return self._strategy.extended.worker_devices

@@ -154,6 +154,31 @@ TEST_F(AsyncReducers, ANameThatIsUnderWayTakesItsTurn) {
   }
 }
 
+TEST_F(AsyncReducers, ForgetWhatIsNotUnderWay) {
+  std::vector<Bytes> buffers;
+  std::vector<Ends> ends(2);
+  for (std::size_t rank = 0; rank < 2; ++rank)
+    buffers.push_back(contribution(DType::kFloat32, kNumElements, rank, 1));
+  const auto reduce = [&](std::size_t rank) {
+    reducers_[rank]->reduce("tensor0", buffers[rank].data(), buffers[rank].data(), kNumBytes,
+                            ends[rank].expect());
+  };
+  reduce(0);
+  EXPECT_FALSE(reducers_[0]->remove("tensor0"));
+  EXPECT_TRUE(reducers_[1]->remove("tensor1"));
+  reduce(1);
+  for (Ends& each : ends) ASSERT_TRUE(each.wait(1));
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(ends[rank].failure(), "");
+    EXPECT_TRUE(reducers_[rank]->remove("tensor0"));
+    EXPECT_TRUE(reducers_[rank]->remove("tensor0"));
+  }
+  reduce(0);
+  ASSERT_TRUE(ends[0].wait(2));
+  EXPECT_EQ(ends[0].failure(), "no tensor was registered as tensor0");
+  reducers_[0]->add("tensor0", 1, 0, kNumBytes);
+}
+
 TEST_F(AsyncReducers, LibrariesReachThemThroughC) {
   std::vector<Bytes> buffers;
   std::vector<Ends> ends(2);

@@ -176,6 +176,19 @@ TEST_F(TwoTables, AreUsableAfterRowsWereRefused) {
   }
 }
 
+TEST_F(TwoTables, AreForgottenWhenTheyAreNotUnderWay) {
+  End alone, unknown;
+  reduce(0, 1, {{7}, {1, 2, 3}}, alone);
+  EXPECT_FALSE(rows_[0]->remove("table1"));
+  EXPECT_TRUE(rows_[0]->remove("table2"));
+  EXPECT_TRUE(rows_[0]->remove("table2"));
+  reduce(0, 2, {}, unknown);
+  EXPECT_EQ(unknown.wait(), "no table was registered as table2");
+  rows_[0]->add("table2", 2, 0, 1, cluster_.rowsFd(makeTablePlan(2), 0));
+  reducers_[0]->close();
+  EXPECT_EQ(alone.wait(), "the session is closed");
+}
+
 TEST_F(TwoTables, EndWithTheirReducer) {
   const Given rows = randomRows(1, 10);
   End underWay, waiting, late;

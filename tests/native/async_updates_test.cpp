@@ -120,6 +120,24 @@ TEST_F(SharedParameters, MoveByTheMeanAndFromWhereTheFirstWorkerHasThem) {
   }
 }
 
+TEST_F(SharedParameters, AreForgottenWhenTheyAreNotUnderWay) {
+  Values gradient(kNumElements), value(kNumElements);
+  Ends ends;
+  const auto update = [&](std::uint32_t parameter) {
+    updates_[0]->update(nameOf(parameter), gradient.data(), value.data(), value.data(), kNumBytes,
+                        settingsOf(1), ends.expect());
+  };
+  update(0);
+  EXPECT_FALSE(updates_[0]->remove("parameter0"));
+  EXPECT_TRUE(updates_[0]->remove("parameter1"));
+  EXPECT_TRUE(updates_[0]->remove("parameter1"));
+  update(1);
+  EXPECT_EQ(ends.wait(1), "no parameter was registered as parameter1");
+  updates_[0]->add("parameter1", placeOf(0, 1));
+  reducers_[0]->close();
+  EXPECT_EQ(ends.wait(2), "the session is closed");
+}
+
 TEST_F(SharedParameters, AreNotWrittenBeforeAllHaveCopiedTheLastResult) {
   Values gradient(kNumElements), value(kNumElements, 8.F);
   std::vector<Values> updated(2, Values(kNumElements));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import io
 import logging
@@ -702,6 +703,46 @@ def generators_that_end(strategy: Any) -> dict[str, Any]:
     }
 
 
+def models_one_after_another(strategy: Any) -> dict[str, Any]:
+    """A search: models of unlike sizes, which workers give up and collect at different times, and train meanwhile."""
+    x, y = inputs()
+
+    def device_mib() -> float:
+        kib = 0
+        for pid in strategy.session.device_pids:
+            status = Path(f"/proc/{pid}/status").read_text().splitlines()
+            kib += sum(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+        return kib / 1024
+
+    def train(width: int, *, offloaded: bool) -> Any:
+        with strategy.scope(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one worker alone has no memory devices
+            entry = keras.Input((8,))
+            hidden = keras.layers.Dense(width, activation="relu")(entry)
+            model = keras.Model(entry, keras.layers.Dense(1)(hidden))
+            optimizer = keras.optimizers.Adam(1e-4)
+            model.compile(
+                coarse.tensorflow.DistributedOptimizer(optimizer) if offloaded else optimizer, "mse"
+            )
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+        return model
+
+    found: dict[str, Any] = {"digest": ""}
+    for offloaded in (True, False):
+        kept: list[Any] = []
+        seen = []
+        for i in range(8):
+            kept.append(train(60_000 + 500 * i, offloaded=offloaded))
+            kept[-1].fit(x, y, batch_size=BATCH, verbose=0)
+            seen.append(device_mib())
+            found["digest"] += digest(kept[-1])
+            del kept[: -1 if strategy.rank == 0 else -2]
+            if strategy.rank == 0 or i % 2 == 1:
+                gc.collect()
+        found["offloaded" if offloaded else "on workers"] = seen
+    return found
+
+
 class StepOfTheGuide(keras.Model):  # type: ignore[misc,unused-ignore]
     """As in Keras's guide to training steps of one's own."""
 
@@ -896,6 +937,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         offloaded_checkpoints,
         offloaded_and_wrapped,
         offloaded_eagerly_in_mixed_precision,
+        models_one_after_another,
         eager,
         shuffled_and_clipped,
         mixed_precision,

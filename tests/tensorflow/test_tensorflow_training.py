@@ -40,6 +40,7 @@ SCENARIOS = [
     "files_of_callbacks",
     "metrics_of_the_guide",
     "saved_by_all",
+    "models_one_after_another",
 ]
 
 
@@ -139,6 +140,13 @@ def test_metrics_of_a_step_as_in_the_guide_count_all_rows(results):
     for worker in workers:
         for name in ("auc", "precision"):
             assert worker[name] == pytest.approx(alone[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize("optimizer", ["offloaded", "on workers"])
+def test_memory_devices_give_back_what_models_took_that_are_gone(results, optimizer):
+    _, (first, _) = scenario_of(results, "models_one_after_another")  # who knows of the devices
+    mib = first[optimizer]
+    assert max(mib[4:]) < max(mib[:4]) + 6, mib  # each model's gradients take 4.6, with its state 23
 
 
 def test_files_that_all_workers_save_at_once_are_whole(results):

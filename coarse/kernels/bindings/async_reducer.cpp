@@ -80,6 +80,7 @@ void registerAsyncReducer(py::module_& module) {
           py::arg("client"), py::arg("timeout_s"), py::arg("describe"), py::keep_alive<1, 2>())
       .def("add", &AsyncReducer::add, py::arg("key"), py::arg("group"), py::arg("tensor"),
            py::arg("num_bytes"), ReleaseGil())
+      .def("remove", &AsyncReducer::remove, py::arg("key"), ReleaseGil())
       .def("reduce_all", &reduceAll, py::arg("requests"), ReleaseGil())
       .def("close", &AsyncReducer::close, ReleaseGil())
       .def_property_readonly("interface", [](const AsyncReducer& reducer) {

@@ -14,6 +14,7 @@ void registerAsyncRows(py::module_& module) {
            py::keep_alive<1, 3>())
       .def("add", &AsyncRows::add, py::arg("key"), py::arg("group"), py::arg("counter"), py::arg("table"),
            py::arg("rows_fd"), py::call_guard<py::gil_scoped_release>())
+      .def("remove", &AsyncRows::remove, py::arg("key"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("interface", [](const AsyncRows& rows) {
         return reinterpret_cast<std::uintptr_t>(&rows.interface());
       });

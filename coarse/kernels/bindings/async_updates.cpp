@@ -23,6 +23,7 @@ void registerAsyncUpdates(py::module_& module) {
           py::arg("key"), py::arg("group"), py::arg("tensor"), py::arg("num_bytes"), py::arg("parameter"),
           py::arg("settings"), py::arg("writes"), py::arg("copied"), py::arg("num_clients"),
           py::arg("client"), py::call_guard<py::gil_scoped_release>())
+      .def("remove", &AsyncUpdates::remove, py::arg("key"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("interface", [](const AsyncUpdates& updates) {
         return reinterpret_cast<std::uintptr_t>(&updates.interface());
       });

@@ -65,6 +65,15 @@ void AsyncReducer::add(const std::string& key, std::uint32_t group, std::uint32_
     throw std::invalid_argument("there is a tensor of the name " + key + " already");
 }
 
+bool AsyncReducer::remove(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = tensors_.find(key);
+  if (found == tensors_.end()) return true;
+  if (found->second.isUnderWay) return false;
+  tensors_.erase(found);
+  return true;
+}
+
 void AsyncReducer::reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes,
                           Done done, std::uint8_t flags) {
   const Inside inside(numInside_);

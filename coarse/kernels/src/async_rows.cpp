@@ -50,6 +50,16 @@ void AsyncRows::add(const std::string& key, std::uint32_t group, std::uint32_t c
   tables_.emplace(key, std::move(added));
 }
 
+bool AsyncRows::remove(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = tables_.find(key);
+  if (found == tables_.end()) return true;
+  const Table& table = found->second;
+  if (table.isUnderWay || !reducer_.remove(table.counterKey) || !reducer_.remove(table.rowsKey)) return false;
+  tables_.erase(found);
+  return true;
+}
+
 void AsyncRows::reduce(std::string_view key, const std::int64_t* numbers, const void* values,
                        std::uint64_t count, std::size_t valueBytes, Done done) {
   Table* const table = find(key);

@@ -47,6 +47,15 @@ void AsyncUpdates::add(const std::string& key, const Place& place) {
   parameters_[key].place = place;
 }
 
+bool AsyncUpdates::remove(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = parameters_.find(key);
+  if (found == parameters_.end()) return true;
+  if (found->second.isUnderWay || !reducer_.remove(key)) return false;
+  parameters_.erase(found);
+  return true;
+}
+
 void AsyncUpdates::update(std::string_view key, const void* gradient, const void* value, void* updated,
                           std::size_t numBytes, const UpdateSettings& settings, Done done) {
   Parameter* parameter = nullptr;

@@ -49,6 +49,8 @@ class AsyncReducer {
 
   /// Names a registered tensor. @throws std::invalid_argument if the name is taken.
   void add(const std::string& key, std::uint32_t group, std::uint32_t tensor, std::size_t numBytes);
+  /// Forgets a tensor, whose name is free then. @returns whether it is gone: not while it is under way.
+  bool remove(const std::string& key);
   /// Contributes `source`, and has the result written to `destination`, which may be the same.
   /// @param source, destination null for what lies in shared memory already, or stays there.
   /// @param done is called from any thread, maybe before this returns; both buffers stay until then.

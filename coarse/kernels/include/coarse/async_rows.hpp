@@ -48,6 +48,8 @@ class AsyncRows {
   /// if rows can't be mapped.
   void add(const std::string& key, std::uint32_t group, std::uint32_t counter, std::uint32_t table,
            int rowsFd);
+  /// Forgets a table, as AsyncReducer::remove() does a tensor, and unmaps its rows.
+  bool remove(const std::string& key);
   /// Contributes `count` rows, in any order; those that come several times are added up.
   /// @param numbers, values are read before this returns, unless the name is under way: then they stay until
   /// `done`.

@@ -38,7 +38,7 @@ class AsyncUpdates {
   };
   using Done = AsyncReducer::Done;
 
-  /// @param reducer outlives this, as does the memory of all places.
+  /// @param reducer outlives this; the memory of a place stays until it is removed.
   explicit AsyncUpdates(AsyncReducer& reducer);
   AsyncUpdates(const AsyncUpdates&) = delete;
   AsyncUpdates& operator=(const AsyncUpdates&) = delete;
@@ -47,6 +47,8 @@ class AsyncUpdates {
 
   /// Names a parameter. @throws std::invalid_argument if the name is taken.
   void add(const std::string& key, const Place& place);
+  /// Forgets a parameter, as AsyncReducer::remove() does a tensor; nothing refers to its memory any more.
+  bool remove(const std::string& key);
   /// Contributes a gradient, by the mean of which the parameter is updated.
   ///
   /// @param value the parameter as this worker has it: the writer's is what is updated, so that what was
