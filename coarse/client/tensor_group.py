@@ -139,11 +139,6 @@ class TensorGroup:
         return self._slots.address if isinstance(self._slots, GpuBytes) else 0
 
     @property
-    def is_closed(self) -> bool:
-        """Whether it was given up."""
-        return self._slots is None
-
-    @property
     def rows(self) -> RowMemory:
         """This worker's rows of the group's tables, and their means.
 

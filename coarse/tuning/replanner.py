@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.client.pacing import ServedTransfer
@@ -57,7 +57,6 @@ class Replanner:
         dual_sync: "off", "auto", or bytes that go to the memory devices.
         own_path: How the workers reduce the others: "auto" for what is fastest for each size (profiler/own_path.py).
         every_steps: Steps between two looks at the links; 0 for none, -1 for what costs COST_FRACTION of the time.
-        leads: Whether it is this one, of all, that looks at them; the same on every worker.
 
     Raises:
         ValueError: If `dual_sync` is none of these.
@@ -73,7 +72,6 @@ class Replanner:
         dual_sync: str,
         own_path: str,
         every_steps: int,
-        leads: Callable[[Replanner], bool],
     ) -> None:
         self._session = session
         self._number = session.node_workers.index(session.identity.rank)
@@ -82,14 +80,13 @@ class Replanner:
         self._gauge = TrafficGauge()
         self._traffic_since_us = 0.0
         self._num_timed = (0, 0)
-        self.group = group
+        self._group = group
         self._profile = profile
         self._tables = plan.tables
         self._shard_bytes = plan.shard_bytes
         self._dual_sync = parse_mode(dual_sync)
         self._own_path = own_path
         self._every_steps = every_steps
-        self._leads = leads
         self._is_learning = True
         self._num_steps = 0
         self._next_look = 0
@@ -107,35 +104,32 @@ class Replanner:
         self._num_steps += 1
         if self._is_learning:
             self._clock.pulled_all()
-        if max(contributors) < self.group.num_workers:
+        if max(contributors) < self._group.num_workers:
             return  # a worker that has run out of inputs pulls later than the others, who would wait for it here
         if self._is_learning:
             self._is_learning = self._clock.num_steps < TIMED_STEPS
             if not self._is_learning:
                 self._plan_by_first_steps()
-        elif self._is_time_to_look():
+        elif 0 < self._next_look <= self._num_steps:
             self._look_at_links()
 
     def _plan_by_first_steps(self) -> None:
-        self.group.watch(None, self._step_done)  # pushes need no clock any more
+        self._group.watch(None, self._step_done)  # pushes need no clock any more
         if self._dual_sync != OFF:
             self._plan_dual_sync()
-        if self._is_time_to_look():
+        if self._every_steps != 0:
             self._look_at_links()
-
-    def _is_time_to_look(self) -> bool:
-        return self._every_steps != 0 and self._next_look <= self._num_steps and self._leads(self)
 
     # ---- dual synchronisation ----
 
     def _plan_dual_sync(self) -> None:
-        if reason := self.group.cannot_use_own_path():
-            self._decide(f"dual synchronisation: none in {self.group.name}: {reason}")
+        if reason := self._group.cannot_use_own_path():
+            self._decide(f"dual synchronisation: none in {self._group.name}: {reason}")
             return
         forward_s, backward_s, _ = self._first_steps.medians_s()
         order = self._first_steps.order()
-        shard_bytes = self.group.shard_sizes()
-        tensor_of = self.group.tensors_of_shards()
+        shard_bytes = self._group.shard_sizes()
+        tensor_of = self._group.tensors_of_shards()
         pushed_shards = shards_in_order(order, tensor_of)
         is_emulated = self._session.is_emulated
         ready_s = self._first_steps.ready_s(order, backward_s)
@@ -167,9 +161,9 @@ class Replanner:
             chosen = dict.fromkeys(shards, ALL_TO_ALL)
         else:
             collectives = collectives_from_links(emulation.links)
-            sizes = self.group.shard_sizes()
+            sizes = self._group.shard_sizes()
             chosen = {shard: choose_collective(collectives, sizes[shard], self._own_path) for shard in shards}
-        self.group.use_own_path(chosen)
+        self._group.use_own_path(chosen)
         if chosen:
             ways = ", ".join(f"{count} by {name}" for name, count in sorted(Counter(chosen.values()).items()))
             self._decide(f"the workers' own path: {ways}")
@@ -260,7 +254,7 @@ class Replanner:
         return min(max(wanted, _FEWEST_STEPS_APART), MOST_STEPS_APART)
 
     def _shard_histogram(self) -> Mapping[int, int]:
-        return Counter(self.group.shard_sizes())
+        return Counter(self._group.shard_sizes())
 
     def _decide(self, text: str) -> None:
         self.decisions.append(text)

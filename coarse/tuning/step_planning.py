@@ -107,7 +107,8 @@ class StepPlanning:
 
     def _watch_links(self, session: Session, group: TensorGroup) -> None:
         plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
-        looks_at_links = self._follows_links and self._settings.replan_steps != 0
+        is_first = not self._replanners  # one group's steps tell when to look at the links
+        looks_at_links = is_first and self._follows_links and self._settings.replan_steps != 0
         if not (plans_dual_sync or looks_at_links):
             return
         from coarse.tuning.replanner import Replanner
@@ -120,14 +121,8 @@ class StepPlanning:
             dual_sync=self._settings.dual_sync if plans_dual_sync else OFF,
             own_path=self._settings.own_path,
             every_steps=self._settings.replan_steps if looks_at_links else 0,
-            leads=self._leads,
         )
         self._replanners.append(replanner)
-
-    def _leads(self, replanner: Replanner) -> bool:
-        """Whether its group is the first that is still there: one group's steps tell when to look at links."""
-        self._replanners = [each for each in self._replanners if not each.group.is_closed]
-        return self._replanners[0] is replanner
 
     # ---- tensors on GPUs ----
 

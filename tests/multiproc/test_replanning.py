@@ -250,29 +250,6 @@ def test_links_that_stay_as_they_are_leave_routes_alone(job):
     best_of(check)
 
 
-def test_the_first_group_that_is_still_there_tells_when_to_look_at_links(job, monkeypatch):
-    looks = []
-    monkeypatch.setattr(replanner.Replanner, "_look_at_links", lambda self: looks.append(self.group.name))
-
-    def worker(me):
-        with me.join(replan_steps=3, dual_sync="off", **P3) as session:
-            groups = [session.register(name, floats("ab")) for name in ("first", "second")]
-
-            def take_steps(group):
-                for _ in range(LEARNED + 3):
-                    sync(group, range(2), lambda spec: np.zeros(spec.num_elements, np.float32))
-
-            for group in groups:
-                take_steps(group)
-            seen = set(looks)
-            groups[0].close()
-            looks.clear()
-            take_steps(groups[1])
-            return [sorted(seen), sorted(set(looks))]
-
-    assert job.run(2, worker) == [[["first"], ["second"]]] * 2
-
-
 def test_looking_at_links_costs_a_hundredth_of_the_time(job):
     def worker(me):
         with me.join(dual_sync="off", replan_steps=-1, **P3) as session:
