@@ -4,6 +4,8 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+
 namespace coarse {
 
 /// How long a peer's machine may leave everything unanswered.
@@ -33,7 +35,8 @@ inline bool isUnreachable(int fd) noexcept {
   constexpr unsigned kMostUnanswered = 2;  // questions: one may just have been sent
   const bool isWaiting =
       (info.tcpi_unacked > 0 && info.tcpi_retransmits > 0) || info.tcpi_probes > kMostUnanswered;
-  return isWaiting && info.tcpi_last_ack_recv > kMostSilenceMilliseconds;
+  // Data need not carry news of what was received, and counts as an answer all the same.
+  return isWaiting && std::min(info.tcpi_last_ack_recv, info.tcpi_last_data_recv) > kMostSilenceMilliseconds;
 }
 
 }  // namespace coarse
