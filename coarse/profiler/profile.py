@@ -48,6 +48,10 @@ _MAX_DEVICES = 64  # of a session, too
 Value = TypeVar("Value")
 
 
+class ContradictoryFiguresError(ValueError):
+    """Figures of a profile do not go together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PathId:
     """One path of a profile.
@@ -246,7 +250,7 @@ class Profile:
         together = 2 * both.peak_gbytes_per_s
         apart = push.peak_gbytes_per_s + pull.peak_gbytes_per_s
         if together > _BOTH_MARGIN * apart:
-            raise ValueError(
+            raise ContradictoryFiguresError(
                 f"{PathId(kind=BOTH, source=worker, target=device)}: {together:.3g} GB/s at once contradict "
                 f"{push.peak_gbytes_per_s:.3g} GB/s of push and {pull.peak_gbytes_per_s:.3g} GB/s of pull alone"
             )

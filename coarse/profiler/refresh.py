@@ -46,6 +46,7 @@ def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, flo
 
     Raises:
         ValueError: If a path is not one of the profile's, or a time is not above 0.
+        ContradictoryFiguresError: If new times do not go with those of other paths, as on a busy machine.
     """
     unknown = sorted(set(times_us) - set(profile.curves))
     if unknown:

@@ -18,7 +18,7 @@ from coarse.client.pacing import ServedTransfer
 from coarse.profiler.dual_sync import OFF, DualSyncInputs, SyncCosts, parse_mode, plan_dual_sync
 from coarse.profiler.linked import collectives_from_links, sync_costs_from_links
 from coarse.profiler.own_path import ALL_TO_ALL, choose_collective
-from coarse.profiler.profile import BOTH, PathId, Profile
+from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile
 from coarse.profiler.routing import DEFAULT_MARGIN, RoutingTable, is_better, plan_routing
 from coarse.tuning.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
@@ -192,7 +192,11 @@ class Replanner:
         (cost_s,) = self._first_steps.slowest([time.perf_counter() - began])
         self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
         change = largest_change(self._profile, times)
-        self._profile = refresh_profile(self._profile, times)
+        try:
+            self._profile = refresh_profile(self._profile, times)
+        except ContradictoryFiguresError as error:
+            logger.info("links are taken to be as they were: %s", error)
+            return
         if change <= DEFAULT_MARGIN:
             return
         tables = plan_routing(self._profile)

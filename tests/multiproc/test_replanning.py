@@ -11,7 +11,7 @@ from attempts import best_of
 from test_sync import floats, sync
 
 from coarse.bench.trace import compute_until
-from coarse.profiler.profile import BOTH, PathId
+from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId
 from coarse.tuning import replanner
 from coarse.tuning.first_steps import TIMED_STEPS
 from coarse.tuning.measure import time_paths
@@ -248,6 +248,27 @@ def test_links_that_stay_as_they_are_leave_routes_alone(job):
         assert job.run(2, worker) == [[], []]
 
     best_of(check)
+
+
+def test_times_that_contradict_each_other_change_nothing(job, monkeypatch):
+    """As they may where the machine was busy with something else."""
+    looks = []
+
+    def contradict(profile, times):
+        looks.append(times)
+        raise ContradictoryFiguresError("both w0-md0: more at once than alone")
+
+    monkeypatch.setattr(replanner, "refresh_profile", contradict)
+
+    def worker(me):
+        with me.join(dual_sync="off", replan_steps=2, **P3) as session:
+            train(session, LEARNED + 6)
+            return len(looks), [line for line in session.decisions() if line.startswith("step")]
+
+    first, second = job.run(2, worker)
+    assert first == second
+    assert first[0] > 1
+    assert first[1] == []
 
 
 def test_looking_at_links_costs_a_hundredth_of_the_time(job):

@@ -19,7 +19,7 @@ POOLS = {
     "two_node_pool": training_loops(has_rows=False),
     "stand_in_gpu_pool": training_loops(has_rows=False, writes_data=False),
     "stand_in_gpu_with_slots_pool": training_loops(has_rows=False),
-    "nccl_pool": training_loops(has_rows=False),
+    "nccl_pool": training_loops(has_rows=False, writes_data=False),
     "two_node_gpu_slots_pool": training_loops(has_rows=False),
 }
 

@@ -10,7 +10,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.linked import profile_from_links
-from coarse.profiler.profile import BOTH, PathId, Profile
+from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile, rescale_curve
 from coarse.profiler.routing import plan_routing
 
@@ -60,6 +60,11 @@ def test_what_is_no_time_is_refused(times: dict[int, float]) -> None:
 def test_an_unknown_path_is_refused() -> None:
     with pytest.raises(ValueError, match="no such path"):
         refresh_profile(profile_of_p3(), {PathId(kind=BOTH, source=9, target=0): {4096: 1.0}})
+
+
+def test_times_that_contradict_those_of_other_paths_are_refused_by_type() -> None:
+    with pytest.raises(ContradictoryFiguresError, match="at once contradict"):
+        refresh_profile(profile_of_p3(), {PathId(kind=BOTH, source=0, target=0): {1 << 20: 1.0}})
 
 
 def test_a_degraded_link_changes_the_routes_of_its_worker_alone() -> None:
