@@ -142,11 +142,12 @@ def test_metrics_of_a_step_as_in_the_guide_count_all_rows(results):
             assert worker[name] == pytest.approx(alone[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("optimizer", ["offloaded", "on workers"])
-def test_memory_devices_give_back_what_models_took_that_are_gone(results, optimizer):
+@pytest.mark.parametrize(("optimizer", "model_mib"), [("offloaded", 23.0), ("on workers", 4.6)])
+def test_memory_devices_give_back_what_models_took_that_are_gone(results, optimizer, model_mib):
     _, (first, _) = scenario_of(results, "models_one_after_another")  # who knows of the devices
     mib = first[optimizer]
-    assert max(mib[4:]) < max(mib[:4]) + 6, mib  # each model's gradients take 4.6, with its state 23
+    # Four more models come, and how many of those before are there at a time depends on when they are collected.
+    assert max(mib[4:]) < max(mib[:4]) + 2 * model_mib, mib
 
 
 def test_files_that_all_workers_save_at_once_are_whole(results):

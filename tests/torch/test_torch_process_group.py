@@ -202,7 +202,7 @@ def test_a_forward_that_others_do_not_call_is_told_with_what_to_do(job: dict[str
         "model = coarse.torch.DistributedDataParallel(torch.nn.BatchNorm1d(4)).eval()\n"
         "model.session.limit_waits(3.0)\n"
         "if rank == 0: model(torch.ones(2, 4))\n"
-        "time.sleep(60)\n"
+        "time.sleep(10)\n"
     )
     with started([(script, {**job, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
         last = first.communicate(timeout=TIMEOUT_S)[1].strip().splitlines()[-1]
