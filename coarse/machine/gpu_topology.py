@@ -297,7 +297,7 @@ def topology_of(nvml: Any, root: Path) -> GpuTopology:
 
 
 def _bus_id(nvml: Any, handle: Any) -> str:
-    return normal_bus_id(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    return normal_bus_id(nvml.nvmlDeviceGetPciInfo(handle).busId)
 
 
 def _text(answer: str | bytes) -> str:
@@ -351,6 +351,6 @@ def _far_end(nvml: Any, handle: Any, link: int) -> str:
     try:
         if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
             return _SWITCH
-        return normal_bus_id(_text(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+        return normal_bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
     except nvml.NVMLError:
         return _SWITCH

@@ -495,9 +495,7 @@ def read_gpus(root: Path = _ROOT) -> tuple[tuple[Gpu, ...], str]:
 
 
 def _nvml_node(nvml: Any, device: Any, root: Path) -> int | None:
-    bus_id = nvml.nvmlDeviceGetPciInfo(device).busId
-    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id  # by the version of nvidia-ml-py
-    return read_pci_node(normal_bus_id(text), root)
+    return read_pci_node(normal_bus_id(nvml.nvmlDeviceGetPciInfo(device).busId), root)
 
 
 def _nvml_gpus(nvml: Any, root: Path) -> tuple[tuple[Gpu, ...], str]:

@@ -7,13 +7,14 @@ from pathlib import Path
 _ROOT = Path("/")
 
 
-def normal_bus_id(bus_id: str) -> str:
-    """A PCI bus id as sysfs writes it: NVML's domain has eight digits, upper case.
+def normal_bus_id(bus_id: str | bytes) -> str:
+    """A PCI bus id as sysfs writes it: NVML's domain has eight digits, upper case, in bytes by some versions.
 
     Raises:
         ValueError: If it is none.
     """
-    domain, _, rest = bus_id.lower().partition(":")
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
     if not rest:
         raise ValueError(f"{bus_id!r} is no PCI bus id, such as 0000:17:00.0")
     return f"{int(domain, 16):04x}:{rest}"

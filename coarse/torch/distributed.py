@@ -256,6 +256,8 @@ class DistributedDataParallel(Offloading):
 
     def check_parameters(self) -> None:
         """Raises RuntimeError if the module has other parameters than when it was wrapped: none would be averaged."""
+        if self._closed:
+            return
         held = set(self.module.parameters())
         replaced = [name for name, parameter in self._trainable if parameter not in held]
         if replaced:

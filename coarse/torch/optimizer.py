@@ -103,17 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         on_nonfinite: OnNonFinite = "ignore",
         staleness: int = 0,
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
-            raise TypeError(
-                "DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
-                f"{type(model).__name__}{'; give it the one that torch.compile was given' if compiled else ''}"
-            )
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
-            raise TypeError(
-                "DistributedOptimizer takes the place of one of torch's optimizers, not of a "
-                f"{type(optimizer).__name__}"
-            )
+        _check_kinds(optimizer, model)
         policy = GradientPolicy(max_norm=max_grad_norm, on_nonfinite=on_nonfinite)
         if overlap and policy.needs_measures:
             raise ValueError(
@@ -418,6 +408,21 @@ def _called(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def _check_kinds(optimizer: object, model: object) -> None:
+    """Raises TypeError if they are not what a DistributedOptimizer is made of."""
+    if not isinstance(model, DistributedDataParallel):
+        compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
+        raise TypeError(
+            "DistributedOptimizer needs the model as coarse.torch.DistributedDataParallel wrapped it, not a "
+            f"{type(model).__name__}{'; give it the one that torch.compile was given' if compiled else ''}"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+        raise TypeError(
+            "DistributedOptimizer takes the place of one of torch's optimizers, not of a "
+            f"{type(optimizer).__name__}"
+        )
 
 
 def _obstacle(
