@@ -32,6 +32,15 @@ def pytest_configure():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Tells why tests failed that passed when they were run once more; pytest tells that of failures alone."""
+    passed = {report.nodeid for report in terminalreporter.getreports("passed")}
+    for report in terminalreporter.getreports("rerun"):
+        if report.nodeid in passed:
+            terminalreporter.section(f"failed at first: {report.nodeid}")
+            terminalreporter.write_line(report.longreprtext)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
     """A cache folder of the tests' own, so that no profile of this host decides what a test does."""

@@ -59,6 +59,7 @@ class RegisteredGroups:
 
     def register(self, client: Client, schema: GroupSchema, gpu: str, *, is_for_gpu: bool) -> TensorGroup:
         """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
+        _native.cuda_unmap_unused()  # so that memory devices find room that closed models have had
         group, self._next_id = self._next_id, self._next_id + 1
         try:
             for connection in self._connections:

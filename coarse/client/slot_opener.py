@@ -77,7 +77,7 @@ class SlotOpener:
             return gpu_bytes(self._slots), None
         if is_for_gpu:
             self._add(None, None)
-            reached = try_to_reach(self._slots, gpu) if gpu else None
+            reached = try_to_reach(self._slots, gpu, is_own=True) if gpu else None
             return memoryview(b""), None if reached is None else DistantSlots(reached, gpu, is_reached=True)
         slots = self._map_for(gpu)
         view = host_view(self._plan.client_bytes)
@@ -85,7 +85,7 @@ class SlotOpener:
         return memoryview(view), slots  # type: ignore[arg-type,unused-ignore]
 
     def _map_for(self, gpu: str) -> DistantSlots:
-        reached = reach(self._slots, gpu) if gpu else None
+        reached = reach(self._slots, gpu, is_own=True) if gpu else None
         if reached is not None:
             return DistantSlots(reached, gpu, is_reached=True)
         return DistantSlots(import_memory(self._slots), self._slots.gpu, is_reached=False)

@@ -99,39 +99,49 @@ def host_view(num_bytes: int) -> _native.Mapping:
         os.close(fd)
 
 
-def import_memory(segment: Segment, gpu: str = "") -> _native.CudaMemory:
+def import_memory(segment: Segment, gpu: str = "", *, is_own: bool = False) -> _native.CudaMemory:
     """Maps a segment that is memory of GPUs, for one of them to work on.
 
     Args:
         segment: The memory.
         gpu: Another GPU that is to work on it, by UUID; "" for the one where it begins.
+        is_own: Nobody else uses it now, so that it can be tried whether copies arrive there, where this process does
+            not see whose memory it is.
 
     Raises:
         GpuUnavailableError: If this process does not see the GPU that is to work on it.
         _native.CudaError: If CUDA cannot map it, or the GPU cannot reach it.
     """
     # Whoever drops the last tensor over it may have kernels under way that use it.
-    return _native.CudaMemory.import_region(gpu_context(gpu or segment.gpu), segment.region, settles=True)
+    return _native.CudaMemory.import_region(
+        gpu_context(gpu or segment.gpu), segment.region, settles=True, is_own=is_own
+    )
 
 
-def reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
+def reach(segment: Segment, gpu: str, *, is_own: bool = False) -> _native.CudaMemory | None:
     """Maps memory of GPUs for any one to work on; None if that cannot reach it, which is logged.
+
+    Args:
+        segment, gpu, is_own: As for import_memory().
 
     Raises:
         GpuUnavailableError: If it cannot, and this process does not see the GPU where it begins either.
     """
     try:
-        return import_memory(segment, gpu)
+        return import_memory(segment, gpu, is_own=is_own)
     except _native.CudaError as error:
-        _ordinal(segment.gpu)
+        try:
+            _ordinal(segment.gpu)
+        except GpuUnavailableError as unseen:
+            raise GpuUnavailableError(f"{unseen}, for tensors to go through the host: {error}") from error
         _warn_of_distance(gpu, tuple(segment.gpus), str(error))
         return None
 
 
-def try_to_reach(segment: Segment, gpu: str) -> _native.CudaMemory | None:
+def try_to_reach(segment: Segment, gpu: str, *, is_own: bool = False) -> _native.CudaMemory | None:
     """As reach(), of whom nobody needs to know it."""
     try:
-        return import_memory(segment, gpu)
+        return import_memory(segment, gpu, is_own=is_own)
     except _native.CudaError:
         return None
 

@@ -456,6 +456,7 @@ class TensorGroup:
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)
+            _native.cuda_unmap_unused()
 
     def close_gpu_transfers(self) -> None:
         """Ends what is under way on a GPU. Idempotent."""

@@ -44,8 +44,6 @@ class NcclJoin:
         self._on_end = on_end
         self._runner: _native.NcclRunner | None = None
         self._error: Exception | None = None
-        # Whatever the user's is: a call that has not ended yet would be taken for an error.
-        os.environ["NCCL_COMM_BLOCKING"] = "1"
         memory.tensor_memory()  # compiles kernels, here where nobody else does
         threading.Thread(target=self._join, name="coarse-nccl", daemon=True).start()
 

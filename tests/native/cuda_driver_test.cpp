@@ -186,6 +186,33 @@ TEST(CudaPeers, AreTriedNotOnlyAsked) {
              {"cuda:5 cannot reach the memory of cuda:7", "arrive wrong"});
 }
 
+TEST(CudaPeers, ThatAreNotSeenAreTriedOnMemoryOfTheirs) {
+  const test::Variable numGpus("STAND_IN_GPUS", "8");
+  const auto exported = [](int device) {
+    return DeviceMemory::allocate(std::make_shared<Context>(device), 1);
+  };
+  const DeviceMemory good = exported(3), lost = exported(4);
+  const Fd goodFd(good.exportFd()), lostFd(lost.exportFd());
+  Region region{lostFd, 0, lost.numBytes(), deviceUuid(4)};
+  region.rest = {{goodFd, 0, good.numBytes(), deviceUuid(3)}};
+  Region rest{goodFd, 0, good.numBytes(), deviceUuid(3)};
+  auto* const kept = reinterpret_cast<char*>(good.address());
+  std::strcpy(kept, "kept");
+  const test::Variable seen("CUDA_VISIBLE_DEVICES", "2"), loses("STAND_IN_LOSES", "2:4");
+  const auto user = std::make_shared<Context>(0);
+  EXPECT_NO_THROW(requireKeptCopies(DeviceMemory::import(user, rest), rest));
+  EXPECT_STREQ(kept, "kept");
+  {
+    const DeviceMemory memory = DeviceMemory::import(user, region);
+    expectSays(messageOf([&] { requireKeptCopies(memory, region); }),
+               {"copies from cuda:0 to GPU-f4", "arrive wrong", "NCCL_P2P_DISABLE"});
+  }
+  expectSays(messageOf([&] { DeviceMemory::import(user, region); }),
+             {"cuda:0 cannot reach the memory of GPU-f4", "arrive wrong"});
+  EXPECT_EQ(takePeerWarnings().size(), 1U);
+  EXPECT_NO_THROW(DeviceMemory::import(user, rest));
+}
+
 TEST(CudaStream, DoesWhatItIsGivenInOrder) {
   const auto context = std::make_shared<Context>(0);
   const ContextScope scope(*context);

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "coarse/cuda_unused_memory.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 #include "gpu_worker.hpp"
@@ -71,6 +72,20 @@ TEST_F(GpuJob, GoesOnWithoutWaitingForTheGpu) {
   openGate();
   ASSERT_NO_FATAL_FAILURE(first.expectResults({0, 1}, 2, 2));
   ASSERT_NO_FATAL_FAILURE(second.expectResults({0, 1}, 2, 2));
+}
+
+TEST_F(GpuJob, DoesNotWaitForTheGpuToUnmapMemory) {
+  // That would end a capture which another thread has under way.
+  const auto context = std::make_shared<cuda::Context>(0);
+  cuda::leaveUnused(std::make_unique<cuda::DeviceMemory>(cuda::DeviceMemory::allocate(context, 1)));
+  together(2, [&](std::size_t rank) {
+    GpuWorker worker(cluster_, plan_, rank);
+    ASSERT_NO_FATAL_FAILURE(worker.step(1));
+    ASSERT_NO_FATAL_FAILURE(worker.expectResults({0, 1}, 1, 2));
+  });
+  EXPECT_EQ(cuda::numUnused(), 1U);
+  cuda::unmapUnused();
+  EXPECT_EQ(cuda::numUnused(), 0U);
 }
 
 TEST_F(GpuJob, TakesPartWithoutAGradient) {

@@ -244,6 +244,7 @@ struct Given {
 /// What a thread has given since its ncclGroupStart.
 struct Group {
   int depth = 0;
+  CommHandle last = nullptr;
   std::vector<std::pair<StreamHandle, std::unique_ptr<Given>>> waiting;
 };
 thread_local Group group;
@@ -281,6 +282,14 @@ Result give(StreamHandle stream, std::unique_ptr<Given> given) {
   return result;
 }
 
+/// Whether calls return before they are done.
+bool isInBackground() {
+  const char* const text = std::getenv("NCCL_COMM_BLOCKING");
+  return text != nullptr && std::strcmp(text, "0") == 0;
+}
+
+std::atomic<int> numCommunicators{0};
+
 bool mayShareGpu() {
   const char* const text = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   return text != nullptr && std::strcmp(text, "1") == 0;
@@ -307,8 +316,50 @@ Result checkDevices(const Meeting& meeting, int numRanks) {
 }  // namespace
 
 struct ncclComm {
-  std::shared_ptr<Rank> rank;
+  explicit ncclComm(std::shared_ptr<Rank> joined, Result result) : rank(std::move(joined)), failure(result) {
+    ++numCommunicators;
+  }
+  ~ncclComm() { --numCommunicators; }
+
+  std::shared_ptr<Rank> rank;  // null if it could not join
+  Result failure;
+  std::atomic<int> looksLeft{0};  // until the last call is said to be done
 };
+
+/// What a call in the background returns, whose result `result` is told later.
+static Result later(CommHandle comm, Result result) {
+  if (!isInBackground() || comm == nullptr || result != kSuccess) return result;
+  comm->looksLeft = 3;
+  return kInProgress;
+}
+
+/// Joins. @param comm gets the rank's end, if that has worked.
+static Result join(CommHandle* comm, int numRanks, const UniqueIdBytes& id, int rank) {
+  if (numRanks < 1 || numRanks > kMostRanks || rank < 0 || rank >= numRanks)
+    return failed(kInvalidArgument, "rank %d of %d", rank, numRanks);
+  if (shallFail("rank" + std::to_string(rank)))
+    return failed(kSystemError, "Error while creating shared memory segment: No space left on device");
+  int device = 0;
+  if (const Result result = callDriver("cuCtxGetDevice", &device); result != kSuccess) return result;
+  const std::string path(id.bytes, ::strnlen(id.bytes, sizeof(id.bytes)));
+  const SharedMeeting meeting = meetingAt(path);
+  if (meeting == nullptr) return failed(kSystemError, "cannot open %s", path.c_str());
+  int expected = 0;
+  if (!meeting->numRanks.compare_exchange_strong(expected, numRanks) && expected != numRanks)
+    return failed(kInvalidArgument, "%d ranks, %d by another one", numRanks, expected);
+  if (meeting->ranks[rank].isTaken.exchange(1) != 0) return failed(kInvalidArgument, "rank %d twice", rank);
+  meeting->ranks[rank].device = device;
+  if (meeting->numJoined.fetch_add(1) + 1 == numRanks) ::unlink(path.c_str());
+  const auto end = std::chrono::steady_clock::now() + kJoinLimit;
+  waitUntil([&] { return meeting->numJoined == numRanks || std::chrono::steady_clock::now() >= end; });
+  if (meeting->numJoined != numRanks) {
+    ::unlink(path.c_str());
+    return failed(kSystemError, "%d of %d ranks have come", meeting->numJoined.load(), numRanks);
+  }
+  if (const Result result = checkDevices(*meeting, numRanks); result != kSuccess) return result;
+  *comm = new ncclComm(std::make_shared<Rank>(meeting, rank, numRanks), kSuccess);
+  return kSuccess;
+}
 
 extern "C" {
 
@@ -333,39 +384,25 @@ Result ncclGetUniqueId(UniqueIdBytes* id) {
 }
 
 Result ncclCommInitRank(CommHandle* comm, int numRanks, UniqueIdBytes id, int rank) {
-  if (numRanks < 1 || numRanks > kMostRanks || rank < 0 || rank >= numRanks)
-    return failed(kInvalidArgument, "rank %d of %d", rank, numRanks);
-  if (shallFail("rank" + std::to_string(rank)))
-    return failed(kSystemError, "Error while creating shared memory segment: No space left on device");
-  int device = 0;
-  if (const Result result = callDriver("cuCtxGetDevice", &device); result != kSuccess) return result;
-  const std::string path(id.bytes, ::strnlen(id.bytes, sizeof(id.bytes)));
-  const SharedMeeting meeting = meetingAt(path);
-  if (meeting == nullptr) return failed(kSystemError, "cannot open %s", path.c_str());
-  int expected = 0;
-  if (!meeting->numRanks.compare_exchange_strong(expected, numRanks) && expected != numRanks)
-    return failed(kInvalidArgument, "%d ranks, %d by another one", numRanks, expected);
-  if (meeting->ranks[rank].isTaken.exchange(1) != 0) return failed(kInvalidArgument, "rank %d twice", rank);
-  meeting->ranks[rank].device = device;
-  if (meeting->numJoined.fetch_add(1) + 1 == numRanks) ::unlink(path.c_str());
-  const auto end = std::chrono::steady_clock::now() + kJoinLimit;
-  waitUntil([&] { return meeting->numJoined == numRanks || std::chrono::steady_clock::now() >= end; });
-  if (meeting->numJoined != numRanks) {
-    ::unlink(path.c_str());
-    return failed(kSystemError, "%d of %d ranks have come", meeting->numJoined.load(), numRanks);
-  }
-  if (const Result result = checkDevices(*meeting, numRanks); result != kSuccess) return result;
-  *comm = new ncclComm{std::make_shared<Rank>(meeting, rank, numRanks)};
-  return kSuccess;
+  *comm = nullptr;
+  const Result result = join(comm, numRanks, id, rank);
+  if (!isInBackground()) return result;
+  if (*comm == nullptr) *comm = new ncclComm(nullptr, result);
+  return later(*comm, kSuccess);
 }
 
 Result ncclCommAbort(CommHandle comm) {
-  comm->rank->abort();
+  if (comm->rank != nullptr) comm->rank->abort();
   delete comm;
   return kSuccess;
 }
-Result ncclCommGetAsyncError(CommHandle comm, Result* failure) {
-  *failure = comm->rank->failure();
+Result ncclCommGetAsyncError(CommHandle comm, Result* state) {
+  if (comm->looksLeft > 0) {
+    --comm->looksLeft;
+    *state = kInProgress;
+  } else {
+    *state = comm->rank == nullptr ? comm->failure : comm->rank->failure();
+  }
   return kSuccess;
 }
 
@@ -379,8 +416,9 @@ Result ncclAllReduce(const void* send, void* receive, std::size_t count, int typ
   if (from == nullptr || to == nullptr) return failed(kUnhandledCudaError, "%s", "an illegal memory access");
   if (shallFail(comm->rank->nextName())) return failed(kSystemError, "%s", "Cuda failure 2 'out of memory'");
   auto given = std::make_unique<Given>(Given{comm->rank, 0, {from, to, {count, type, op}}});
-  if (group.depth == 0) return give(stream, std::move(given));
+  if (group.depth == 0) return later(comm, give(stream, std::move(given)));
   group.waiting.emplace_back(stream, std::move(given));
+  group.last = comm;
   return kSuccess;
 }
 Result ncclGroupStart() {
@@ -395,7 +433,10 @@ Result ncclGroupEnd() {
     const Result result = give(stream, std::move(given));
     if (first == kSuccess) first = result;
   }
-  return first;
+  return later(std::exchange(group.last, nullptr), first);
 }
+
+/// Not of NCCL: how many communicators this process has.
+int standInCommunicators() { return numCommunicators; }
 
 }  // extern "C"

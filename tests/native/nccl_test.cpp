@@ -20,6 +20,8 @@
 
 #include "fixture.hpp"
 
+extern "C" int standInCommunicators();
+
 namespace coarse::test::nccl_test {
 namespace {
 
@@ -191,7 +193,7 @@ TEST_F(Nccl, RanksThatHaveJoinedLeaveNoFileBehind) {
 TEST_F(Nccl, OperationsOfAGroupAreGivenAtItsEnd) {
   forRanks(2, [&](Rank& rank) {
     std::vector<float> given{1, 2}, sums(2), more{10}, moreSums(1);
-    GroupScope group(library_);
+    GroupScope group(rank.communicator);
     rank.allReduce(given, sums, DType::kFloat32);
     rank.allReduce(more, moreSums, DType::kFloat32);
     rank.stream.synchronize();
@@ -203,19 +205,30 @@ TEST_F(Nccl, OperationsOfAGroupAreGivenAtItsEnd) {
   });
 }
 
-TEST_F(Nccl, OneThreadGivesTheOperationsOfSeveralRanksAsAGroup) {
-  const UniqueId id = library_->makeUniqueId();
-  std::vector<std::unique_ptr<Rank>> ranks(2);
-  together(2, [&](std::size_t i) {
-    ranks[i] = std::make_unique<Rank>(library_, id, static_cast<int>(i), 2, static_cast<int>(i));
+/// As NCCL has it with NCCL_COMM_BLOCKING=0: calls return before they are done, and may fail later.
+class NcclInTheBackground : public Nccl {
+  const Variable isSo_{"NCCL_COMM_BLOCKING", "0"};
+};
+
+TEST_F(NcclInTheBackground, CallsAreWaitedFor) {
+  forRanks(2, [&](Rank& rank) {
+    reducesNumbers<float>(rank, DType::kFloat32);
+    std::vector<float> given{1, 2}, sums(2);
+    GroupScope group(rank.communicator);
+    rank.allReduce(given, sums, DType::kFloat32);
+    group.end();
+    EXPECT_NO_THROW(rank.communicator.check());
+    rank.stream.synchronize();
+    EXPECT_EQ(sums, (std::vector<float>{2, 4}));
   });
-  std::vector<std::vector<int>> numbers{{3}, {4}};
-  {
-    GroupScope group(library_);
-    for (std::size_t i = 0; i < 2; ++i) ranks[i]->allReduce(numbers[i], numbers[i], DType::kInt32);
-  }
-  for (const auto& rank : ranks) rank->stream.synchronize();
-  EXPECT_EQ(numbers, (std::vector<std::vector<int>>{{7}, {7}}));
+}
+
+TEST_F(NcclInTheBackground, ACommunicatorThatFailsToJoinIsGivenBack) {
+  const Variable fails("STAND_IN_NCCL_FAILS", "rank0");
+  const int before = standInCommunicators();
+  expectSays(messageOf<Error>([&] { Rank(library_, library_->makeUniqueId(), 0, 1, 0); }),
+             {"ncclCommInitRank", "No space left", "/dev/shm"});
+  EXPECT_EQ(standInCommunicators(), before);
 }
 
 TEST_F(Nccl, AMaximumIsTheNumberWhereAnotherRankHasNaN) {

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from pathlib import Path
 
-from coarse.client.tensor_bytes import GpuBytes, gpu_uuid, map_tensors
+import pytest
+
+from coarse.client.tensor_bytes import GpuBytes, gpu_uuid, map_tensors, reach
+from coarse.errors import GpuUnavailableError
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.memory.cuda import CudaMemory
@@ -83,4 +88,14 @@ def main() -> None:
     assert count_mapped() == before
 
 
-main()
+def reach_what_is_not_seen() -> None:
+    """Copies that get lost on their way to a GPU that this process does not see are found out, and told."""
+    lost, kept = (CudaMemory(device).allocate("test", 1) for device in (1, 2))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "0", "STAND_IN_LOSES": "0:1"}
+    assert reach(kept, gpu_uuid(0), is_own=True) is not None
+    why = f"does not see; let CUDA_VISIBLE_DEVICES have it.*copies from cuda:0 to {lost.gpu} and back arrive wrong"
+    with pytest.raises(GpuUnavailableError, match=why):
+        reach(lost, gpu_uuid(0), is_own=True)
+
+
+{"map": main, "reach": reach_what_is_not_seen}[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""Ranks that are stopped together lose nothing by it, and forks of them can end."""
+"""Ranks that are stopped together lose nothing by it, forks of them can end, and a group can go at any time."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ def exit_code(pid):
         time.sleep(0.01)
 
 
+def join(memory, rank):
+    """As one of two ranks of one node that watch nobody."""
+    return _native.Collectives(
+        fd=memory,
+        rank=rank,
+        num_ranks=2,
+        buffer_bytes=BUFFER_BYTES,
+        pidfds=[-1, -1],
+        nodes=[0, 0],
+        links=[],
+    )
+
+
 def barrier(group):
     group.run(
         kind=_native.CollectiveKind.BARRIER,
@@ -69,15 +82,7 @@ def test_a_collective_bears_with_a_job_that_is_stopped_for_longer_than_it_may_ta
     (waiting, told), (may_go_on, lets_go_on) = os.pipe(), os.pipe()
 
     def rank(number):
-        group = _native.Collectives(
-            fd=memory,
-            rank=number,
-            num_ranks=2,
-            buffer_bytes=BUFFER_BYTES,
-            pidfds=[-1, -1],
-            nodes=[0, 0],
-            links=[],
-        )
+        group = join(memory, number)
         os.write(told, b"x")
         if number == 1:
             os.read(may_go_on, 1)
@@ -114,4 +119,29 @@ def test_a_fork_drops_a_reducer_whose_thread_it_has_not():
     for reducer in held:
         reducer.close()
     for fd in (segment, doorbells):
+        os.close(fd)
+
+
+def test_a_group_is_dropped_that_still_waits_for_a_message():
+    # The thread that waits tells Python that it gives up, and the interpreter waits for that thread's end.
+    memory = _native.create_sealed_memory("test", _native.group_scratch_bytes(2, BUFFER_BYTES))
+    told, heard = os.pipe()
+
+    def drop():
+        group = join(memory, 0)
+        group.post(
+            is_send=False,
+            peer=1,
+            tag=0,
+            data=0,
+            num_bytes=0,
+            dtype="uint8",
+            timeout=timedelta(seconds=LIMIT_S),
+            done=lambda error, peer: os.write(heard, error.encode()),
+        )
+        del group
+
+    assert exit_code(start(drop)) == 0
+    assert b"closed" in os.read(told, 1000)
+    for fd in (memory, told, heard):
         os.close(fd)

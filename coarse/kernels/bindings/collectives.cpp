@@ -26,14 +26,28 @@ std::vector<int> duplicated(const std::vector<int>& fds) {
   return own;
 }
 
+/// Ends what it has without the interpreter, which threads that end with it may need to tell what became of
+/// messages.
+struct DropWithoutGil {
+  std::shared_ptr<Collectives> dropped;
+
+  void operator()(Collectives*) {
+    // Whoever drops it without the interpreter, or after its end, has nothing to give.
+    if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return dropped.reset();
+    py::gil_scoped_release released;
+    dropped.reset();
+  }
+};
+
 std::shared_ptr<Collectives> makeCollectives(int sealedFd, std::size_t rank, std::size_t numRanks,
                                              std::size_t bufferBytes, std::vector<int> pidfds,
                                              std::vector<std::uint32_t> nodes,
                                              const std::vector<int>& links) {
-  return SharedCollectives::shared(
+  const std::shared_ptr<Collectives> made = SharedCollectives::shared(
       std::make_unique<GroupScratch>(sealedFd, rank, numRanks, bufferBytes, Liveness(std::move(pidfds)),
                                      Placement(std::move(nodes))),
       duplicated(links));
+  return {made.get(), DropWithoutGil{made}};
 }
 
 void run(Collectives& collectives, CollectiveKind kind, const std::string& dtype, ElementType element,

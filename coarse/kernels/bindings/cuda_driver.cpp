@@ -50,9 +50,25 @@ void registerStreams(py::module_& module) {
             event.record(toStream(stream));
           },
           py::arg("stream"))
-      .def("is_done", &cuda::Event::isDone)
-      .def("synchronize", &cuda::Event::synchronize, ReleaseGil())
-      .def("milliseconds_since", &cuda::Event::millisecondsSince, py::arg("start"));
+      .def("is_done",
+           [](const cuda::Event& event) {
+             const cuda::ContextScope scope(*event.context());
+             return event.isDone();
+           })
+      .def(
+          "synchronize",
+          [](const cuda::Event& event) {
+            const cuda::ContextScope scope(*event.context());
+            event.synchronize();
+          },
+          ReleaseGil())
+      .def(
+          "milliseconds_since",
+          [](const cuda::Event& event, const cuda::Event& start) {
+            const cuda::ContextScope scope(*event.context());
+            return event.millisecondsSince(start);
+          },
+          py::arg("start"));
   py::class_<cuda::Stream>(module, "CudaStream")
       .def(py::init([](std::shared_ptr<cuda::Context> context, int priority) {
              return std::make_unique<cuda::Stream>(std::move(context), priority);
@@ -119,7 +135,10 @@ void registerStreams(py::module_& module) {
             stream.synchronize();
           },
           ReleaseGil())
-      .def("is_idle", &cuda::Stream::isIdle);
+      .def("is_idle", [](const cuda::Stream& stream) {
+        const cuda::ContextScope scope(*stream.context());
+        return stream.isIdle();
+      });
 }
 
 void registerMemory(py::module_& module) {
@@ -148,13 +167,15 @@ void registerMemory(py::module_& module) {
           py::arg("context"))
       .def_static(
           "import_region",
-          [](std::shared_ptr<cuda::Context> context, const Region& region, bool settles) {
+          [](std::shared_ptr<cuda::Context> context, const Region& region, bool settles, bool isOwn) {
             cuda::unmapUnused();
             cuda::DeviceMemory memory = cuda::DeviceMemory::import(std::move(context), region);
+            if (isOwn) cuda::requireKeptCopies(memory, region);
             return std::shared_ptr<cuda::DeviceMemory>(new cuda::DeviceMemory(std::move(memory)),
                                                        settles ? &leaveUnused : &unmap);
           },
-          py::arg("context"), py::arg("region"), py::kw_only(), py::arg("settles") = false, ReleaseGil())
+          py::arg("context"), py::arg("region"), py::kw_only(), py::arg("settles") = false,
+          py::arg("is_own") = false, ReleaseGil())
       .def("export_fd", &cuda::DeviceMemory::exportFd)
       .def(
           "dlpack_capsule",

@@ -118,11 +118,11 @@ MemoryHandle importHandle(int fd) {
 }
 
 void requireReach(const Context& user, const Region& region) {
-  const int owner = region.gpu.empty() ? -1 : deviceOf(region.gpu);
-  const std::string obstacle = owner < 0 ? "" : peerObstacle(user.device(), owner);
+  const std::string obstacle = region.gpu.empty() ? "" : peerObstacle(user.device(), region.gpu);
   if (!obstacle.empty()) {
-    throw Error("cuda:" + std::to_string(user.device()) +
-                " cannot reach the memory of cuda:" + std::to_string(owner) + ": " + obstacle);
+    const int owner = deviceOf(region.gpu);
+    throw Error("cuda:" + std::to_string(user.device()) + " cannot reach the memory of " +
+                (owner < 0 ? region.gpu : "cuda:" + std::to_string(owner)) + ": " + obstacle);
   }
   for (const Region& piece : region.rest) requireReach(user, piece);
 }

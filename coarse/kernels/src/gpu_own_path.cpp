@@ -122,7 +122,7 @@ void GpuOwnPath::sumUp(const Bucket& bucket) {
     if (!taken_[run.first].isPresent) stream_.fill(taken_[run.first].address, 0, bytesOf(run));
   }
   const std::lock_guard lock(callMutex_);
-  nccl::GroupScope operations(communicator_->library());
+  nccl::GroupScope operations(*communicator_);
   for (const Run& run : bucket) {
     const Shard& first = plan_.shards[run.first];
     void* const array = cuda::pointerTo(taken_[run.first].address);

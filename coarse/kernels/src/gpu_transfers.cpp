@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "coarse/cuda_pinned_pages.hpp"
-#include "coarse/cuda_unused_memory.hpp"
 
 namespace coarse {
 namespace {
@@ -128,7 +127,6 @@ WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
         "before "
         "the model is wrapped");
   }
-  cuda::unmapUnused();  // of earlier models
   computed_.record(stream);
   pushStream_.wait(computed_);
   return WaitStatus::kDone;
@@ -152,14 +150,15 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
     for (const Piece& piece : each.pieces) bring(piece);
     pushStream_.writeValue(words_.brought(), each.number);
     const auto batch = std::make_shared<const Batch>(std::move(each));
-    unfetched_.push_back(batch);
+    unfetched_.push_back({batch, markBrought()});
     const std::lock_guard lock(mutex_);
     pushed_.push_back(batch);
   }
   hasWork_.notify_one();
   while (!unfetched_.empty() &&
-         hasReached(words_->returned.load(std::memory_order_acquire), unfetched_.front()->number)) {
-    fetch(*unfetched_.front());
+         hasReached(words_->returned.load(std::memory_order_acquire), unfetched_.front().batch->number)) {
+    followPush(std::move(unfetched_.front().brought));
+    fetch(*unfetched_.front().batch);
     unfetched_.pop_front();
   }
   return WaitStatus::kDone;
@@ -168,9 +167,10 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
 WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
   const cuda::ContextScope scope(*context_);
   joinOwn(stream);  // in front of the wait for memory devices, which may hold what comes behind it
-  for (const SharedBatch& batch : unfetched_) {
-    pullStream_.waitValue(words_.returned(), batch->number);
-    fetch(*batch);
+  for (Unfetched& each : unfetched_) {
+    followPush(std::move(each.brought));
+    pullStream_.waitValue(words_.returned(), each.batch->number);
+    fetch(*each.batch);
   }
   unfetched_.clear();
   fetched_.record(pullStream_.handle());
@@ -332,9 +332,27 @@ void GpuTransfers::bring(const Piece& piece) {
   }
 }
 
+GpuTransfers::SomeEvent GpuTransfers::markBrought() {
+  SomeEvent event;
+  if (idleEvents_.empty()) {
+    event = std::make_unique<cuda::Event>(context_);
+  } else {
+    event = std::move(idleEvents_.back());
+    idleEvents_.pop_back();
+  }
+  event->record(pushStream_.handle());
+  return event;
+}
+
+/// Has what is given to the pull stream come behind a batch on its way to the slots, where that may still be
+/// when streams are let go before their time. By an event: CUDA knows nothing of an order that words alone
+/// make.
+void GpuTransfers::followPush(SomeEvent brought) {
+  pullStream_.wait(*brought);
+  idleEvents_.push_back(std::move(brought));
+}
+
 void GpuTransfers::fetch(const Batch& batch) {
-  // Where streams are let go before their time, what is read may still be on its way to the slots.
-  pullStream_.waitValue(words_.brought(), batch.number);
   for (const Piece& piece : batch.pieces) {
     if (piece.destination == 0) continue;
     const MappedMemory& memory = *piece.resultMemory;

@@ -3,10 +3,15 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 namespace coarse::nccl {
 namespace {
+
+// Between two looks at a call that NCCL does in the background.
+constexpr std::chrono::microseconds kLook{50};
 
 constexpr const char* kInstall =
     "pip install 'coarse[nccl]' brings it (for drivers of CUDA 13: pip install nvidia-nccl-cu13)";
@@ -121,8 +126,12 @@ Communicator::Communicator(SharedLibrary library, const UniqueId& id, int rank, 
                                 " for NCCL: expected 0 <= rank < numRanks");
   }
   const cuda::ContextScope scope(*context_);
-  library_->check(library_->api().ncclCommInitRank(&handle_, numRanks, id.id(), rank),
-                  described("ncclCommInitRank"));
+  try {
+    settle(library_->api().ncclCommInitRank(&handle_, numRanks, id.id(), rank), "ncclCommInitRank");
+  } catch (const Error&) {
+    abort();
+    throw;
+  }
 }
 
 Communicator::~Communicator() {
@@ -139,16 +148,29 @@ void Communicator::allReduce(const void* send, void* receive, std::size_t count,
     const std::lock_guard lock(mutex_);
     handle = usableHandle();
   }
-  library_->check(library_->api().ncclAllReduce(send, receive, count, type, operation, handle, stream),
-                  described("ncclAllReduce"));
+  settle(library_->api().ncclAllReduce(send, receive, count, type, operation, handle, stream),
+         "ncclAllReduce");
 }
 
 void Communicator::check() const {
+  const Result state = asyncState();
+  if (state != kInProgress) library_->check(state, described("an operation of the communicator"));
+}
+
+void Communicator::settle(Result result, const char* call) const {
+  while (result == kInProgress) {
+    std::this_thread::sleep_for(kLook);
+    result = asyncState();
+  }
+  library_->check(result, described(call));
+}
+
+Result Communicator::asyncState() const {
   const std::lock_guard lock(mutex_);  // so that abort() leaves the handle until NCCL has answered
-  Result failure = kSuccess;
-  library_->check(library_->api().ncclCommGetAsyncError(usableHandle(), &failure),
+  Result state = kSuccess;
+  library_->check(library_->api().ncclCommGetAsyncError(usableHandle(), &state),
                   described("ncclCommGetAsyncError"));
-  library_->check(failure, described("an operation of the communicator"));
+  return state;
 }
 
 void Communicator::abort() noexcept {
@@ -177,18 +199,18 @@ CommHandle Communicator::usableHandle() const {
   return handle_;
 }
 
-GroupScope::GroupScope(SharedLibrary library) : library_(std::move(library)) {
-  library_->check(library_->api().ncclGroupStart(), "ncclGroupStart");
+GroupScope::GroupScope(const Communicator& communicator)
+    : communicator_(communicator), api_(communicator.library()->api()) {
+  communicator.library()->check(api_.ncclGroupStart(), "ncclGroupStart");
   isOpen_ = true;
 }
 
 GroupScope::~GroupScope() {
-  if (isOpen_) library_->api().ncclGroupEnd();
+  if (isOpen_) api_.ncclGroupEnd();
 }
 
 void GroupScope::end() {
-  if (!std::exchange(isOpen_, false)) return;
-  library_->check(library_->api().ncclGroupEnd(), "ncclGroupEnd");
+  if (std::exchange(isOpen_, false)) communicator_.settle(api_.ncclGroupEnd(), "ncclGroupEnd");
 }
 
 }  // namespace coarse::nccl

@@ -126,7 +126,7 @@ std::vector<RingStep> NcclRunner::takeRound(std::deque<RingStep>& pieces) const 
 /// Has the stream add up pieces, first here, then over all devices, and finish them.
 void NcclRunner::addUp(const std::vector<RingStep>& round) {
   std::vector<RingStep> before, after;
-  nccl::GroupScope operations(communicator_->library());
+  nccl::GroupScope operations(*communicator_);
   for (const RingStep& piece : round) {
     const bool isInPlace = isReadyAsSum(piece);
     std::byte* const sum = isInPlace ? piece.outputs[0] : piece.sent;

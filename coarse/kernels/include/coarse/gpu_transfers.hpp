@@ -133,6 +133,12 @@ class GpuTransfers {
     std::vector<Piece> pieces;
   };
   using SharedBatch = std::shared_ptr<const Batch>;
+  using SomeEvent = std::unique_ptr<cuda::Event>;
+  /// A batch whose results no stream has been told to copy, and the event that marks it as brought.
+  struct Unfetched {
+    SharedBatch batch;
+    SomeEvent brought;
+  };
   /// What NCCL is to do in a step.
   struct OwnStep {
     std::uint32_t number = 0;     // from 1, wraps around
@@ -174,6 +180,8 @@ class GpuTransfers {
   void joinOwn(cuda::StreamHandle stream);
   Piece pieceOf(const GpuTensor& tensor, std::uint32_t firstShard, const ShardRange& shards) const;
   void bring(const Piece& piece);
+  SomeEvent markBrought();
+  void followPush(SomeEvent brought);
   void fetch(const Batch& batch);
 
   // In the thread.
@@ -197,10 +205,11 @@ class GpuTransfers {
   PinnedWords words_;
   cuda::Stream pushStream_, pullStream_;
   cuda::Event computed_, fetched_;
-  std::deque<SharedBatch> unfetched_;  // whose results no stream has been told to copy
-  std::size_t stepBytes_ = 0;          // of all tensors
-  std::size_t leftBytes_ = 0;          // of those that were not pushed in this step
-  cuda::DeviceAddress ownSlots_ = 0;   // where this GPU sees its slots
+  std::deque<Unfetched> unfetched_;
+  std::vector<SomeEvent> idleEvents_;
+  std::size_t stepBytes_ = 0;         // of all tensors
+  std::size_t leftBytes_ = 0;         // of those that were not pushed in this step
+  cuda::DeviceAddress ownSlots_ = 0;  // where this GPU sees its slots
   std::uint32_t numOwnSteps_ = 0;
 
   mutable std::mutex mutex_;  // guards what follows, up to the next comment

@@ -112,9 +112,14 @@ class Communicator {
   /// Ends what is under way, whose results are then arbitrary, and whatever waits for a peer; other ranks are
   /// told nothing. A call on another thread ends with an Error. Again: nothing.
   void abort() noexcept;
+  /// Waits for a call's end where NCCL does it in the background (NCCL_COMM_BLOCKING=0).
+  /// @param result what the call has returned. @throws Error if it fails, or after abort().
+  void settle(Result result, const char* call) const;
 
  private:
   std::string described(const char* call) const;
+  /// Of the last call, and the operations before it: kInProgress, or how they ended.
+  Result asyncState() const;
   /// @pre mutex_ is held. @throws Error once this was aborted.
   CommHandle usableHandle() const;
 
@@ -126,11 +131,12 @@ class Communicator {
   CommHandle handle_ = nullptr;  // guarded by mutex_; nullptr once it was aborted
 };
 
-/// Holds the operations that this thread gives until end(), and gives them to NCCL as one: fewer launches,
-/// and one thread may give those of several ranks without waiting in the first of them.
+/// Holds the operations that this thread gives a communicator until end(), and gives them to NCCL as one,
+/// which takes fewer launches.
 class GroupScope {
  public:
-  explicit GroupScope(SharedLibrary library);
+  /// @param communicator must outlive this.
+  explicit GroupScope(const Communicator& communicator);
   GroupScope(const GroupScope&) = delete;
   GroupScope& operator=(const GroupScope&) = delete;
   /// Ends the group if end() has not: NCCL has no way to take back what was given.
@@ -140,7 +146,8 @@ class GroupScope {
   void end();
 
  private:
-  SharedLibrary library_;
+  const Communicator& communicator_;
+  const Api& api_;
   bool isOpen_ = false;
 };
 
