@@ -18,10 +18,11 @@ from typing import Any
 
 from coarse.bench.record import EMULATED, Provenance, append_records
 from coarse.client.link_probes import Probe
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.kernels._native import ProbeKind
 from coarse.machine.links import LinkTable
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 NUM_WORKERS = 2

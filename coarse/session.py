@@ -21,7 +21,7 @@ from coarse.client.parameter_storage import StorageSnapshot
 from coarse.client.solo import SoloClient, SoloTensorGroup
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
-from coarse.env import Attempt, Settings, WorkerIdentity
+from coarse.env import Attempt, WorkerIdentity
 from coarse.errors import SessionClosedError
 from coarse.failpoints import Failpoints, parse_failpoints
 from coarse.kernels import _native
@@ -35,6 +35,7 @@ from coarse.proxy.node_links import try_address_of_this_node
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
+from coarse.settings import Settings
 from coarse.store import Store
 from coarse.tuning.step_planning import StepPlanning
 

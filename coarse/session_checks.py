@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coarse.env import Settings
 from coarse.errors import RendezvousError
 from coarse.schema import ITEM_BYTES, TensorSpec
+from coarse.settings import Settings
 
 
 def check_specs(name: str, specs: Sequence[TensorSpec]) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 LIMIT_S = 120.0

@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from coarse.env import Settings
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.profile import BOTH, PULL, PUSH, Profile, as_json, from_json
 from coarse.profiler.routing import RoutingTable
+from coarse.settings import Settings
 from coarse.tuning.measure import MeasurePlan, measure_profile
 from experiments.crew import Crew, Seat
 

@@ -188,9 +188,10 @@ class CoarseSession:
 
     def join(self) -> int:
         """Joins the session with the settings of the environment, overruled by the job's options."""
-        from coarse.env import Settings, WorkerIdentity
+        from coarse.env import WorkerIdentity
         from coarse.machine.memory_name import parse_memory_devices
         from coarse.session import Session
+        from coarse.settings import Settings
         from coarse.store import DirectoryStore
 
         rank, num_workers = self._job.rank, self._job.num_workers

@@ -30,7 +30,7 @@ class Scheme:
     """One way of synchronising a step.
 
     Args:
-        settings: Fields of coarse.env.Settings that it sets.
+        settings: Fields of coarse.settings.Settings that it sets.
         is_pipelined: Whether a tensor is pushed as soon as it is ready. Otherwise first-in-first-out: its push waits
             for the pull of the tensor before it (paper, Fig 9).
         what: In words.

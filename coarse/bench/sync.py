@@ -12,8 +12,8 @@ from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.memory import available_bytes
 from coarse.bench.record import SyncRecord
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
-from coarse.env import Settings
 from coarse.machine.memory_name import parse_memory_devices
+from coarse.settings import Settings
 
 PEERS = ("gloo", "mpich", "openmpi", "horovod")
 COARSE_SYSTEMS = ("coarse", "coarse-unregistered")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from coarse.cli.arguments import file_to_write, folder_to_write, num_workers, seconds
-from coarse.env import ALGORITHM_CHOICES, Settings, parse_bytes
+from coarse.settings import ALGORITHM_CHOICES, Settings, parse_bytes
 
 if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --help`
     from rich.console import Console

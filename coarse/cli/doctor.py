@@ -16,7 +16,7 @@ from importlib import metadata
 from coarse import __version__
 from coarse.cli.failure import signal_name
 from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
-from coarse.env import Settings, own_process_environment
+from coarse.env import own_process_environment
 from coarse.errors import SettingsError
 from coarse.machine.host import (
     Cpu,
@@ -29,6 +29,7 @@ from coarse.machine.host import (
     NumaNode,
     read_host,
 )
+from coarse.settings import Settings
 
 GOOD, NOTE, FAILED = "ok", "note", "failed"
 """Status of a finding. Only a failed one makes the exit code 1; a note is something that can be improved."""

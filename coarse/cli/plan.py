@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.cli.arguments import file_to_write
-from coarse.env import Settings
+from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.bench.trace import ComputeTrace

@@ -232,9 +232,9 @@ def _scope(arguments: argparse.Namespace) -> Scope:
     Raises:
         ValueError: If they make no sense.
     """
-    from coarse.env import Settings
     from coarse.machine.emulation import choose_emulation
     from coarse.machine.partition_table import PartitionTable, choose_partition_table
+    from coarse.settings import Settings
 
     settings = Settings.from_environment()
     machine = settings.machine if arguments.machine is None else arguments.machine

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from coarse.cli.arguments import num_workers, seconds, whole_number
-from coarse.env import ALGORITHM_CHOICES, ROUTING_CHOICES, SCHEDULING_CHOICES, Settings
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
+from coarse.settings import Settings, declarations
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -38,65 +38,6 @@ _STREAMS = _REDIRECTED_STREAMS["3"]
 
 
 _DEVICE_VARIABLES = ("COARSE_MEMORY_DEVICES", "COARSE_PARTITION_TABLE")
-
-_SESSION_FLAGS = (
-    (
-        "--memory-devices",
-        "COARSE_MEMORY_DEVICES",
-        "how many on this node, 0 for one per worker; or the memory of each: host,numa:2,dax:/dev/dax0.0,cuda:0",
-    ),
-    ("--partition-table", "COARSE_PARTITION_TABLE", "TOML file: which memory device serves which workers"),
-    ("--sync-cores", "COARSE_SYNC_CORES", "sync cores of each memory device, 0 for a share of the cores"),
-    ("--shard-bytes", "COARSE_SHARD_BYTES", "smallest shard, such as 256KiB"),
-    ("--gather-bytes", "COARSE_GATHER_BYTES", "largest tensor that one sync core gathers"),
-    ("--routing-threshold-bytes", "COARSE_ROUTING_THRESHOLD_BYTES", "smallest shard for the widest link"),
-    ("--algorithm", "COARSE_ALGORITHM", "how sync cores reduce: " + ", ".join(ALGORITHM_CHOICES)),
-    ("--scheduling", "COARSE_SCHEDULING", "which shard comes next: " + ", ".join(SCHEDULING_CHOICES)),
-    (
-        "--profile",
-        "COARSE_PROFILE",
-        "of the links: off, cached, auto, refresh or a file that `coarse profile` wrote",
-    ),
-    ("--routing", "COARSE_ROUTING", "which memory device takes a shard: " + ", ".join(ROUTING_CHOICES)),
-    ("--machine", "COARSE_MACHINE", "emulate the links of this machine, a name or a TOML file"),
-    ("--time-dilation", "COARSE_TIME_DILATION", "how many times slower than the machine emulated links are"),
-    ("--snapshot-pool-bytes", "COARSE_SNAPSHOT_POOL_BYTES", "most memory of old versions for snapshots"),
-    ("--timeout", "COARSE_TIMEOUT_S", "seconds after which a wait is an error"),
-    ("--transfer-log", "COARSE_TRANSFER_LOG", "transfers that an emulated session writes down"),
-    (
-        "--dual-sync",
-        "COARSE_DUAL_SYNC",
-        "what the workers reduce themselves: off, auto, or bytes for memory devices",
-    ),
-    ("--torch-backend", "COARSE_TORCH_BACKEND", 'of init_process_group("coarse"): auto, native or python'),
-    ("--own-path", "COARSE_OWN_PATH", "how workers reduce themselves: auto, ring, all-gather or all-to-all"),
-    (
-        "--gpu-transfers",
-        "COARSE_GPU_TRANSFERS",
-        "gradients on a GPU: auto, wait to have backward wait for averages, or off to have the processor copy them",
-    ),
-    (
-        "--replan-steps",
-        "COARSE_REPLAN_STEPS",
-        "steps between looks at the links, 0 for none, -1 for a hundredth of the time",
-    ),
-    (
-        "--keep-devices",
-        "COARSE_KEEP_DEVICES",
-        "seconds for which memory devices outlive workers that crash, for --max-restarts",
-    ),
-    (
-        "--replicas",
-        "COARSE_REPLICAS",
-        "1 keeps each memory device's parameters and optimizer state at its neighbour too, so that a job goes on "
-        "without a checkpoint if a device is lost (default: 0); with --keep-devices and --max-restarts",
-    ),
-    ("--heartbeat", "COARSE_HEARTBEAT_S", "seconds for which a memory device may stand still, 0 for ever"),
-    ("--failpoints", "COARSE_FAILPOINTS", "faults to inject, for tests"),
-    ("--node", "COARSE_NODE", "name of this node, to try several on one machine"),
-    ("--node-address", "COARSE_NODE_ADDRESS", "address of this node that others can reach (default: found)"),
-    ("--spin-us", "COARSE_SPIN_US", "microseconds that an idle sync core looks for work before it sleeps"),
-)
 
 
 class UsageError(CoarseError):
@@ -191,9 +132,10 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_session_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("session", "each sets the variable that it names, for all workers")
-    for flag, variable, text in _SESSION_FLAGS:
-        metavar = variable.removeprefix("COARSE_")
-        group.add_argument(flag, dest=variable, metavar=metavar, help=f"{text} ({variable})")
+    for each in declarations():
+        default = f"default: {each.default_text}; " if each.default_text else ""
+        text = f"{each.summary} ({default}{each.variable})"
+        group.add_argument(each.flag, dest=each.variable, metavar=each.name.upper(), help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from coarse.schema import TensorSpec
 if TYPE_CHECKING:
     from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
-    from coarse.env import Settings
+    from coarse.settings import Settings
 
 logger = logging.getLogger(__name__)
 

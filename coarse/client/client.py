@@ -21,7 +21,6 @@ from coarse.client.questions import Questions
 from coarse.client.registered_groups import RegisteredGroups
 from coarse.client.stored_value import StoredValue
 from coarse.client.tensor_group import TensorGroup
-from coarse.env import Settings
 from coarse.errors import (
     CoarseError,
     ForkedSessionError,
@@ -44,6 +43,7 @@ from coarse.proxy.registration import (
     GroupSchema,
 )
 from coarse.schema import TensorSpec
+from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import, and needed between GPUs only
     from coarse.client.algorithm_choice import AlgorithmChoice

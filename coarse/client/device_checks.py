@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from coarse.env import Settings
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
 from coarse.profiler.start import AUTO, CACHED, OFF
 from coarse.proxy.algorithms import NCCL, check_nccl
 from coarse.proxy.memory import require_compiler, try_memory
+from coarse.settings import Settings
 
 _GPU_LINKS = "links to GPUs are measured when tensors are first registered; until then routes are local"
 

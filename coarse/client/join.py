@@ -17,7 +17,7 @@ from coarse.client.device_checks import cannot_profile, check_devices
 from coarse.client.kept_devices import Keeping, find_kept_devices, introducer, read_token
 from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
 from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
@@ -30,6 +30,7 @@ from coarse.proxy.memory import try_memory
 from coarse.proxy.node_links import link_nodes
 from coarse.proxy.socket_directory import socket_path
 from coarse.rendezvous import NodeMap, PeerWatch
+from coarse.settings import Settings
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)

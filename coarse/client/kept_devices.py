@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.client.connection import DeviceConnection, collect_replies
-from coarse.env import Attempt, Settings
+from coarse.env import Attempt
 from coarse.errors import MemoryDeviceLostError, RendezvousError
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.kept_directory import KeptDevices, require_private_root, session_directory
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import PeerWatch
+from coarse.settings import Settings
 
 logger = logging.getLogger(__name__)
 

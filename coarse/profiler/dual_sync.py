@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.env import parse_bytes
 from coarse.profiler.profile import DEVICES, WORKERS
+from coarse.settings import parse_bytes
 
 if TYPE_CHECKING:
     from coarse.profiler.curve import Curve

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from coarse.profiler.routing import RoutingTable, with_threshold
 
 if TYPE_CHECKING:  # what these import is slow, and needed with a profile only
-    from coarse.env import Settings
     from coarse.machine.links import LinkTable
     from coarse.profiler.profile import Profile
+    from coarse.settings import Settings
 
 DEFAULT_SHARD_BYTES = 256 << 10
 """Where memory devices share the host's memory: enough shards for sync cores to balance, few enough to wake seldom.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from coarse.errors import ProfileError
 
 if TYPE_CHECKING:  # slow to import, and needed where there is a profile only
-    from coarse.env import Settings
     from coarse.profiler.profile import Profile, ProfileKey
+    from coarse.settings import Settings
 
 logger = logging.getLogger(__name__)
 

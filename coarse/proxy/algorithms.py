@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from itertools import combinations, pairwise
 
-from coarse.env import Settings
 from coarse.kernels import _native
 from coarse.kernels.nccl import describe, find_nccl
 from coarse.machine.partition_table import PartitionTable
+from coarse.settings import Settings
 
 DIRECT, RING, EXCHANGE, NCCL = "direct", "ring", "exchange", "nccl"
 

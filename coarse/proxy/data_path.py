@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from coarse.env import SCHEDULING_CHOICES
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
@@ -21,6 +20,7 @@ from coarse.proxy.job import (
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
 from coarse.proxy.paced_links import PacedLinks, write_link_table
+from coarse.settings import SCHEDULING_CHOICES
 
 
 class DataPath:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coarse.env import Settings, own_process_environment
+from coarse.env import own_process_environment
 from coarse.machine.emulation import Emulation
 from coarse.machine.host import count_granted_cores
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -27,6 +27,7 @@ from coarse.proxy.node_links import NodeLinks
 from coarse.proxy.socket_directory import TOKEN_FILE, short_address, socket_path
 from coarse.rendezvous import NodeMap
 from coarse.scratch import Scratch
+from coarse.settings import Settings
 
 _BACKLOG = 256
 _MOST_DEFAULT_SYNC_CORES = 4

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from coarse.env import Settings, master_address
+from coarse.env import master_address
 from coarse.errors import RendezvousError
 from coarse.rendezvous import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
+from coarse.settings import Settings
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)

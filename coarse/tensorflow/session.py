@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.launch import Launch
 from coarse.rendezvous import WorkerAddress, gather_workers
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.socket_store import Address, PrefixStore, SocketStore, StoreServer
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
+from coarse.settings import Settings
 from coarse.torch.meeting import fresh_part
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.rendezvous import host_identity
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.torch.meeting import fresh_part
 from coarse.torch.store import TorchStore, store_of_group
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import functools
 import importlib.util
 import pkgutil
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from coarse.cli.main import COMMANDS, build_parser
-from coarse.env import Settings
+from coarse.settings import declarations
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -124,7 +123,8 @@ def test_settings_exist(document: Path) -> None:
 @functools.cache
 def variables_read() -> set[str]:
     sources = [path for folder in SOURCES for path in (ROOT / folder).glob("**/*") if path.suffix in SUFFIXES]
-    return {name for path in [*sources, ROOT / "setup.py"] for name in VARIABLE.findall(path.read_text())}
+    spelt = {name for path in [*sources, ROOT / "setup.py"] for name in VARIABLE.findall(path.read_text())}
+    return spelt | {each.variable for each in declarations()}
 
 
 @each_document
@@ -148,10 +148,7 @@ def test_settings_are_documented_with_flag_and_default() -> None:
         (ROOT / "docs" / "settings.md").read_text(),
         re.MULTILINE,
     )
-    fields = {f"COARSE_{each.name.upper()}": each for each in dataclasses.fields(Settings)}
-    assert {name for name, _, _ in rows} == set(fields) - {"COARSE_FAILPOINTS"}  # for tests
+    declared = {each.variable: each for each in declarations() if each.name != "failpoints"}  # for tests
+    assert rows == [(name, declared[name].flag, declared[name].default_text) for name, _, _ in rows]
+    assert {name for name, _, _ in rows} == set(declared)
     assert {flag for _, flag, _ in rows} <= options_of(["run"])
-    for name, _, default in rows:
-        assert (
-            default == f"{fields[name].default:{'g' if isinstance(fields[name].default, float) else ''}}"
-        ), name

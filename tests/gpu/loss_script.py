@@ -13,10 +13,11 @@ import sys
 
 import numpy as np
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.schema import TensorSpec
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 LENGTH = 100_000

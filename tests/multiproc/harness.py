@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 LIMIT_S = 90.0

@@ -13,10 +13,11 @@ from harness import LIMIT_S
 from coarse.client.tensor_bytes import GpuBytes, gpu_context
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
-from coarse.env import Attempt, Settings
+from coarse.env import Attempt
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.session import Session
+from coarse.settings import Settings
 
 STATES = ("exp_avg", "exp_avg_sq")
 LENGTHS = (70_001, 33, 40_000, 5)  # several shards of 64 KiB, and two that are gathered

@@ -178,8 +178,8 @@ def test_a_session_of_one_worker_has_nothing_to_decide(job):
 
 def test_finding_a_kept_profile_is_fast(job):
     """Under 50 ms; what it costs is waited for in parallel with the start of the memory devices."""
-    from coarse.env import Settings
     from coarse.profiler.start import find_profile
+    from coarse.settings import Settings
 
     remote_profile().save(cache_path(key_here()))
     took_s = []

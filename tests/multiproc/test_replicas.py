@@ -11,9 +11,9 @@ import pytest
 from harness import LIMIT_S, job_of_test
 from kept_training import STEPS, WORKERS, finish, join, register, take_step, train
 
-from coarse.env import Settings
 from coarse.errors import MemoryDeviceLostError
 from coarse.proxy.kept_directory import KeptDevices, session_directory
+from coarse.settings import Settings
 
 REPLICATED = {"replicas": 1}
 

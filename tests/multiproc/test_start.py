@@ -14,9 +14,10 @@ from harness import PROMPT_S, Worker
 
 from coarse import rendezvous
 from coarse.client import join
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.proxy import launch
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.store import DirectoryStore
 
 SHORT_S = 1.0

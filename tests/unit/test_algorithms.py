@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from coarse.client.algorithm_choice import AlgorithmChoice, Way
-from coarse.env import Settings
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.routing import RoutingTable
 from coarse.proxy import algorithms
+from coarse.settings import Settings
 
 
 def table(*memories):

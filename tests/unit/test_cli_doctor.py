@@ -12,8 +12,8 @@ import pytest
 
 from coarse.cli import doctor
 from coarse.cli.sync_probe import SyncLatency, SyncProbeError
-from coarse.env import Settings
 from coarse.machine.host import Cpu, DaxDevice, Gpu, Limit, Memory, MemoryAccess, NumaNode, read_host
+from coarse.settings import Settings
 
 MEMORY = Memory(
     total_bytes=64 << 30,

@@ -13,7 +13,7 @@ import pytest
 from coarse.cli.main import build_parser
 from coarse.cli.run import UsageError, command_of, environments_of, threads_per_worker
 from coarse.cli.supervisor import JobPlan
-from coarse.env import Settings
+from coarse.settings import Settings
 
 TWO_NODES = ("--nnodes", "2", "--master-addr", "10.0.0.1", "--master-port", "1234")
 
@@ -159,7 +159,7 @@ def test_memory_of_a_gpu_whose_kernels_nothing_compiles_is_refused_before_anythi
 
 def test_looking_at_gpus_makes_no_context_in_the_launcher(cuda_stand_ins):
     code = (
-        "from coarse.client.device_checks import check_node; from coarse.env import Settings; "
+        "from coarse.client.device_checks import check_node; from coarse.settings import Settings; "
         "from coarse.kernels import _native; "
         "check_node(Settings.from_environment(), num_workers=2, num_nodes=1); print('checked'); "
         "_native.CudaContext(0)"

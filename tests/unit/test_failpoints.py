@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from coarse.env import Settings
 from coarse.failpoints import Failpoints, parse_failpoints
+from coarse.settings import Settings
 
 
 def is_met(text, place, **numbers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.env import Settings
 from coarse.machine.firmware_links import firmware_links
 from coarse.machine.host import MemoryAccess, NumaNode
 from coarse.machine.memory_name import parse_memory_devices
@@ -12,6 +11,7 @@ from coarse.machine.partition_table import choose_partition_table
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES, plan_links
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import DEVICES, PULL, PUSH, SIMULATED, WORKERS
+from coarse.settings import Settings
 
 NEAR = MemoryAccess(read_latency_ns=100, write_latency_ns=90, read_gbytes_per_s=200, write_gbytes_per_s=180)
 FAR = MemoryAccess(read_latency_ns=250, write_latency_ns=300, read_gbytes_per_s=24, write_gbytes_per_s=18)

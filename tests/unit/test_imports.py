@@ -25,7 +25,7 @@ LAYERS = (
     ("client",),
     ("proxy",),
     ("profiler", "checkpoint", "rendezvous"),
-    ("kernels", "env", "socket_store"),
+    ("kernels", "env", "settings", "socket_store"),
     ("machine", "schema", "store", "failpoints"),
     ("errors", "scratch", "presence"),
 )

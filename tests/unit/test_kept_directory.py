@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coarse.client.kept_devices import Keeping, find_kept_devices
-from coarse.env import Attempt, Settings
+from coarse.env import Attempt
 from coarse.errors import RendezvousError
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.kept_directory import (
@@ -23,6 +23,7 @@ from coarse.proxy.kept_directory import (
 )
 from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, short_address, socket_path
 from coarse.scratch import hold
+from coarse.settings import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from planning import key_of, profile_of
 
-from coarse.env import Settings
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES, plan_links
 from coarse.profiler.profile import EMULATED, MEASURED
 from coarse.profiler.routing import plan_routing
 from coarse.profiler.shard_size import plan_shard_size
+from coarse.settings import Settings
 
 
 def plan(profile, local_devices=(0, 1), **settings):
@@ -99,7 +99,7 @@ def test_noise_of_a_host_is_no_reason_to_go_remote():
 def test_a_plan_without_a_profile_costs_no_numpy():
     script = (
         "import sys\n"
-        "from coarse.env import Settings\n"
+        "from coarse.settings import Settings\n"
         "from coarse.profiler.link_plan import plan_links\n"
         "import coarse.profiler.start\n"
         "plan_links(None, '', local_devices=(0, 1), settings=Settings())\n"

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from coarse.env import Settings
 from coarse.machine import host
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.proxy.launch import choose_pace, count_sync_cores
+from coarse.settings import Settings
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from coarse.env import Settings
+from coarse.settings import Settings
 from coarse.torch.backend.meeting import open_group
 from coarse.torch.meeting import fresh_part
 

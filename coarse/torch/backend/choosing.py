@@ -8,9 +8,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from coarse.env import Settings
 from coarse.errors import RendezvousError, SettingsError
 from coarse.rendezvous import PROGRESS_INTERVAL_S, PeerWatch
+from coarse.settings import Settings
 from coarse.torch.backend.building import COMPILE_LIMIT_S, BuildError, load_extension
 
 if TYPE_CHECKING:

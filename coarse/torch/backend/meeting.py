@@ -10,10 +10,11 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from coarse.env import Settings, WorkerIdentity
+from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.proxy.node_links import NodeLinks, link_nodes
 from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
+from coarse.settings import Settings
 from coarse.torch.backend.choosing import choose_extension
 
 if TYPE_CHECKING:

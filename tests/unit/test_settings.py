@@ -1,0 +1,136 @@
+"""Settings: read from the environment, checked, and refused by the name of the variable."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coarse.settings import Settings, declarations, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("65536", 65536),
+        ("1B", 1),
+        ("4MB", 4_000_000),
+        ("4MiB", 4 << 20),
+        ("4 kib", 4 << 10),
+        (" 2GB ", 2_000_000_000),
+        ("2GiB", 2 << 30),
+        ("3KB", 3_000),
+    ],
+)
+def test_sizes_mean_what_they_say(text, nbytes):
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "4.5MB", "-1", "4M", "4 M B", "1e6", "0x10", "4MB/s"])
+def test_anything_else_is_no_size(text):
+    with pytest.raises(ValueError, match="no size; write a number with B, KB, MB, GB, KiB, MiB or GiB"):
+        parse_bytes(text)
+
+
+@given(st.text())
+def test_a_text_is_a_size_or_refused(text):
+    with contextlib.suppress(ValueError):
+        assert parse_bytes(text) >= 0
+
+
+def test_the_environment_gives_every_setting():
+    settings = Settings.from_environment(
+        {
+            "COARSE_PARTITION_TABLE": "table.toml",
+            "COARSE_SYNC_CORES": "2",
+            "COARSE_SHARD_BYTES": "4MB",
+            "COARSE_GATHER_BYTES": "1KiB",
+            "COARSE_ROUTING_THRESHOLD_BYTES": "64KiB",
+            "COARSE_ALGORITHM": "ring",
+            "COARSE_SCHEDULING": "fcfs",
+            "COARSE_TIMEOUT_S": "2.5",
+            "COARSE_SPIN_US": "7",
+            "HOME": "/",
+        }
+    )
+    assert settings == Settings(
+        partition_table="table.toml",
+        sync_cores=2,
+        shard_bytes=4_000_000,
+        gather_bytes=1024,
+        routing_threshold_bytes=65536,
+        algorithm="ring",
+        scheduling="fcfs",
+        timeout_s=2.5,
+        spin_us=7,
+    )
+
+
+def test_without_variables_the_defaults_hold():
+    assert Settings.from_environment({"PATH": "/bin"}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("COARSE_MEMORY_DEVICES", "many"),
+        ("COARSE_MEMORY_DEVICES", "-1"),
+        ("COARSE_MEMORY_DEVICES", "65"),
+        ("COARSE_MEMORY_DEVICES", "host,tape"),
+        ("COARSE_MEMORY_DEVICES", ",".join(["host"] * 65)),
+        ("COARSE_SYNC_CORES", "1.5"),
+        ("COARSE_SHARD_BYTES", "4M"),
+        ("COARSE_SHARD_BYTES", "63"),
+        ("COARSE_SHARD_BYTES", "5GiB"),
+        ("COARSE_GATHER_BYTES", "-4"),
+        ("COARSE_ROUTING_THRESHOLD_BYTES", ""),
+        ("COARSE_ALGORITHM", "fastest"),
+        ("COARSE_SCHEDULING", "QUEUES"),
+        ("COARSE_TIMEOUT_S", "soon"),
+        ("COARSE_TIMEOUT_S", "0"),
+        ("COARSE_TIMEOUT_S", "nan"),
+        ("COARSE_TIMEOUT_S", "inf"),
+        ("COARSE_SPIN_US", "10s"),
+        ("COARSE_TIME_DILATION", "0"),
+        ("COARSE_TIME_DILATION", "2"),  # of which machine?
+        ("COARSE_ROUTING", "spread"),  # over the links of which one?
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_the_name_of_its_variable(name, text):
+    with pytest.raises(ValueError, match=name):
+        Settings.from_environment({name: text})
+
+
+def test_memory_devices_are_said_once():
+    environ = {"COARSE_MEMORY_DEVICES": "2", "COARSE_PARTITION_TABLE": "aws-p3"}
+    with pytest.raises(
+        ValueError, match="COARSE_MEMORY_DEVICES does not go with COARSE_PARTITION_TABLE=aws-p3"
+    ):
+        Settings.from_environment(environ)
+    assert Settings.from_environment({**environ, "COARSE_MEMORY_DEVICES": "0"}).partition_table == "aws-p3"
+
+
+def test_a_machine_is_emulated_by_exchange():
+    environ = {"COARSE_MACHINE": "aws-p3", "COARSE_TIME_DILATION": "20"}
+    settings = Settings.from_environment(environ)
+    assert (settings.machine, settings.time_dilation, settings.sync_algorithm) == ("aws-p3", 20.0, "exchange")
+    with pytest.raises(ValueError, match="COARSE_ALGORITHM=ring does not go with COARSE_MACHINE"):
+        Settings.from_environment({**environ, "COARSE_ALGORITHM": "ring"})
+
+
+def test_a_misspelt_variable_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match=r"COARSE_SHARD_SIZE is set, but .* COARSE_SHARD_BYTES"):
+        Settings.from_environment({"COARSE_SHARD_SIZE": "4MB"})
+
+
+def test_what_only_the_build_reads_is_no_misspelling():
+    assert Settings.from_environment({"COARSE_BUILD_JOBS": "2"}) == Settings()
+
+
+@pytest.mark.parametrize("declaration", declarations(), ids=lambda each: each.name)
+def test_a_default_is_what_users_may_write_themselves(declaration):
+    settings = Settings.from_environment({declaration.variable: declaration.default_text})
+    assert settings == Settings()
