@@ -312,6 +312,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="a folder (%(default)s)")
     parser.add_argument("--list", action="store_true", help="show the parts, and run none")
     arguments = parser.parse_args()
+    arguments.output = arguments.output.resolve()  # parts run in a folder of their own
     chosen = arguments.only.split(",") if arguments.only else names
     if unknown := set(chosen) - set(names):
         parser.error(f"--only {', '.join(sorted(unknown))}: parts are {', '.join(names)}")

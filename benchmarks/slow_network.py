@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import multiprocessing
 import os
 import statistics
 import subprocess
@@ -31,6 +30,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import coarse.torch
+from coarse.bench.crew import Crew, Seat
 from coarse.bench.record import EMULATED, Provenance, append_records
 
 NUM_NODES = 2
@@ -38,6 +38,8 @@ WIDTH = 1024
 BATCH = 32
 NUM_WARM_UPS = 3
 PORT = 29555
+LIMIT_S = 600.0
+"""For all steps of a system."""
 BITS_PER_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -160,24 +162,16 @@ def address_of(node: int) -> str:
 
 def run(system: System, plan: Plan, namespaces: list[str]) -> tuple[list[float], np.ndarray]:
     """Step times of the first worker, in seconds, and its parameters at the end."""
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.SimpleQueue()
-    workers = [
-        spawn.Process(target=work, args=(rank, system, plan, namespaces, results))
-        for rank in range(NUM_NODES * plan.workers)
-    ]
-    for worker in workers:
-        worker.start()
-    found: tuple[list[float], np.ndarray] = results.get()
-    for worker in workers:
-        worker.join()
-    if any(worker.exitcode for worker in workers):
-        raise RuntimeError(f"{system.name}: a worker failed; its traceback is above")
+    with Crew(NUM_NODES * plan.workers, work) as crew:
+        crew.tell((system, plan, namespaces))
+        found: tuple[list[float], np.ndarray] = crew.hear(LIMIT_S)[0]
     return found
 
 
-def work(rank: int, system: System, plan: Plan, namespaces: list[str], results: Any) -> None:
+def work(seat: Seat) -> None:
     """One worker, to its end."""
+    system, plan, namespaces = seat.hear()
+    rank = seat.rank
     node, local_rank = divmod(rank, plan.workers)
     enter_namespace(namespaces[node])
     os.environ.update(
@@ -218,9 +212,8 @@ def work(rank: int, system: System, plan: Plan, namespaces: list[str], results: 
         model(inputs).square().mean().backward()
         optimizer.step()
         times.append(time.perf_counter() - begin_s)
-    if rank == 0:
-        parameters = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-        results.put((times[NUM_WARM_UPS:], parameters.numpy()))
+    parameters = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    seat.tell((times[NUM_WARM_UPS:], parameters.numpy()) if rank == 0 else None)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from coarse.bench.record import Provenance, append_records
 
 BACKENDS = ("gloo", "coarse")
 ALL_REDUCE_BYTES = (4, 4 << 10, 256 << 10, 1 << 20, 16 << 20, 64 << 20)
@@ -211,12 +212,7 @@ def main() -> None:
 
 
 def _append(report: Path, record: dict[str, Any]) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    with report.open("a") as lines:
-        lines.write(json.dumps({**record, "kind": "measured", "commit": commit, "machine": machine}) + "\n")
+    append_records(report, [record], Provenance.here())
 
 
 if __name__ == "__main__":

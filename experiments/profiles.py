@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from coarse.bench.crew import Crew, Seat
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
@@ -14,7 +15,6 @@ from coarse.profiler.profile import BOTH, PULL, PUSH, Profile, as_json, from_jso
 from coarse.profiler.routing import RoutingTable
 from coarse.settings import Settings
 from coarse.tuning.measure import MeasurePlan, measure_profile
-from experiments.crew import Crew, Seat
 
 HOST = "host"
 """The machine at hand, with two workers and two memory devices."""

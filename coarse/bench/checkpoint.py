@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.fleet import BenchError, Fleet, time_for
 from coarse.bench.memory import PeakPss, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, slowest_worker
@@ -188,7 +188,7 @@ def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memor
             if not all(fleet.ask("check")):
                 raise BenchError(f"{system}: what was saved is not the model ({plan.model})")
             measured.saved_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            measured.add(fleet.ask("save", saves=plan.saves))
+            measured.add(fleet.ask("save", time_for(plan.saves), saves=plan.saves))
 
 
 def _extra_memory(fleet: Fleet) -> int:

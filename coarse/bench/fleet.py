@@ -26,6 +26,8 @@ from coarse.scratch import Scratch
 
 START_TIMEOUT_S = 120.0
 COMMAND_TIMEOUT_S = 600.0
+"""For what takes about the same time whatever the benchmark is asked for."""
+_TIMEOUT_PER_ITEM_S = 60.0
 _CLOSE_TIMEOUT_S = 15.0
 _INTERRUPTED_TIMEOUT_S = 3.0
 _TERMINATE_TIMEOUT_S = 3.0
@@ -33,6 +35,16 @@ _POLL_INTERVAL_S = 0.2
 _EXIT_CODE_TIMEOUT_S = 0.5
 _EXIT_CODE_INTERVAL_S = 0.01
 _STDERR_TAIL_LINES = 20
+
+
+def time_for(num_items: int, *, stretch: float = 1.0) -> float:
+    """Seconds that so many steps or saves may take altogether: it is those that hang which are to be ended.
+
+    Args:
+        num_items: How many.
+        stretch: How many times longer than on a machine of today each may take.
+    """
+    return COMMAND_TIMEOUT_S + num_items * _TIMEOUT_PER_ITEM_S * max(1.0, stretch)
 
 
 class BenchError(CoarseError):

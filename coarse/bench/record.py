@@ -13,6 +13,7 @@ from typing import Any
 
 import coarse
 from coarse.bench.statistics import Timing
+from coarse.machine.host import count_granted_cores, read_memory
 
 MEASURED = "measured"
 """Kind of a figure of this machine."""
@@ -23,7 +24,7 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The machine that a figure was measured on. Cores are those this process may use."""
+    """The machine that a figure was measured on. Cores and memory are what this process may use."""
 
     cpu: str
     cores: int
@@ -31,11 +32,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Describes this machine."""
+        """Describes this machine, or what a container has of it."""
+        memory = read_memory()
+        limit_bytes = memory.cgroup_limit_bytes
         return cls(
             cpu=_cpu_model(),
-            cores=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+            cores=count_granted_cores(),
+            memory_bytes=memory.total_bytes if limit_bytes is None else min(memory.total_bytes, limit_bytes),
         )
 
     def __str__(self) -> str:

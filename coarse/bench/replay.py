@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from coarse.bench.collectives import CoarseSession
-from coarse.bench.fleet import Fleet
+from coarse.bench.fleet import Fleet, time_for
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.trace import ComputeTrace, compute_until
 from coarse.bench.worker import Adapter, WorkerJob
@@ -263,7 +263,11 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
             with _fleet(plan, scheme) as fleet:
                 fleet.start()
                 decisions[scheme] = tuple(line for answer in fleet.ask("verify") for line in answer)
-                seconds[scheme].append(slowest_worker(fleet.ask("run", steps=plan.steps)))
+                seconds[scheme].append(
+                    slowest_worker(
+                        fleet.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
+                    )
+                )
     return tuple(
         ReplayResult(
             scheme=scheme,

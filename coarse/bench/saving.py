@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,21 +220,21 @@ class DcpSaves:
         self._model, self._optimizer = model, optimizer
         self._future: Any = None
         self._began_s = self._ended_s = 0.0
+        self._has_ended = threading.Event()
 
     def begin(self) -> None:
         self._began_s = time.perf_counter()
         model, optimizer = self._state.get_state_dict(self._model, self._optimizer)
-        if self._number and self._rank == 0:
-            shutil.rmtree(self._place(self._number - 1), ignore_errors=True)
         state = {"model": model, "optimizer": optimizer}
         self._future = self._dcp.async_save(
             state, checkpoint_id=self._place(self._number), process_group=self._group
         )
+        self._has_ended.clear()
         self._future.add_done_callback(self._note_end)
         self._number += 1
 
     def is_done(self) -> bool:
-        if not self._future.done():
+        if not self._has_ended.is_set():
             return False
         self._future.result()
         return True
@@ -256,7 +257,11 @@ class DcpSaves:
         return self._folder / f"save-{number}"
 
     def _note_end(self, _: Any) -> None:
+        """In a thread of torch's, where the old checkpoint may take its time to go."""
         self._ended_s = time.perf_counter()
+        if self._rank == 0:
+            shutil.rmtree(self._place(self._number - 2), ignore_errors=True)
+        self._has_ended.set()
 
 
 def _on_workers(optimizer: Any, model: Any) -> Any:

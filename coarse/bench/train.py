@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.fleet import BenchError, Fleet, time_for
 from coarse.bench.memory import PeakPss, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
@@ -322,5 +322,5 @@ def _take_turn(plan: TrainPlan, fleet: Fleet) -> list[dict[str, list[float]]]:
         probe = slowest_worker([answer["step"] for answer in fleet.ask("run", steps=_PROBE_STEPS)])
         share_s = plan.budget_s / plan.rounds
         steps = iterations_within(share_s, float(np.median(probe)), at_least=_MIN_STEPS, at_most=_MAX_STEPS)
-    answers: list[dict[str, list[float]]] = fleet.ask("run", steps=steps)
+    answers: list[dict[str, list[float]]] = fleet.ask("run", time_for(steps), steps=steps)
     return answers

@@ -201,6 +201,7 @@ def _add_common_arguments(
             "--rounds", type=int, default=rounds, help="turns of each system; default: %(default)s"
         )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="append one record a line to FILE")
+    parser.set_defaults(extra="bench")
 
 
 def run_sync_command(arguments: argparse.Namespace) -> int:

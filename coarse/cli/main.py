@@ -1,7 +1,8 @@
 """Entry point of the `coarse` command: finds the sub-command and hands over to its module.
 
 A sub-command's module offers `add_parser(subparsers)`. It adds one parser, and sets that parser's default
-`handler` to a function that takes the parsed arguments and returns the exit code.
+`handler` to a function that takes the parsed arguments and returns the exit code; and `extra` to the one of COARSE's
+extras that brings what it imports, if it needs one.
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CoarseError as error:
         print(f"coarse {arguments.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return _EXIT_USAGE if isinstance(error, SettingsError) else _EXIT_FAILED
+    except ModuleNotFoundError as error:
+        extra = vars(arguments).get("extra")
+        if extra is None:
+            raise
+        print(
+            f"coarse {arguments.command}: {error.msg}; pip install 'coarse[{extra}]' brings it",
+            file=sys.stderr,
+        )
+        return _EXIT_FAILED
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads_output():
             return _EXIT_NOBODY_READS

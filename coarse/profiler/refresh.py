@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from coarse.profiler.curve import Curve, CurvePoint
-from coarse.profiler.profile import PathId, Profile
+from coarse.profiler.profile import BOTH, PULL, PUSH, PathId, Profile
 
 
 def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
@@ -42,7 +42,10 @@ def rescale_curve(curve: Curve, times_us: Mapping[int, float]) -> Curve:
 
 
 def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> Profile:
-    """The profile after some paths were timed anew; other paths keep their curves.
+    """The profile after some paths were timed anew.
+
+    A push and a pull alone change by the factors of both at once, unless they were timed themselves; other paths keep
+    their curves.
 
     Raises:
         ValueError: If a path is not one of the profile's, or a time is not above 0.
@@ -51,11 +54,28 @@ def refresh_profile(profile: Profile, times_us: Mapping[PathId, Mapping[int, flo
     unknown = sorted(set(times_us) - set(profile.curves))
     if unknown:
         raise ValueError(f"{unknown[0]}: there is no such path in the profile")
+    times_us = {**_alone(profile, times_us), **times_us}
     curves = {
         path: rescale_curve(curve, times_us[path]) if path in times_us else curve
         for path, curve in profile.curves.items()
     }
     return replace(profile, curves=curves)
+
+
+def _alone(
+    profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]
+) -> dict[PathId, dict[int, float]]:
+    """How long pushes and pulls take alone where both at once were timed."""
+    found: dict[PathId, dict[int, float]] = {}
+    for both, times in times_us.items():
+        for path in (replace(both, kind=PUSH), replace(both, kind=PULL)):
+            if both.kind == BOTH and path in profile.curves:
+                alone, together = profile.curves[path], profile.curves[both]
+                found[path] = {
+                    size: alone.time_us(size) * time_us / together.time_us(size)
+                    for size, time_us in times.items()
+                }
+    return found
 
 
 def largest_change(profile: Profile, times_us: Mapping[PathId, Mapping[int, float]]) -> float:

@@ -87,6 +87,10 @@ def make_session_directory(job: str, session: str) -> Path:
         OSError: If it cannot be made.
     """
     directory = session_directory(job, session)
+    _root().mkdir(mode=0o700, exist_ok=True)
+    _check_private(
+        _root()
+    )  # before anything is removed: links of another user would lead to what is not ours
     shutil.rmtree(directory, ignore_errors=True)
     for other in _root().glob("*/*"):
         remove_if_abandoned(other)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from coarse.tensorflow.operations import Operations
 from coarse.tensorflow.replacing import replaces
@@ -64,16 +65,25 @@ def share_restored(callback_list_class: Any, strategy_class: Any) -> None:
         original(self, logs)
         strategy = getattr(self._model, "_distribute_strategy", None)
         if isinstance(strategy, strategy_class) and strategy.num_replicas_in_sync > 1:
-            _take_restored(self._model, strategy.extended._operations)
+            _take_restored(
+                self._model, strategy.extended._operations, has_weights=_has_backup(self.callbacks)
+            )
 
 
-def _take_restored(model: Any, operations: Operations) -> None:
-    """Takes the first worker's epoch and variables if not all workers restored the same epoch, or if not all did."""
-    own = -1 if model._initial_epoch is None else model._initial_epoch
-    epochs = operations.gather(np.array([own])).numpy().tolist()
-    if len(set(epochs)) == 1:
+def _has_backup(callbacks: Sequence[Any]) -> bool:
+    """Whether a BackupAndRestore has found weights, perhaps without an epoch: whose first backup was cut off."""
+    paths = [path for each in callbacks if (path := getattr(each, "_weights_path", None)) is not None]
+    return any(tf.io.gfile.exists(path) for path in paths)
+
+
+def _take_restored(model: Any, operations: Operations, *, has_weights: bool) -> None:
+    """Takes the first worker's epoch and variables if not all workers restored the same, or if not all did."""
+    epoch = -1 if model._initial_epoch is None else model._initial_epoch
+    restored = operations.gather(np.array([[epoch, has_weights]])).numpy().tolist()
+    if all(each == restored[0] for each in restored):
         return
-    model._initial_epoch = None if epochs[0] < 0 else epochs[0]
+    first_epoch, _ = restored[0]
+    model._initial_epoch = None if first_epoch < 0 else first_epoch
     variables = [*model.variables, *getattr(model.optimizer, "variables", [])]
     # By number: names of layers may have other numbers on each worker.
     for number, variable in enumerate(variables):

@@ -17,7 +17,7 @@ from typing import Any
 
 import platformdirs
 import tensorflow as tf
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import auto_control_deps, ops
 
 import coarse.kernels
 from coarse.errors import CoarseError
@@ -29,6 +29,8 @@ _SOURCE = Path(__file__).with_name("reduce_op.cc")
 _INCLUDE = Path(coarse.kernels.__file__).with_name("include")
 _INTERFACE = _INCLUDE / "coarse" / "async_reducer_interface.h"
 _BUILD_TIMEOUT_S = 300.0
+_UNORDERED = frozenset({"CoarseReduce", "CoarseReduceRows", "CoarseUpdate"})
+"""Stateful ops of which each tf.function runs any number at once, as of TensorFlow's own collectives."""
 
 
 class KernelBuildError(CoarseError):
@@ -48,6 +50,7 @@ class ReduceKernel:
     """
 
     def __init__(self, library: Path, collectives: Collectives, number: int) -> None:
+        auto_control_deps.ASYNC_STATEFUL_OPS |= _UNORDERED
         self._ops = tf.load_op_library(str(library))
         self._functions = ctypes.CDLL(str(library))
         self._number = number

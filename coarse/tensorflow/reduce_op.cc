@@ -1,9 +1,9 @@
 // The TensorFlow ops CoarseReduce, CoarseReduceRows and CoarseUpdate: a tensor, or rows of a table, reduced
 // over all workers by the AsyncReducer and AsyncRows of an open session.
 //
-// Built for the TensorFlow that is installed (coarse/tensorflow/kernel.py). Asynchronous and not stateful, so
-// that any number of tensors are under way at once, in whatever order the graph comes to them; `key` says
-// which tensor it is.
+// Built for the TensorFlow that is installed (coarse/tensorflow/kernel.py). Asynchronous, and not run in the order
+// of the program, so that any number of tensors are under way at once, in whatever order the graph comes to them;
+// `key` says which tensor it is. Stateful: what all workers contribute is no constant, even where a worker's own is.
 
 #include <cstdint>
 #include <cstring>
@@ -194,6 +194,7 @@ class SequenceOp : public OpKernel {
 }  // namespace
 
 REGISTER_OP("CoarseReduce")
+    .SetIsStateful()
     .Attr("T: {float, double, bfloat16, half, int32, int64, uint8}")
     .Attr("key: string")
     .Attr("endpoint: int")
@@ -206,6 +207,7 @@ REGISTER_OP("CoarseReduce")
 REGISTER_KERNEL_BUILDER(Name("CoarseReduce").Device(tensorflow::DEVICE_CPU), ReduceOp);
 
 REGISTER_OP("CoarseReduceRows")
+    .SetIsStateful()
     .Attr("T: {float, bfloat16, half}")
     .Attr("key: string")
     .Attr("endpoint: int")
@@ -224,6 +226,7 @@ REGISTER_OP("CoarseReduceRows")
 REGISTER_KERNEL_BUILDER(Name("CoarseReduceRows").Device(tensorflow::DEVICE_CPU), ReduceRowsOp);
 
 REGISTER_OP("CoarseUpdate")
+    .SetIsStateful()
     .Attr("T: {float}")
     .Attr("rule: int")
     .Attr("key: string")

@@ -34,9 +34,10 @@ def _write_whole(module: Any, name: str, strategy_class: Any) -> None:
             return original(model, filepath, *arguments, **keywords)
         folder, file = os.path.split(os.path.abspath(filepath))
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as beside:
-            own = os.path.join(beside, file)
-            returned = original(model, own, *arguments, **keywords)
-            os.replace(own, filepath)
+            returned = original(model, os.path.join(beside, file), *arguments, **keywords)
+            # Several where weights are sharded, and then the last one names the others.
+            for name in sorted(os.listdir(beside), key=lambda each: (each.endswith(".json"), each)):
+                os.replace(os.path.join(beside, name), os.path.join(folder, name))
         return returned
 
 

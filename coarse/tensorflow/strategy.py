@@ -163,8 +163,23 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         self.experimental_enable_get_next_as_optional = True
         if self._identity.world_size > 1:
             self._collectives = Collectives(session)
-            self._kernel = load_kernel(self._collectives, number)
+            self._kernel = self._kernel_of_all(load_kernel(self._collectives, number))
             self._operations = Operations(self._collectives, self._kernel)
+
+    def _kernel_of_all(self, own: ReduceKernel | None) -> ReduceKernel | None:
+        """The op, if every worker has it: by which the others reduce depends on it. Collective."""
+        assert self._collectives is not None
+        has_it = self._collectives.gather("op", np.array([own is not None], np.int32))
+        lacking = [rank for rank, (has,) in enumerate(has_it) if not has]
+        if own is None or not lacking:
+            return own
+        logger.warning(
+            "coarse.tensorflow: tensors are reduced through Python, which is slower, for worker(s) %s cannot build "
+            "the op; what they say tells why",
+            ", ".join(map(str, lacking)),
+        )
+        own.close()
+        return None
 
     def _close(self) -> None:
         if self._kernel is not None:

@@ -120,6 +120,7 @@ class Checkpointer:
         parent = Folder.open(folder, create=True)
         self._parent = parent
         self._claim = Claim(parent)
+        self._has_folder = False
         if self._workers.rank == 0:
             self._tidy_up()
         newest_step = self._find_newest_step()  # others go on when worker 0 has tidied up
@@ -293,27 +294,41 @@ class Checkpointer:
                 "newer, or choose another folder."
             )
         self._num_saves += 1
+        if (refusal := self._claim_folder()) is not None:
+            return functools.partial(self._saver.fail, refusal) if self._workers.rank == 0 else lambda: None
         own_state = self._own_state()
         if self._workers.rank == 0:
             try:
-                self._claim_folder()
                 writing = self._writing()
-            except (SnapshotsBusyError, FolderClaimedError, OSError) as error:
+            except (SnapshotsBusyError, OSError) as error:
                 return functools.partial(self._saver.fail, error)
             return functools.partial(self._start, writing, own_state)
         if own_state is not None:
             return functools.partial(self._saver.start_worker_state, own_state)
         return lambda: None
 
-    def _claim_folder(self) -> None:
-        if not self._claim.take():
-            raise FolderClaimedError(
-                f"another job saves to {self._parent.path}; end it, or have this one save to another folder"
-            )
+    def _claim_folder(self) -> Exception | None:
+        """Why this job does not have the folder for itself; None from when it has. Collective until then.
+
+        Before that no worker may write there: it would be into what another job saves.
+        """
+        if self._has_folder:
+            return None
+        refusal: Exception | None = FolderClaimedError(
+            f"another job saves to {self._parent.path}; end it, or have this one save to another folder"
+        )
+        if self._workers.rank == 0:
+            try:
+                refusal = None if self._claim.take() else refusal
+            except OSError as error:
+                refusal = error
+        (is_refused,) = self._workers.told_by_first(int(refusal is not None))
+        self._has_folder = not is_refused
+        return refusal if is_refused else None
 
     def _tidy_up(self) -> None:
-        """Removes what killed saves have left, unless somebody saves there, or nothing can be removed."""
-        with contextlib.suppress(OSError):
+        """Removes what killed saves have left, unless somebody saves there, or it cannot be removed."""
+        with contextlib.suppress(OSError, CheckpointError):
             if self._claim.take():
                 remove_unfinished(self._parent)
         self._claim.release()  # who only restores leaves it to who saves

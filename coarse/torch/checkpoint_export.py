@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +29,11 @@ def export_torch(checkpoint: Checkpoint, path: Path, progress: Progress = lambda
     Raises:
         CheckpointError: If there is such a file, or the checkpoint is damaged.
     """
-    if path.exists():
-        raise CheckpointError(f"{path} is there already, and is not overwritten")
-    state = state_dicts(checkpoint, progress)
-    if "optimizer" in state:
-        state["optimizer"] = _numbered(state["optimizer"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    torch.save(state, unfinished)
-    unfinished.rename(path)
+    with _whole(path) as unfinished:
+        state = state_dicts(checkpoint, progress)
+        if "optimizer" in state:
+            state["optimizer"] = _numbered(state["optimizer"])
+        torch.save(state, unfinished)
 
 
 def export_dcp(checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None) -> None:
@@ -44,11 +44,43 @@ def export_dcp(checkpoint: Checkpoint, path: Path, progress: Progress = lambda d
     Raises:
         CheckpointError: If there is such a folder, or the checkpoint is damaged.
     """
+    with _whole(path) as unfinished, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+        dcp.save(state_dicts(checkpoint, progress), checkpoint_id=unfinished, no_dist=True)
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Where to write a new file or folder, which is at `path` when all of it is on the disk, and else nowhere."""
     if path.exists():
         raise CheckpointError(f"{path} is there already, and is not overwritten")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
-        dcp.save(state_dicts(checkpoint, progress), checkpoint_id=path, no_dist=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    _remove(unfinished)  # of an export that was killed
+    try:
+        yield unfinished
+        for each in (*unfinished.rglob("*"), unfinished):
+            _flush(each)
+        unfinished.rename(path)
+        _flush(path.parent)
+    except BaseException:
+        _remove(unfinished)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda done, total: None) -> dict[str, Any]:

@@ -58,7 +58,8 @@ class DataPosition:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are not finished, of `count`."""
         for epoch in range(self.epoch, count):
-            self.epoch = epoch
+            if epoch != self.epoch:
+                self.epoch, self.num_batches, self._generators = epoch, 0, None
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:

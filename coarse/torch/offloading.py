@@ -175,6 +175,11 @@ class Offloading(Refusals):
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
     @property
+    def offloaded(self) -> OffloadedParameters | None:
+        """Parameters and state in the memory devices; None if this wrapper has them."""
+        return self._offloaded
+
+    @property
     def has_local_gradients(self) -> bool:
         """Whether there are gradients of this worker alone, that no averaging backward has taken in since."""
         return self._gradients is not None and self._world_size > 1 and self._gradients.has_local

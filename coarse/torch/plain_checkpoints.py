@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coarse.errors import CheckpointError
+from coarse.torch.state_dict import without_wrapper_prefix
 from coarse.torch.training_state import bare
 
 
@@ -38,7 +39,8 @@ def load_state_dicts(
     """
     saved = _read_plain(Path(path))
     state_dict = saved.get(model_key, saved)
-    bare(model).load_state_dict(_without_wrapper(state_dict))
+    module = bare(model)
+    module.load_state_dict(without_wrapper_prefix(state_dict, own_keys=module.state_dict()))
     if optimizer is not None:
         if optimizer_key not in saved:
             raise CheckpointError(
@@ -60,10 +62,3 @@ def _read_plain(path: Path) -> Mapping[str, Any]:
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path} holds a {type(saved).__name__}, no state dict")
     return saved
-
-
-def _without_wrapper(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict without the "module." that DistributedDataParallel puts before every key."""
-    prefix = "module."
-    wrapped = bool(state_dict) and all(key.startswith(prefix) for key in state_dict)
-    return {key.removeprefix(prefix) if wrapped else key: value for key, value in state_dict.items()}

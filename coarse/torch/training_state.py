@@ -13,6 +13,7 @@ from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
 from coarse.checkpoint.values import SmallTensor, from_json, to_json
 from coarse.errors import CheckpointError
 from coarse.torch.layout import as_bytes
+from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.tables import find_renormalised
 
@@ -176,13 +177,23 @@ def load_training_state(
     }
     _check_model(checkpoint, wanted)
     if optimizer is None:
+        _keep_snapshots(model)
         load_tensors(checkpoint, wanted, progress)
         _tell_loaded(model, model_destinations)
         return
     state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
+    _keep_snapshots(model, optimizer)
     load_tensors(checkpoint, {**wanted, **states}, progress)
     _tell_loaded(model, model_destinations)
     optimizer.load_state_dict(state_dict)
+
+
+def _keep_snapshots(*holders: Any) -> None:
+    """Has snapshots that are being written copy what is going to be overwritten, where memory devices have it."""
+    for holder in holders:
+        offloaded = getattr(holder, "offloaded", None)
+        if isinstance(offloaded, OffloadedParameters):
+            offloaded.keep_snapshots()
 
 
 def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -82,6 +82,7 @@ class Replanner:
         self._num_timed = (0, 0)
         self._group = group
         self._profile = profile
+        self._planned_for = profile  # the links when routes were last thought about
         self._tables = plan.tables
         self._shard_bytes = plan.shard_bytes
         self._dual_sync = parse_mode(dual_sync)
@@ -188,17 +189,18 @@ class Replanner:
         traffic = self._times_of_traffic(sizes)
         times = self._gauge.read(self._profile, traffic)
         self._probe_others(self._profile, times, sizes)
-        self._gauge.look_done(traffic)
         (cost_s,) = self._first_steps.slowest([time.perf_counter() - began])
         self._next_look = self._num_steps + self._steps_until_next_look(cost_s)
-        change = largest_change(self._profile, times)
         try:
             self._profile = refresh_profile(self._profile, times)
         except ContradictoryFiguresError as error:
             logger.info("links are taken to be as they were: %s", error)
             return
-        if change <= DEFAULT_MARGIN:
+        self._gauge.look_done(traffic)
+        assert self._planned_for is not None
+        if largest_change(self._planned_for, times) <= DEFAULT_MARGIN:
             return
+        self._planned_for = self._profile
         tables = plan_routing(self._profile)
         histogram = self._shard_histogram()
         better = [

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             **_as_json(run, result),
         }
         append_records(arguments.results / "runs.jsonl", [record | {"is_checked": is_checked}], provenance)
-        if not is_checked:
+        if is_checked is False:
             print(f"{run}: there is no run of ddp to compare it with", file=sys.stderr)
     if nodes.rank == 0:
         print(table(done))
@@ -234,7 +234,7 @@ def command_of(
     return [sys.executable, "-m", "coarse", "run", *flags, "-n", workers, *devices, *script]
 
 
-def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool:
+def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, Any]]]) -> bool | None:
     """Compares parameters with those that DDP has come to; training without communication comes to others.
 
     Args:
@@ -242,13 +242,13 @@ def check(run: Run, result: dict[str, Any], done: Sequence[tuple[Run, dict[str, 
         done: All runs before it.
 
     Returns:
-        Whether there is something to compare it with.
+        Whether there was something to compare it with; None for what is not to be compared.
 
     Raises:
         RunError: If parameters are others.
     """
     if run.system in ("none", "ddp"):
-        return True
+        return None
     ddp = next((each for other, each in done if (other.system, other.model) == ("ddp", run.model)), None)
     if ddp is None:
         return False

@@ -108,6 +108,7 @@ install_horovod() {
         fi
         environment+=(HOROVOD_GPU_OPERATIONS=NCCL)
     fi
+    "$venv/bin/python" -m pip install --quiet 'setuptools>=70.1' wheel
     env "${environment[@]}" benchmarks/build_horovod.sh ||
         echo "setup.sh: Horovod was not built, and is left out" >&2
 }

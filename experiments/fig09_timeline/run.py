@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from coarse.bench.crew import Crew, Seat
 from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
@@ -22,7 +23,6 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.shard_size import plan_shard_size
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.crew import Crew, Seat
 from experiments.profiles import get_profile, plan_tables
 
 MACHINE = "aws-p3"

@@ -19,13 +19,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from coarse.bench.crew import Crew, Seat
 from coarse.errors import SyncTimeoutError
 from coarse.profiler.figures import LOCAL_STYLE, REMOTE_STYLE
 from coarse.profiler.profile import MEASURED
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.crew import Crew, Seat
 
 NUM_WORKERS = NUM_DEVICES = 2
 FCFS, QUEUES = "fcfs", "queues"

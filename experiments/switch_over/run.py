@@ -12,6 +12,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from coarse.bench.crew import Crew, Seat
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -23,7 +24,6 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.switchover import SwitchOver, compare_crossings, measure_crossing, predict_crossing
 from coarse.schema import TensorSpec
 from experiments.common import Experiment, Finding, Options, Outcome, main
-from experiments.crew import Crew, Seat
 from experiments.profiles import get_profile, links_of, plan_tables
 
 MACHINES = ("aws-p3", "sdsc-p100")

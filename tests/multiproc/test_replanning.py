@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 import time
 
 import numpy as np
@@ -269,6 +271,35 @@ def test_times_that_contradict_each_other_change_nothing(job, monkeypatch):
     assert first == second
     assert first[0] > 1
     assert first[1] == []
+
+
+def test_a_link_that_loses_a_little_from_look_to_look_is_left_at_last(job, monkeypatch):
+    def worker(me):
+        with me.join(dual_sync="off", replan_steps=1, **{**P3, "shard_bytes": 1024 * KIB}) as session:
+            factors = itertools.accumulate(itertools.repeat(1.08), operator.mul)
+            known = []
+
+            def slower_each_time(session, probes, cells):
+                (watching,) = session._planning._replanners
+                known.append(watching._profile)
+                used = PathId(kind=BOTH, source=0, target=watching._tables[0].bw_proxy)
+                factor = next(factors)
+                return {
+                    path: {
+                        size: known[0].curves[path].time_us(size) * (factor if path == used else 1.0)
+                        for size in sizes
+                    }
+                    for path, sizes in cells.items()
+                }
+
+            monkeypatch.setattr(replanner, "time_paths", slower_each_time)
+            monkeypatch.setattr(replanner, "times_of_traffic", lambda *_, **__: {})
+            train(session, LEARNED + 30, layers=LARGE)
+            return [line for line in session.decisions() if line.startswith("step") and "w0 goes" in line]
+
+    first, second = job.run(2, worker)
+    assert first == second
+    assert len(first) >= 1
 
 
 def test_looking_at_links_costs_a_hundredth_of_the_time(job):

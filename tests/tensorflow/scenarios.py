@@ -633,12 +633,21 @@ def interrupted(strategy: Any) -> dict[str, Any]:
             stop = keras.callbacks.LambdaCallback(on_epoch_end=interrupt)
             broken.fit(x, y, callbacks=[backup, stop], **options)
         again = resumed.fit(x, y, callbacks=[backup], **options)
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # of a job that died as the first worker wrote its first backup
+        begun = build()
+        if strategy.rank == 0:
+            begun.set_weights([2 * weight for weight in begun.get_weights()])
+            begun.save_weights(Path(folder, "latest.weights.h5"))
+        begun.fit(x, y, callbacks=[keras.callbacks.BackupAndRestore(folder)], **options)
     whole.fit(x, y, **options)
     states = [saved_state(model.optimizer) for model in (whole, resumed)]
     return {
         "epochs": again.epoch,
         "digest": digest(resumed),
         "digest of the whole": digest(whole),
+        "digest of what was begun": digest(begun),
         "states alike": all(np.array_equal(states[0][key], states[1][key]) for key in states[0]),
     }
 
@@ -791,10 +800,13 @@ def saved_by_all(strategy: Any) -> dict[str, Any]:
             keras.models.load_model(folder / name, compile=False) for name in ("whole.keras", "whole.h5")
         ]
         model.load_weights(folder / "whole.weights.h5")
+        model.save_weights(folder / "cut.weights.json", max_shard_size=3.5e-3)
+        model.load_weights(folder / "cut.weights.json")
+        cut = digest(model)
     strategy.gather(tf.zeros(1), axis=0)  # until all have
     return {
         "digest": digest(model),
-        "digests": [digest(each) for each in loaded],
+        "digests": [*(digest(each) for each in loaded), cut],
         "left": sorted(path.name for path in folder.iterdir()),
     }
 
@@ -847,6 +859,25 @@ def many_in_flight(strategy: Any) -> dict[str, Any]:
         reducer.reduce_all([(key, own.ctypes.data, result.ctypes.data, own.nbytes)])
         sums.append(float(result[0]))
     return {"sums": sums[::-1]}
+
+
+def constants(strategy: Any) -> dict[str, Any]:
+    """What a worker reduces may be a constant of its graph: numbers of rows, in a graph for each."""
+
+    @tf.function
+    def count(rows: Any) -> Any:
+        return strategy.reduce("SUM", tf.shape(rows)[0], axis=None)
+
+    @tf.function
+    def add_rows(rows: Any) -> Any:
+        values = tf.IndexedSlices(tf.ones((rows.shape[0], 2)), tf.range(rows.shape[0]), tf.constant([40, 2]))
+        return tf.convert_to_tensor(strategy.reduce("SUM", values, axis=None))
+
+    lengths = [((32, 32), (30, 30), (32, 30), (30, 32))[step][strategy.rank] for step in range(4)]
+    found = [
+        (int(count(tf.zeros((n, 3)))), float(tf.reduce_sum(add_rows(tf.zeros((n, 3)))))) for n in lengths
+    ]
+    return {"found": found}
 
 
 def scope_missing(strategy: Any) -> dict[str, Any]:
@@ -953,6 +984,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         saved_by_all,
         without_compiler,
         many_in_flight,
+        constants,
         scope_missing,
     )
 }

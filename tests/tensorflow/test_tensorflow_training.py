@@ -123,6 +123,7 @@ def test_training_goes_on_from_the_backup_that_the_first_worker_alone_finds(resu
         assert worker["epochs"] == [2]
         assert worker["digest"] == worker["digest of the whole"]
         assert worker["states alike"]
+    assert len({worker["digest of what was begun"] for worker in workers}) == 1
 
 
 def test_what_the_first_worker_writes_in_fit_is_there_after_it_on_all(results):
@@ -153,8 +154,9 @@ def test_memory_devices_give_back_what_models_took_that_are_gone(results, optimi
 def test_files_that_all_workers_save_at_once_are_whole(results):
     _, workers = scenario_of(results, "saved_by_all")
     for worker in workers:
-        assert worker["digests"] == [worker["digest"]] * 2
-        assert worker["left"] == ["whole.h5", "whole.keras", "whole.weights.h5"]
+        assert worker["digests"] == [worker["digest"]] * 3
+        shards = [f"cut_{number:05}.weights.h5" for number in range(len(worker["left"]) - 4)]
+        assert worker["left"] == ["cut.weights.json", *shards, "whole.h5", "whole.keras", "whole.weights.h5"]
 
 
 def test_an_infinity_on_one_worker_skips_the_step_on_all(results):
@@ -316,6 +318,12 @@ def test_a_tensor_is_pushed_before_others_are_there(results):
     _, workers = scenario_of(results, "many_in_flight")
     for worker in workers:
         assert worker["sums"] == [100.0 + 2 * i for i in range(64)]
+
+
+def test_what_is_a_constant_of_one_worker_is_reduced_every_time(results):
+    _, workers = scenario_of(results, "constants")
+    for worker in workers:
+        assert worker["found"] == [[64, 128.0], [60, 120.0], [62, 124.0], [62, 124.0]]
 
 
 def test_what_was_built_outside_of_scope_is_named(results):

@@ -184,7 +184,10 @@ def training_loops(draw: st.DrawFn) -> TrainingLoop:
     kind = draw(st.sampled_from(kinds))
     num_outputs = 1 if kind == "own step" else draw(st.sampled_from([1, 1, 2]))
     loss = draw(st.sampled_from(["mse", "classes", "huber", "binary"]))
-    batch_sizes = st.sampled_from([WHOLE, WHOLE, 7, 11, 47] if rows_matter else [WHOLE, 8])
+    compiled, again = (draw(compilations(policy=policy, rows_matter=rows_matter)) for _ in range(2))
+    # Where a worker has no rows, Keras takes what it adds for a bias, unless it traces a graph.
+    leaves_none = [] if compiled.runs_eagerly or again.runs_eagerly else [1, 47]
+    batch_sizes = st.sampled_from([WHOLE, WHOLE, 7, 11, *leaves_none[1:]] if rows_matter else [WHOLE, 8])
     # Several steps at once, which tf.distribute's own strategies cannot do, are one batch for callbacks.
     callbacks = [name for name in CALLBACKS if not (rows_matter and name == "lr by batch")]
     data = st.sampled_from([each for each in DATA if not (rows_matter and each in FROM_PYTHON)])
@@ -217,7 +220,7 @@ def training_loops(draw: st.DrawFn) -> TrainingLoop:
                 "own loop",
             ]
         ),
-        batch_size=st.sampled_from([WHOLE, 5, 1, 31]),
+        batch_size=st.sampled_from([WHOLE, 5, 31, *leaves_none[:1]]),
         data=data,
     )
     actions = [draw(fit), *draw(st.lists(st.one_of(fit, other, other), max_size=3))]
@@ -228,8 +231,8 @@ def training_loops(draw: st.DrawFn) -> TrainingLoop:
         loss=loss,
         num_outputs=num_outputs,
         policy=policy,
-        compiled=draw(compilations(policy=policy, rows_matter=rows_matter)),
-        again=draw(compilations(policy=policy, rows_matter=rows_matter)),
+        compiled=compiled,
+        again=again,
         actions=tuple(actions),
         reference=reference,
     )

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -59,6 +61,29 @@ def shared_folder(context: Context) -> Iterator[str]:
     finally:
         if context.rank == 0:
             shutil.rmtree(place[0])
+
+
+HOLDS_A_FOLDER = """
+import sys
+from coarse.checkpoint.claim import Claim
+from coarse.checkpoint.folder import Folder
+assert Claim(Folder.open(sys.argv[1])).take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_job(folder: str) -> Iterator[None]:
+    """Saves to the folder meanwhile."""
+    command = [sys.executable, "-c", HOLDS_A_FOLDER, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        try:
+            yield
+        finally:
+            other.kill()
 
 
 class Position:
@@ -389,6 +414,54 @@ def what_is_loaded_does_not_get_into_a_snapshot(context: Context) -> None:
         dist.barrier()
     model.close()
     module.load_state_dict(module.state_dict())  # which nothing hears of any more
+
+
+@checkpoint_scenario
+def what_is_restored_does_not_get_into_a_snapshot(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(with_buffers())
+    optimizer = offload(context, OPTIMIZERS["adamw"](model.parameters()), model)
+    with shared_folder(context) as folder, Checkpointer(folder, model, optimizer) as checkpointer:
+        checkpointer.save()
+        checkpointer.step()
+        model(context.inputs(1, 16, 8)).square().mean().backward()
+        optimizer.step()
+        offloaded = optimizer.offloaded
+        assert offloaded is not None
+        expected = [
+            (tensor, array, parameter.detach().cpu().numpy().tobytes())
+            for parameter, state, tensor, array in offloaded.places()
+            if not state
+        ]
+        with offloaded.snapshot() if context.rank == 0 else nullcontext() as snapshot:
+            dist.barrier()
+            checkpointer.restore()
+            dist.barrier()
+            if snapshot is not None:
+                assert all(bytes(snapshot.read(tensor, array)) == data for tensor, array, data in expected)
+            dist.barrier()
+
+
+@checkpoint_scenario
+def workers_write_nothing_where_another_job_saves(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    with shared_folder(context) as folder:
+        with Checkpointer(folder, model, state={"position": Position(0)}) as checkpointer:
+            checkpointer.step()
+            with another_job(folder) if context.rank == 0 else nullcontext():
+                dist.barrier()
+                with raises(
+                    "CheckpointError", "another job saves" if context.rank == 0 else "another worker's error"
+                ):
+                    checkpointer.save()
+                dist.barrier()
+                assert os.listdir(folder) == ["saving.lock"]
+                dist.barrier()
+            checkpointer.save()
+        assert sorted(os.listdir(folder)) == ["latest", "saving.lock", "step-1"]
 
 
 @checkpoint_scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -9,12 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_scenarios import (
     CHECKPOINT_SCENARIOS,
+    HOLDS_A_FOLDER,
     OPTIMIZERS,
     OPTIONS,
     Position,
@@ -372,16 +375,6 @@ def test_a_save_that_comes_too_early_is_skipped(tmp_path):
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
 
 
-HOLDS_A_FOLDER = """
-import sys
-from coarse.checkpoint.claim import Claim
-from coarse.checkpoint.folder import Folder
-assert Claim(Folder.open(sys.argv[1])).take()
-print("taken", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_folder_is_saved_to_by_one_job(tmp_path, capsys):
     command = [sys.executable, "-c", HOLDS_A_FOLDER, str(tmp_path)]
     unfinished = tmp_path / "step-1.tmp"
@@ -402,6 +395,15 @@ def test_a_folder_is_saved_to_by_one_job(tmp_path, capsys):
             checkpointer.save()
     assert Checkpointer(tmp_path, model).restore() == 1
     assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("name", ["step-50 (copy).tmp", "step-3.tmp/by hand"])
+def test_what_somebody_else_has_put_there_stops_nobody(tmp_path, name):
+    (tmp_path / name).mkdir(parents=True)
+    with Checkpointer(tmp_path, with_buffers()) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+    assert (tmp_path / "step-1").exists()
 
 
 def test_who_only_restores_takes_no_folder_from_who_saves(tmp_path):
@@ -469,6 +471,24 @@ def test_a_loader_that_shuffles_goes_on_where_it_was(tmp_path, stop):
     first = life(stop)
     torch.manual_seed(99)
     assert first + life(16) == undisturbed
+
+
+def test_an_epoch_is_not_skipped_that_was_saved_before_its_first_batch(tmp_path):
+    def life(*, until: int) -> list[float]:
+        position, seen = DataPosition(), []
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2)
+        with Checkpointer(tmp_path, nn.Linear(1, 1), state={"position": position}) as checkpointer:
+            checkpointer.restore()
+            for epoch in position.epochs(3):
+                if epoch == until:
+                    checkpointer.save()
+                    return seen
+                for batch in position.batches(loader):
+                    seen += batch.tolist()
+                    checkpointer.step()
+        return seen
+
+    assert life(until=1) + life(until=3) == 3 * [float(number) for number in range(8)]
 
 
 @pytest.mark.parametrize("values", [[], [1.5, 2.5]])
@@ -655,6 +675,9 @@ def test_plain_pytorch_checkpoints_load(tmp_path, prefix):
     assert equal(states_of(other, restored)[1], states_of(model, optimizer)[1])
     torch.save(state, tmp_path / "bare.pt")
     load_state_dicts(tmp_path / "bare.pt", with_buffers())
+    child = nn.ModuleDict({"module": nn.Linear(2, 1)})
+    torch.save(child.state_dict(), tmp_path / "child.pt")
+    load_state_dicts(tmp_path / "child.pt", child)
     with pytest.raises(CheckpointError, match="has no 'optimizer'"):
         load_state_dicts(tmp_path / "bare.pt", other, restored)
     with pytest.raises(RuntimeError, match=r"Missing key.*7\.weight"):
@@ -689,6 +712,27 @@ def test_export_loads_in_plain_pytorch(tmp_path):
     assert equal(other.state_dict(), model.state_dict())
     with pytest.raises(CheckpointError, match="not overwritten"):
         export_torch(None, tmp_path / "all.pt")
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_an_export_that_fails_leaves_nothing_and_can_be_tried_again(tmp_path, monkeypatch, format):
+    saved(tmp_path / "job")
+
+    def cut_off(state, file=None, **options):
+        path = Path(file or options["checkpoint_id"])
+        if format == "dcp":
+            path.mkdir()
+            path /= "part"
+        path.write_bytes(b"the beginning")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((torch, "save") if format == "torch" else (dcp, "save")), cut_off)
+        command = ["checkpoint", "export", tmp_path / "job", "-o", tmp_path / "all", "--format", format]
+        assert main(list(map(str, command))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job"]
+    export(tmp_path / "job", tmp_path / "all", format)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "job"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -97,6 +97,19 @@ def test_a_directory_that_others_can_enter_is_refused(temporary, kind):
         find_kept_devices(Keeping(session="session", attempt=Attempt(job="job", number=1)), table)
 
 
+def test_nothing_is_removed_through_a_directory_of_somebody_else(temporary):
+    root, theirs = temporary / f"coarse-{os.geteuid()}", temporary / "theirs"
+    (theirs / "folder").mkdir(parents=True)
+    (theirs / "folder" / "file").touch()
+    os.utime(theirs / "folder", (1, 1))
+    root.mkdir()
+    root.chmod(0o755)
+    (root / "job").symlink_to(theirs)
+    with pytest.raises(RendezvousError, match="no directory of this user alone"):
+        make_session_directory("job", "session")
+    assert (theirs / "folder" / "file").exists()
+
+
 def test_a_job_is_named_by_its_launcher():
     torchrun = {"TORCHELASTIC_RUN_ID": "mine", "TORCHELASTIC_RESTART_COUNT": "2", "MASTER_PORT": "1"}
     assert Attempt.from_environment(torchrun) == Attempt(job="mine", number=2)

@@ -10,7 +10,7 @@ from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.linked import profile_from_links
-from coarse.profiler.profile import BOTH, ContradictoryFiguresError, PathId, Profile
+from coarse.profiler.profile import BOTH, PULL, PUSH, ContradictoryFiguresError, PathId, Profile
 from coarse.profiler.refresh import largest_change, refresh_profile, rescale_curve
 from coarse.profiler.routing import plan_routing
 
@@ -63,8 +63,21 @@ def test_an_unknown_path_is_refused() -> None:
 
 
 def test_times_that_contradict_those_of_other_paths_are_refused_by_type() -> None:
+    push, both = (PathId(kind=kind, source=0, target=0) for kind in (PUSH, BOTH))
     with pytest.raises(ContradictoryFiguresError, match="at once contradict"):
-        refresh_profile(profile_of_p3(), {PathId(kind=BOTH, source=0, target=0): {1 << 20: 1.0}})
+        refresh_profile(profile_of_p3(), {both: {1 << 20: 1.0}, push: {1 << 20: 1e6}})
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_a_link_is_as_much_faster_or_slower_in_one_direction_as_in_both(factor: float) -> None:
+    profile = profile_of_p3()
+    both = PathId(kind=BOTH, source=0, target=1)
+    times = {size: factor * profile.curves[both].time_us(size) for size in (4096, 1 << 21, 1 << 23)}
+    changed = refresh_profile(profile, {both: times})
+    for path, curve in profile.curves.items():
+        is_of_it = (path.source, path.target) == (0, 1) and path.kind in (PUSH, PULL, BOTH)
+        for before, after in zip(curve.points, changed.curves[path].points, strict=True):
+            assert after.time_us == pytest.approx(before.time_us * (factor if is_of_it else 1))
 
 
 def test_a_degraded_link_changes_the_routes_of_its_worker_alone() -> None:

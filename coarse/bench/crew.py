@@ -1,4 +1,4 @@
-"""Worker processes of an experiment: real workers in processes of their own, who meet in real sessions."""
+"""Worker processes of an experiment or a benchmark: real workers in processes of their own, in real sessions."""
 
 from __future__ import annotations
 
