@@ -243,10 +243,15 @@ class Gloo:
 
 
 def join_gloo(job: WorkerJob) -> Any:
-    """Makes gloo the default process group, through a file of the job's directory; returns torch."""
+    """Makes gloo the default process group; returns torch."""
+    return join_group(job, "gloo")
+
+
+def join_group(job: WorkerJob, backend: str) -> Any:
+    """Makes one of torch's backends the default process group, by a file of the job's directory; returns torch."""
     torch = importlib.import_module("torch")
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{job.directory}/gloo", rank=job.rank, world_size=job.num_workers
+        backend, init_method=f"file://{job.directory}/gloo", rank=job.rank, world_size=job.num_workers
     )
     return torch
 

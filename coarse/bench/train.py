@@ -86,6 +86,8 @@ class FirstStep:
     used_gpu_bytes: int = 0
     """Of all processes, after some steps, on the GPUs that workers are on; 0 without any."""
     gpu: str = ""
+    backend: str = ""
+    """Of torch's default process group, over which peers reduce; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,7 @@ class Comparison:
             "peak_pss_bytes": first.peak_pss_bytes,
             "device": plan.device,
             "gpu": first.gpu,
+            "backend": first.backend,
             "peak_gpu_bytes": first.peak_gpu_bytes,
             "used_gpu_bytes": first.used_gpu_bytes,
             "parameter_hashes": list(first.parameter_hashes),
@@ -241,6 +244,7 @@ def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
         peak_gpu_bytes=sum(memory["peak_bytes"] for memory in memories),
         used_gpu_bytes=sum({memory["device"]: memory["used_bytes"] for memory in memories}.values()),
         gpu=answers[0]["gpu"],
+        backend=answers[0]["backend"],
     )
 
 

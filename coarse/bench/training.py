@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from coarse.bench.collectives import join_gloo
+from coarse.bench.collectives import join_gloo, join_group
 from coarse.bench.models import Workload, build_workload
 from coarse.bench.worker import Adapter, WorkerJob
 from coarse.errors import CoarseError
@@ -82,6 +82,9 @@ class TrainAdapter:
             "sample": self._parameter_sample(),
             "parameter_bytes": sum(each.nbytes for each in self._parameters()),
             "gpu": self._gpu_name(),
+            "backend": self._torch.distributed.get_backend()
+            if self._torch.distributed.is_initialized()
+            else "",
         }
 
     def run(self, steps: int) -> dict[str, list[float]]:
@@ -230,7 +233,7 @@ def wrap_coarse(job: WorkerJob) -> Callable[[Any], Any]:
 
 def wrap_ddp(job: WorkerJob) -> Callable[[Any], Any]:
     """DDP at its best here: gradients are views of its buckets, which saves a copy and their memory."""
-    wrap = join_gloo(job).nn.parallel.DistributedDataParallel
+    wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return lambda module: wrap(
         module, gradient_as_bucket_view=True, broadcast_buffers=_broadcasts_buffers(job)
     )
@@ -241,8 +244,14 @@ def _broadcasts_buffers(job: WorkerJob) -> bool:
     return bool(job.options.get("device", CPU) == CPU)
 
 
+def _backend_of_peers(job: WorkerJob) -> str:
+    """NCCL where each worker has a GPU of its own, as users have it; it takes none that two share."""
+    device, cuda = job.options.get("device", CPU), importlib.import_module("torch").cuda
+    return "nccl" if device == "cuda" and cuda.device_count() >= job.num_workers else "gloo"
+
+
 def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
-    wrap: Callable[[Any], Any] = join_gloo(job).nn.parallel.DistributedDataParallel
+    wrap: Callable[[Any], Any] = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
     return wrap
 
 

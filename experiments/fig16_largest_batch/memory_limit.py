@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import os
 import re
 import signal
@@ -21,14 +23,17 @@ class _Controller:
 
     Args:
         parent: The group of this process.
-        limit, swap_limit: Bytes that a group may use, and with swap; None where swap is no part of the limit.
+        limit: Bytes that a group may use.
+        swap_limit: Bytes of swap that it may use.
+        counts_swap_too: Whether that is of memory and swap together.
         events: Has a line `oom_kill N`.
         peak: The most that a group has used.
     """
 
     parent: Path
     limit: str
-    swap_limit: str | None
+    swap_limit: str
+    counts_swap_too: bool
     events: str
     peak: str
 
@@ -44,19 +49,18 @@ class MemoryLimit:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._controller = _find_controller()
+        self._controller = _controller()
         self._group = self._controller.parent / f"coarse-{os.getpid()}-{time.monotonic_ns()}"
         try:
             self._group.mkdir()
+            self._set_limit(num_bytes)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
             raise PermissionError(
-                f"no memory limit can be set: {error}. It takes a control group of your own: run as root, or under "
-                "systemd-run --user --scope -p Delegate=yes"
+                f"no memory limit can be set: {error}. It takes a control group of your own: run under systemd-run "
+                "--scope -p Delegate=yes (with --user if you are not root)"
             ) from error
-        self._write(self._controller.limit, num_bytes)
-        if self._controller.swap_limit is not None:
-            with contextlib.suppress(OSError):  # absent where swap is not accounted
-                self._write(self._controller.swap_limit, num_bytes)
 
     def __enter__(self) -> MemoryLimit:
         return self
@@ -91,6 +95,11 @@ class MemoryLimit:
         """The most memory that the group had at any time, cached pages of files included."""
         return int((self._group / self._controller.peak).read_text())
 
+    def _set_limit(self, num_bytes: int) -> None:
+        self._write(self._controller.limit, num_bytes)
+        with contextlib.suppress(FileNotFoundError):  # where swap is not accounted
+            self._write(self._controller.swap_limit, num_bytes if self._controller.counts_swap_too else 0)
+
     def _write(self, name: str, num_bytes: int) -> None:
         (self._group / name).write_text(str(num_bytes))
 
@@ -98,7 +107,8 @@ class MemoryLimit:
         return [int(pid) for pid in (self._group / "cgroup.procs").read_text().split()]
 
 
-def _find_controller(root: Path = Path("/")) -> _Controller:
+@functools.cache  # of version 2, this process is in another group afterwards
+def _controller(root: Path = Path("/")) -> _Controller:
     """Of whichever version of control groups has the memory of this process."""
     groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
     of_memory = [path for _, names, path in groups if "memory" in names.split(",")]
@@ -107,17 +117,42 @@ def _find_controller(root: Path = Path("/")) -> _Controller:
             parent=_existing(root / "sys/fs/cgroup/memory", of_memory[0]),
             limit="memory.limit_in_bytes",
             swap_limit="memory.memsw.limit_in_bytes",
+            counts_swap_too=True,
             events="memory.oom_control",
             peak="memory.max_usage_in_bytes",
         )
     path = next((path for _, names, path in groups if not names), "/")
+    parent = _existing(root / "sys/fs/cgroup", path)
+    with contextlib.suppress(OSError):  # then no limit can be set, which is told there
+        _pass_memory_on(parent)
     return _Controller(
-        parent=_existing(root / "sys/fs/cgroup", path),
+        parent=parent,
         limit="memory.max",
-        swap_limit=None,
+        swap_limit="memory.swap.max",
+        counts_swap_too=False,
         events="memory.events",
         peak="memory.peak",
     )
+
+
+def _pass_memory_on(parent: Path) -> None:
+    """Has groups below one of version 2 have limits.
+
+    But for the root no group may have both processes and such groups: its processes move to one below.
+    """
+    control = parent / "cgroup.subtree_control"
+    try:
+        control.write_text("+memory")
+        return
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+    leaf = parent / f"coarse-{os.getpid()}"
+    leaf.mkdir()
+    for pid in (parent / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            (leaf / "cgroup.procs").write_text(pid)
+    control.write_text("+memory")
 
 
 def _existing(mount: Path, path: str) -> Path:

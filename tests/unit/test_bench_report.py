@@ -45,6 +45,7 @@ def comparison(*, gpu: str = "", **step_ms: float) -> Comparison:
         peak_gpu_bytes=(5 << 20) if gpu else 0,
         used_gpu_bytes=(7 << 20) if gpu else 0,
         gpu=gpu,
+        backend="gloo",
     )
 
     def phases(ms: float) -> dict[str, Timing]:
@@ -126,6 +127,11 @@ def test_without_peers_there_is_nothing_to_compare_with() -> None:
     assert train_table(comparison(coarse=110)).rows == (
         ("coarse", "110.00", "220.00", "1.00", "2.00", "3.00", "-", "-", "-", "3"),
     )
+
+
+def test_steps_on_a_gpu_say_over_what_ddp_reduces() -> None:
+    assert train_table(comparison(gpu="a GPU", ddp=200, coarse=110)).title.endswith(", DDP over gloo")
+    assert "DDP over" not in train_table(comparison(ddp=200, coarse=110)).title
 
 
 def test_steps_on_a_gpu_name_it_and_have_its_memory() -> None:
