@@ -87,26 +87,28 @@ def make_session_directory(job: str, session: str) -> Path:
         OSError: If it cannot be made.
     """
     directory = session_directory(job, session)
-    _root().mkdir(mode=0o700, exist_ok=True)
-    _check_private(
-        _root()
-    )  # before anything is removed: links of another user would lead to what is not ours
-    shutil.rmtree(directory, ignore_errors=True)
-    for other in _root().glob("*/*"):
-        remove_if_abandoned(other)
-        with contextlib.suppress(OSError):  # not empty, or gone
-            other.parent.rmdir()
     for attempt in range(_MOST_TRIES):
         try:
-            for path in (_root(), directory.parent):
-                path.mkdir(mode=0o700, exist_ok=True)
-                _check_private(path)
+            _make_private(
+                _root()
+            )  # before anything is removed: another user's links would lead to what is not theirs
+            shutil.rmtree(directory, ignore_errors=True)
+            _remove_abandoned()
+            _make_private(directory.parent)
             directory.mkdir(mode=0o700)
             break
         except FileNotFoundError:  # a session that ended at this moment has removed the parent
             if attempt == _MOST_TRIES - 1:
                 raise
     return directory
+
+
+def _remove_abandoned() -> None:
+    """Removes what sessions of this user have left behind that were killed."""
+    for session in _root().glob("*/*"):
+        remove_if_abandoned(session)
+        with contextlib.suppress(OSError):  # not empty, or gone
+            session.parent.rmdir()
 
 
 def leave_session_directory(own: OwnSocket) -> None:
@@ -157,6 +159,11 @@ def _job_directory(job: str) -> Path:
 
 def _digest(name: str, length: int) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:length]
+
+
+def _make_private(path: Path) -> None:
+    path.mkdir(mode=0o700, exist_ok=True)
+    _check_private(path)
 
 
 def _check_private(path: Path) -> None:
