@@ -92,7 +92,9 @@ class SnapshotSaves:
             raise
 
         def ask() -> SnapshotWrite:
-            sent = [as_bytes(tensor.contiguous()).numpy().tobytes() for tensor in beside.values()]
+            sent: list[bytes | memoryview[Any]] = [
+                memoryview(as_bytes(tensor.contiguous()).numpy()) for tensor in beside.values()
+            ]
             sent += self._counts(request, numbers)
             fields = write_request(str(self._folder), details, self._options)
             return snapshot.write({**request.message, "step": step, **fields}, sent)

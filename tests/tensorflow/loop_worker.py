@@ -360,7 +360,9 @@ class Training:
 
     def _see(self, what: str, found: Any) -> None:
         variables: dict[str, Any] = {"found": found, "weights": self._model.get_weights()}
-        if self._model.optimizer is not None and self._model.optimizer.built:
+        optimizer = self._model.optimizer
+        # Before the first step it may be built or not: a strategy builds it wherever it builds the model.
+        if optimizer is not None and optimizer.built and int(optimizer.iterations.numpy()) > 0:
             store = self._states()
             variables["optimizer"] = store
         self._seen.append((what, variables))
@@ -413,7 +415,8 @@ class Training:
     def _fit(self, fit: Fit, number: int) -> Any:
         values = self._values(fit.weights, number)
         options = source(fit.data, values, fit.batch_size, trains=True)
-        if fit.weights == "classes" and self._loop.loss == "classes" and self._loop.num_outputs == 1:
+        are_taken = fit.data != "generator" and self._loop.loss == "classes" and self._loop.num_outputs == 1
+        if fit.weights == "classes" and are_taken:
             options["class_weight"] = {each: 0.5 + each for each in range(CLASSES)}
         if fit.data == "arrays" and fit.shuffles:
             options["batch_size"] = NUM_ROWS  # so that what is shuffled does not matter
