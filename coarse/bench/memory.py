@@ -11,7 +11,8 @@ from types import TracebackType
 
 import psutil
 
-from coarse.machine.host import read_cgroup_available_bytes, read_memory
+from coarse.machine.host import read_memory
+from coarse.proxy.memory.host import within_cgroup
 
 _SAMPLE_INTERVAL_S = 0.02
 
@@ -30,8 +31,7 @@ def pss_bytes(pids: Iterable[int]) -> int:
 
 def available_bytes() -> int:
     """Memory that can be had without swapping, and that the control group allows."""
-    memory, allowed_bytes = read_memory(), read_cgroup_available_bytes()
-    return memory.available_bytes if allowed_bytes is None else min(memory.available_bytes, allowed_bytes)
+    return within_cgroup(read_memory().available_bytes)
 
 
 class PeakPss:

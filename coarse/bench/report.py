@@ -153,11 +153,10 @@ def memory_table(results: Sequence[StateMemory]) -> TextTable:
 def train_table(comparison: Comparison) -> TextTable:
     """Step time of each system and its parts, blocked communication, speed-up over DDP, memory; also of the GPU."""
     on_gpu = any(result.first_step.gpu for result in comparison.results)
-    over = (
-        {each.first_step.backend for each in comparison.results if each.system == "ddp"} if on_gpu else set()
-    )
+    ddp = next((each.first_step for each in comparison.results if each.system == "ddp"), None)
+    over = f", DDP over {ddp.backend}" if on_gpu and ddp is not None else ""
     return TextTable(
-        title=describe_train(comparison.results[0].plan) + "".join(f", DDP over {each}" for each in over),
+        title=describe_train(comparison.results[0].plan) + over,
         columns=(
             *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
             *("blocked ms", "of ddp's", "x ddp", "peak PSS MiB"),
