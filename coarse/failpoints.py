@@ -1,8 +1,8 @@
 """Named places at which tests have something die, such as a worker by `step.push:kill@rank=1,step=7,count=3`.
 
 A failpoint is `PLACE:ACTION@CONDITION,...`; several are separated by semicolons. Actions are `kill` (SIGKILL to this
-very process) and `kill-mdN` (SIGKILL to memory device N of its node). Conditions are `rank=R`, `attempt=A` and any
-number that the place gives.
+very process), `kill-mdN` (SIGKILL to memory device N of its node), and likewise `stop` and `stop-mdN` (SIGSTOP).
+Conditions are `rank=R`, `attempt=A` and any number that the place gives.
 
 | place | where a worker is | numbers |
 |---|---|---|
@@ -24,20 +24,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 PLACES = ("backward.push", "step.prepare", "step.push", "step.pull", "step.done")
-_FAILPOINT = re.compile(r"(?P<place>[a-z.]+):kill(?:-md(?P<device>\d+))?(?:@(?P<conditions>.+))?")
+_FAILPOINT = re.compile(
+    r"(?P<place>[a-z.]+):(?P<action>kill|stop)(?:-md(?P<device>\d+))?(?:@(?P<conditions>.+))?"
+)
 _CONDITION = re.compile(r"(?P<name>rank|attempt|step|count)=(?P<number>\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failpoint:
-    """A place, and the numbers that must hold there for the worker, or a memory device, to die."""
+    """A place, and the numbers that must hold there for the worker, or a memory device, to be sent a signal."""
 
     place: str
     conditions: Mapping[str, int]
     device: int | None = None
+    signal: signal.Signals = signal.SIGKILL
 
     def is_met(self, place: str, numbers: Mapping[str, int]) -> bool:
-        """Whether to die at `place`, given what holds there."""
+        """Whether to send it at `place`, given what holds there."""
         return place == self.place and all(
             numbers.get(name) == number for name, number in self.conditions.items()
         )
@@ -56,8 +59,8 @@ def _parse(text: str) -> Failpoint:
     match = _FAILPOINT.fullmatch(text)
     if match is None or match["place"] not in PLACES:
         raise ValueError(
-            f"COARSE_FAILPOINTS: {text!r} is no PLACE:kill@NAME=NUMBER,... (or kill-mdN) with one of the places "
-            f"{', '.join(PLACES)}"
+            f"COARSE_FAILPOINTS: {text!r} is no PLACE:kill@NAME=NUMBER,... (or stop, kill-mdN, stop-mdN) with one of "
+            f"the places {', '.join(PLACES)}"
         )
     conditions = {}
     for part in filter(None, (match["conditions"] or "").split(",")):
@@ -67,7 +70,10 @@ def _parse(text: str) -> Failpoint:
         conditions[condition["name"]] = int(condition["number"])
     device = match["device"]
     return Failpoint(
-        place=match["place"], conditions=conditions, device=None if device is None else int(device)
+        place=match["place"],
+        conditions=conditions,
+        device=None if device is None else int(device),
+        signal=signal.SIGKILL if match["action"] == "kill" else signal.SIGSTOP,
     )
 
 
@@ -98,12 +104,12 @@ class Failpoints:
         return bool(self._failpoints)
 
     def reach(self, place: str, **numbers: int) -> None:
-        """Ends this process, or a memory device, at once, if that was asked for at this place."""
+        """Ends or stops this process, or a memory device, at once, if that was asked for at this place."""
         holds = {**self._always, **numbers}
         for failpoint in self._failpoints:
             if not failpoint.is_met(place, holds):
                 continue
             if failpoint.device is None:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), failpoint.signal)
             elif self._device_pid is not None:
-                os.kill(self._device_pid(failpoint.device), signal.SIGKILL)
+                os.kill(self._device_pid(failpoint.device), failpoint.signal)

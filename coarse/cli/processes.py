@@ -94,12 +94,18 @@ def signal_all(pids: Collection[int], number: signal.Signals) -> None:
             continue
 
 
-def sweep(*, spared: Collection[int] = ()) -> None:
-    """Kills and reaps all descendants of this process but `spared`; gives up after 2 s on what cannot die."""
+def sweep(*, spared: Collection[int] = (), reap: Callable[[], int] | None = None) -> None:
+    """Kills and reaps all descendants of this process but `spared`; gives up after 2 s on what cannot die.
+
+    Args:
+        spared: Live on, with what is below them.
+        reap: Collects children that have ended, and returns how many, where somebody wants to know how they ended;
+            without, each is collected here.
+    """
     deadline = time.monotonic() + _SWEEP_LIMIT_S
     while (left := descendants(os.getpid(), spared=spared)) and time.monotonic() < deadline:
         signal_all(left, signal.SIGKILL)
-        if sum(_reap(pid) for pid in left) == 0:
+        if (reap() if reap is not None else sum(map(_reap, left))) == 0:
             time.sleep(_SWEEP_POLL_S)
 
 

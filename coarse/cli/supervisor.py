@@ -43,6 +43,9 @@ ORPHANED_GRACE_S = 1.2
 LEFTOVER_GRACE_S = 0.5
 """After the last worker, how long what it had started may take to end by itself, and then on SIGTERM."""
 
+_KILL_INTERVAL_S = 0.05
+"""Between two rounds of SIGKILL: processes that are being killed may have started others."""
+
 _CANNOT_START = 126
 
 
@@ -138,6 +141,7 @@ class Supervisor:
         self._steps: list[tuple[float, Callable[[], None]]] = []
         self._interrupted_by: int | None = None
         self._is_failing = False
+        self._is_ending = False
         self._has_children = True
         self._num_restarts = 0
         self._memory_watch = OutOfMemoryWatch()
@@ -149,11 +153,13 @@ class Supervisor:
                 self._start()
                 while self._has_children:
                     self._wait()
+                    if not self._running and not self._is_ending:
+                        self._follow_last_exit()
             except CannotStartError as error:
                 self._say(f"coarse run: {error}\n")
                 return _CANNOT_START
             finally:
-                sweep()
+                sweep(reap=self._reap)
                 forget_job(self._plan.job)  # of memory devices that were swept away
                 self._drain()
         return self._verdict()
@@ -237,10 +243,9 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             key.data()
         now = time.monotonic()
-        due = [action for when, action in self._steps if when <= now]
-        self._steps = [step for step in self._steps if step[0] > now]
-        for action in due:
-            action()
+        for step in [step for step in self._steps if step[0] <= now]:
+            self._steps.remove(step)
+            step[1]()
 
     def _pump(self, channel: Channel) -> None:
         fd = channel.fd
@@ -256,17 +261,21 @@ class Supervisor:
             signal_all(self._running, signal.Signals(number))
         self._reap()
 
-    def _reap(self) -> None:
+    def _reap(self) -> int:
+        """Collects every child that has ended, as nothing else in this process does; returns how many."""
+        count = 0
         while self._has_children:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
             except ChildProcessError:
                 self._has_children = False
-                return
+                break
             if ended is None:
-                return
+                break
             returncode = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             self._note_exit(ended.si_pid, returncode)
+            count += 1
+        return count
 
     def _note_exit(self, pid: int, returncode: int) -> None:
         worker = self._running.pop(pid, None)
@@ -281,22 +290,31 @@ class Supervisor:
             self._later(REPORT_GRACE_S, self._terminate_silent_workers)
             self._later(REPORT_GRACE_S + TEARDOWN_GRACE_S, self._terminate_workers)
             self._later(REPORT_GRACE_S + TERMINATE_GRACE_S, self._kill_all)
-        if self._running:
-            return
-        if self._is_failing and self._interrupted_by is None and self._num_restarts < self._plan.max_restarts:
+
+    def _follow_last_exit(self) -> None:
+        """No worker is left: starts all again, or gives what they have left behind its time to end."""
+        self._steps = []
+        if self._is_to_restart:
             self._restart()
-        else:
-            self._later(LEFTOVER_GRACE_S, self._terminate_leftovers)
-            self._later(2 * LEFTOVER_GRACE_S, self._kill_all)
+            return
+        self._is_ending = True
+        self._later(LEFTOVER_GRACE_S, self._terminate_leftovers)
+        self._later(2 * LEFTOVER_GRACE_S, self._kill_all)
+
+    @property
+    def _is_to_restart(self) -> bool:
+        is_failing = self._is_failing and self._interrupted_by is None
+        return is_failing and self._num_restarts < self._plan.max_restarts
 
     def _restart(self) -> None:
         """Starts all workers again, when the last one has ended. Memory devices that are kept live on."""
         self._num_restarts += 1
         failure = first_failure([worker.exit() for worker in self._ended])
         self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
-        sweep(spared=kept_pids(self._plan.job))
+        sweep(spared=kept_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
-        self._ended, self._steps = [], []
+        self._ended = []
+        self._has_children = True
         self._start()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -322,8 +340,10 @@ class Supervisor:
         signal_all(descendants(os.getpid()), signal.SIGTERM)
 
     def _kill_all(self) -> None:
-        sweep()
-        self._reap()
+        """Kills until nothing is left, but memory devices that are kept for a restart."""
+        spared = kept_pids(self._plan.job) if self._is_to_restart else ()
+        signal_all(descendants(os.getpid(), spared=spared), signal.SIGKILL)
+        self._later(_KILL_INTERVAL_S, self._kill_all)
 
     def _drain(self) -> None:
         for worker in self._workers:

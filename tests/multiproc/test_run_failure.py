@@ -120,6 +120,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def impatient_run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """As coarse_run(), with a launcher that soon kills workers which do not stop."""
+    command = [sys.executable, "-c", IMPATIENT, "run", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+
+
 def test_a_worker_that_will_not_stop_is_killed(script, fifo):
     path = script(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -127,9 +133,9 @@ def test_a_worker_that_will_not_stop_is_killed(script, fifo):
         "if rank == 1: sys.exit(3)\n"
         "while True: signal.pause()\n"
     )
-    command = [sys.executable, "-c", IMPATIENT, "run", "-n", "2", str(path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, timeout=LIMIT_S)
+    done = impatient_run("-n", "2", path)
     assert done.returncode == 3
+    assert re.fullmatch(r"worker 1 \(pid \d+\) failed with exit code 3", last_words(done.stderr)[0])
 
 
 def test_what_workers_left_behind_cannot_hold_up_the_end(script):
@@ -185,6 +191,29 @@ def test_what_a_worker_has_left_is_gone_before_the_restart(script):
     done = coarse_run("--max-restarts", "1", path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "False\n"
+
+
+WAYS_OF_NOT_STOPPING = {
+    "ignores it": "signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+    "saves for long": "signal.signal(signal.SIGTERM, lambda *_: signal.pause())",
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OF_NOT_STOPPING.values(), ids=WAYS_OF_NOT_STOPPING)
+def test_workers_are_started_again_after_one_that_had_to_be_killed(script, fifo, way):
+    path = script(
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        f"    end = open({fifo!r}, 'w' if rank == 0 else 'r')\n"
+        "    if rank == 1: sys.exit(3)\n"
+        f"    {way}\n"
+        "    while True: signal.pause()\n"
+        "print('restarted')\n"
+    )
+    done = impatient_run("-n", "2", "--max-restarts", "1", path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[w0] restarted", "[w1] restarted"]
+    assert re.search(r"worker 1 \(pid \d+\) failed with exit code 3; restart 1 of 1", done.stderr)
 
 
 def test_several_nodes_cannot_be_started_again_by_one_launcher(script):

@@ -102,6 +102,22 @@ def test_coarse_run_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path, c
     check_went_on(tmp_path, undisturbed, printed, crashes)
 
 
+def test_memory_devices_outlive_a_worker_that_has_to_be_killed(undisturbed: Path, tmp_path: Path) -> None:
+    """One that is stopped does not heed SIGTERM. Takes the seconds that workers get before SIGKILL."""
+    crash, steps = CRASHES[1]
+    stop = crash.replace("kill@rank=1", "stop@rank=0")
+    options = (
+        "--max-restarts",
+        "1",
+        "--keep-devices",
+        "60",
+        "--failpoints",
+        f"{crash},attempt=0;{stop},attempt=0",
+    )
+    printed = launch(COARSE_RUN, tmp_path, *options)
+    check_went_on(tmp_path, undisturbed, printed, ((crash, steps),))
+
+
 @pytest.mark.slow
 def test_torchrun_goes_on_where_memory_is(undisturbed: Path, tmp_path: Path) -> None:
     printed = launch(

@@ -61,6 +61,16 @@ def test_a_worker_dies_at_its_failpoint_and_nowhere_else():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
+def test_a_worker_is_stopped_where_that_is_asked_for():
+    pid = os.fork()
+    if pid == 0:
+        Failpoints(parse_failpoints("step.push:stop"), rank=0, attempt=0).reach("step.push", step=1)
+        os._exit(0)
+    assert os.WSTOPSIG(os.waitpid(pid, os.WUNTRACED)[1]) == signal.SIGSTOP
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_memory_device_dies_instead_where_that_is_asked_for():
     asked = []
     (failpoint,) = parse_failpoints("step.pull:kill-md3@step=2")
