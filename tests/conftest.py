@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from second_tries import may_try_again
 
 # A busy machine is no fault of an example.
 settings.register_profile("coarse", deadline=None, max_examples=40)
@@ -32,6 +33,14 @@ def pytest_configure():
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Where failures are tried again, those are not that no second try can excuse."""
+    if not (reruns := config.getoption("reruns", None)):
+        return
+    for item in items:
+        item.add_marker(pytest.mark.flaky(reruns=reruns, condition=may_try_again))
+
+
 def pytest_terminal_summary(terminalreporter):
     """Tells why tests failed that passed when they were run once more; pytest tells that of failures alone."""
     passed = {report.nodeid for report in terminalreporter.getreports("passed")}
@@ -39,6 +48,14 @@ def pytest_terminal_summary(terminalreporter):
         if report.nodeid in passed:
             terminalreporter.section(f"failed at first: {report.nodeid}")
             terminalreporter.write_line(report.longreprtext)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def told_crashes():
+    """Has every Python process that crashes say where."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONFAULTHANDLER", "1")
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from second_tries import name_exit
+
 START_TIMEOUT_S = 300.0  # something may have to be compiled
 SCENARIO_TIMEOUT_S = 200.0
 
@@ -40,12 +42,20 @@ class ProcessPool:
         script: What each process runs.
         arguments: For it.
         environments: One for each process.
+        is_peer: Whether the processes run a peer's code alone, whose crashes as it ends are not this project's.
     """
 
     def __init__(
-        self, name: str, script: Path, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]
+        self,
+        name: str,
+        script: Path,
+        arguments: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        is_peer: bool = False,
     ) -> None:
         self._name = name
+        self._is_peer = is_peer
         self._command = [sys.executable, str(script), *arguments]
         self._environments = environments
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -79,9 +89,15 @@ class ProcessPool:
                 connection.send(None)
 
     def close(self) -> None:
-        """Ends the processes; kills those that do not end by themselves. Idempotent."""
+        """Ends the processes; kills those that do not end by themselves. Idempotent.
+
+        Raises:
+            ScenarioError: If one crashed as it ended.
+        """
         self.dismiss()
-        self._stop(timeout_s=20.0)
+        ends = self._stop(timeout_s=20.0)
+        if not self._is_peer and any("crashed" in end for end, _ in ends):
+            raise ScenarioError(f"{self._name}: {_told(ends)}")
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="coarse-test-")
@@ -113,26 +129,34 @@ class ProcessPool:
                     raise TimeoutError(f"no answer within {timeout_s:.0f} s")
                 replies[rank] = connection.recv()
             except (EOFError, OSError) as error:
-                logs = "\n".join(self._log(each).read_text()[-4000:] for each in range(len(self._processes)))
-                self._stop(timeout_s=0.0)
-                raise ScenarioError(f"{self._name}, rank {rank}: {error!r}\n{logs}") from error
+                ends = self._stop(timeout_s=0.0)
+                raise ScenarioError(f"{self._name}, rank {rank}: {error!r}\n{_told(ends)}") from error
         return replies
 
-    def _stop(self, *, timeout_s: float) -> None:
+    def _stop(self, *, timeout_s: float) -> list[tuple[str, str]]:
+        """Ends the processes; returns how each ended, and the last it printed."""
         deadline = time.monotonic() + timeout_s
-        for process in self._processes:
+        ends = []
+        for rank, process in enumerate(self._processes):
             try:
-                process.wait(max(0.0, deadline - time.monotonic()))
+                end = name_exit(process.wait(max(0.0, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+                end = "was killed"
+            ends.append((end, self._log(rank).read_text(errors="replace")[-4000:]))
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
         if self._directory is not None:
             self._directory.cleanup()
             self._directory = None
+        return ends
 
     def _log(self, rank: int) -> Path:
         assert self._directory is not None
         return Path(self._directory.name, f"rank{rank}.log")
+
+
+def _told(ends: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"rank {rank} {end}\n{printed}" for rank, (end, printed) in enumerate(ends))

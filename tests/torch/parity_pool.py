@@ -95,7 +95,8 @@ class WorkerPool(ProcessPool):
         environments = [{**environment, "COARSE_NODE": str(node)} for node in nodes]
         if strategy == _SPREAD:
             environments[1]["CUDA_VISIBLE_DEVICES"] = "1"
-        super().__init__(strategy, _HERE / "parity_worker.py", [strategy], environments)
+        script = _HERE / "parity_worker.py"
+        super().__init__(strategy, script, [strategy], environments, is_peer=strategy.startswith("ddp"))
         self.kept_results: dict[str, list[Any]] = {}
 
     def submit(self, scenario: str) -> None:

@@ -59,7 +59,8 @@ class RankPool(ProcessPool):
         self, backend: str, site: Path, *, nodes: Sequence[str] = ("", ""), **variables: str
     ) -> None:
         environments = [environment(site, COARSE_NODE=node, **variables) for node in nodes]
-        super().__init__(backend, _HERE / "rank_worker.py", [backend], environments)
+        script = _HERE / "rank_worker.py"
+        super().__init__(backend, script, [backend], environments, is_peer=backend == "gloo")
 
     def run(self, scenario: str, *, is_on_one_node: bool = False) -> list[Any]:
         """Runs `scenario` in all ranks; what it returned, by rank.
