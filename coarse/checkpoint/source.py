@@ -37,6 +37,7 @@ MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 
 _READ_BYTES = 4 << 20
+_LARGEST_TENSOR_BYTES = 1 << 62  # what frameworks and the system can count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ class SavedTensor:
         shape: Lengths of its dimensions; () for a scalar.
 
     Raises:
-        ValueError: If the name is empty, the dtype is not known or a length is negative.
+        ValueError: If the name is empty, the dtype is not known, a length is negative, or lengths are beyond what
+            any memory could hold.
     """
 
     name: str
@@ -67,6 +69,9 @@ class SavedTensor:
             )
         if any(length < 0 for length in self.shape):
             raise ValueError(f"tensor {self.name!r}: shape {self.shape} has a negative length")
+        # A length of 0 hides none of the others: whoever makes the tensor multiplies them too.
+        if math.prod(length or 1 for length in self.shape) * DTYPE_BYTES[self.dtype] > _LARGEST_TENSOR_BYTES:
+            raise ValueError(f"tensor {self.name!r}: no memory can hold the shape {str(self.shape)[:80]}")
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from coarse.checkpoint.source import DTYPE_BYTES, SavedTensor
 from coarse.errors import CheckpointError
 
 _MOST_LEVELS = 64
+_PLAIN_DTYPE = re.compile(
+    r"[<>|][a-zA-Z?]\d{1,9}(\[\w{1,20}\])?"
+)  # as numpy writes it, and evaluates no other
 
 Translate = Callable[[Any], Any]
 
@@ -103,7 +107,7 @@ def from_json(value: Any, *, translate: Translate = lambda value: value) -> Any:
     """
     try:
         return _from_json(value, translate, 0)
-    except (TypeError, ValueError, KeyError, binascii.Error) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, binascii.Error) as error:
         raise CheckpointError(f"a value of the checkpoint cannot be read: {error}") from None
 
 
@@ -137,16 +141,29 @@ def _from_json(value: Any, translate: Translate, level: int) -> Any:
         dtype, shape, data = contents
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"no dtype {dtype!r}")
-        return translate(SmallTensor(dtype=dtype, shape=tuple(map(int, shape)), data=_bytes(data)))
+        return translate(SmallTensor(dtype=dtype, shape=_lengths(shape), data=_bytes(data)))
     raise ValueError(f"no kind of value {kind!r}")
 
 
-def _array(dtype: str, shape: list[int], data: str) -> Any:
-    kind = np.dtype(dtype)
-    if not _has_plain_elements(kind) or min(shape, default=0) < 0:
-        raise ValueError(f"no array {dtype!r} of shape {shape}")
-    array = np.frombuffer(_bytes(data), dtype=kind).reshape(shape).copy()
-    return array if shape else array[()]
+def _array(dtype: str, shape: Any, data: str) -> Any:
+    lengths = _lengths(shape)
+    if not _PLAIN_DTYPE.fullmatch(dtype) or not _has_plain_elements(kind := np.dtype(dtype)):
+        raise ValueError(f"no array {dtype[:80]!r}")
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"no array of shape {lengths}")
+    array = np.frombuffer(_bytes(data), dtype=kind).reshape(lengths).copy()
+    return array if lengths else array[()]
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    """A shape as to_json() writes it: whole numbers, not what could be rounded to them.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if not isinstance(shape, list) or any(type(length) is not int for length in shape):
+        raise ValueError(f"{str(shape)[:80]} is no shape: a list of whole numbers")
+    return tuple(shape)
 
 
 def _has_plain_elements(dtype: np.dtype[Any]) -> bool:

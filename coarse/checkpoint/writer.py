@@ -154,7 +154,7 @@ def read_worker_state(contents: bytes) -> tuple[int, Any]:
     try:
         found = json.loads(contents)
         return int(found["save_number"]), found["state"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"the state of a worker cannot be read: {error!r}") from None
 
 

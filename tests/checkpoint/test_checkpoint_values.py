@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.checkpoint.values import SmallTensor, from_json, to_json
+from coarse.checkpoint.writer import read_worker_state
 from coarse.errors import CheckpointError
 
 scalars = (
@@ -71,11 +72,45 @@ def test_foreign_json_is_read_or_refused(value):
     "kind", ["$float", "$tuple", "$dict", "$bytes", "$array", "$tensor", "$counter", "$else"]
 )
 @given(
-    contents=scalars.filter(lambda value: not isinstance(value, bytes)) | st.lists(st.integers() | st.text())
+    contents=scalars.filter(lambda value: not isinstance(value, bytes))
+    | st.lists(st.integers() | st.text())
+    | st.tuples(
+        st.sampled_from(["F32", "<f4", "|b1"]) | st.text(),
+        st.lists(st.integers() | st.floats()) | scalars,
+        st.just("") | st.text(),
+    ).map(list)
 )
 def test_wrong_contents_of_a_kind_are_refused(kind, contents):
     with contextlib.suppress(CheckpointError):
         from_json({kind: contents})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"$tensor": ["F32", [Infinity], ""]}',
+        '{"$tensor": ["F32", [1e400], ""]}',
+        '{"$tensor": ["F32", [NaN], ""]}',
+        '{"$tensor": ["F32", [0.5], ""]}',
+        '{"$tensor": ["F32", [1e30, 1e30], ""]}',
+        '{"$tensor": ["F32", [1180591620717411303424, 0], ""]}',
+        '{"$tensor": ["F32", "0", ""]}',
+        '{"$array": ["<f4", [Infinity], ""]}',
+        '{"$array": ["<f4", [1e400], ""]}',
+        '{"$array": ["<f4", [1180591620717411303424, 0], ""]}',
+        '{"$array": ["<f4,(", [0], ""]}',
+        '{"$array": ["<f4", 0, ""]}',
+        '{"$array": [[], [0], ""]}',
+    ],
+)
+def test_absurd_shapes_are_refused(text):
+    with pytest.raises(CheckpointError, match="a value of the checkpoint cannot be read"):
+        from_json(json.loads(text))
+
+
+def test_worker_states_of_an_absurd_save_are_refused():
+    with pytest.raises(CheckpointError, match="the state of a worker cannot be read"):
+        read_worker_state(b'{"save_number": Infinity, "state": {}}')
 
 
 def test_numbers_that_are_not_finite_come_back():
