@@ -76,6 +76,9 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
 )
 """Schemes by their names on the command line."""
 
+ALL_REDUCES = ("allreduce", "workers")
+"""Schemes without memory devices; the one that blocks least is the peer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan:

@@ -1,7 +1,8 @@
-"""Figure 17: blocked communication time of a BERT training step, COARSE against AllReduce on the same links.
+"""Figure 17: blocked communication time of a BERT training step, COARSE against the best AllReduce on the same links.
 
 Real runs on emulated links; the computation is a recorded one, scaled to the machine's processor (`coarse bench
-replay`). Blocked time is the step's less that of its computation.
+replay`). Blocked time is the step's less that of its computation. AllReduce runs in two ways: as a ring that uses
+one direction of each link, and in the fastest way that the session finds for these links. The faster one is the peer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from coarse.profiler.profile import EMULATED
 from experiments.common import Experiment, Finding, Options, Outcome, main
 
 MODEL = "bert-large"
-COARSE, ALLREDUCE = "coarse", "allreduce"
-LABELS = {COARSE: "COARSE", ALLREDUCE: "AllReduce by the workers"}
+COARSE, RING, FASTEST = "coarse", "allreduce", "workers"
+LABELS = {
+    RING: "AllReduce, one-way ring",
+    FASTEST: "AllReduce, fastest on these links",
+    COARSE: "COARSE",
+}
+PEERS = (RING, FASTEST)
 TIME_DILATION = 10.0
 
 
@@ -31,7 +37,7 @@ class Case:
     Args:
         tflops: What its GPU is assumed to sustain: half of its peak in float32.
         paper: What the paper says.
-        most: COARSE's blocked time may be so much of AllReduce's.
+        most: COARSE's blocked time may be so much of the best AllReduce's.
     """
 
     tflops: float
@@ -48,13 +54,13 @@ CASES = {
 
 
 def replay(machine: str, options: Options) -> dict[str, ReplayResult]:
-    """Replays both schemes on a machine."""
+    """Replays all schemes on a machine."""
     case, table = CASES[machine], PartitionTable.load(machine)
     trace = load_trace("bert-base" if options.is_quick else MODEL).on_processor(
         case.tflops, f"{case.tflops:g} TFLOPS sustained, assumed"
     )
     plan = ReplayPlan(
-        schemes=(COARSE, ALLREDUCE),
+        schemes=(COARSE, *PEERS),
         trace=trace,
         machine=machine,
         num_workers=table.num_workers,
@@ -66,14 +72,16 @@ def replay(machine: str, options: Options) -> dict[str, ReplayResult]:
 
 
 def compare(machine: str, blocked_us: Mapping[str, float]) -> Finding:
-    """COARSE's blocked time beside AllReduce's."""
+    """COARSE's blocked time beside that of the AllReduce which blocks least; the ring's is given too."""
     case = CASES[machine]
-    ratio = blocked_us[COARSE] / blocked_us[ALLREDUCE]
+    best_us = min(blocked_us[peer] for peer in PEERS)
+    ratio = blocked_us[COARSE] / best_us
     change = f"{abs(ratio - 1):.0%} {'less' if ratio < 1 else 'more'}"
+    figures = f"{blocked_us[COARSE] / 1e3:.3g} against {best_us / 1e3:.3g} ms"
     return Finding(
-        ran=f"blocked time of COARSE against AllReduce, {MODEL}, {machine}",
+        ran=f"blocked time of COARSE against the best AllReduce on the same links, {MODEL}, {machine}",
         expected=case.paper,
-        found=f"{change}: {blocked_us[COARSE] / 1e3:.3g} against {blocked_us[ALLREDUCE] / 1e3:.3g} ms",
+        found=f"{change}: {figures} (a one-way ring: {blocked_us[RING] / 1e3:.3g} ms)",
         agrees=ratio <= case.most,
         kind=EMULATED,
     )
@@ -102,27 +110,26 @@ def run(options: Options) -> Outcome:
 
 
 def draw(blocked_us: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Bars of both schemes for every machine, AllReduce = 1, with milliseconds."""
+    """Bars of all schemes for every machine, the best AllReduce = 1, with milliseconds."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for number, scheme in enumerate((ALLREDUCE, COARSE)):
-        positions = [i + 0.4 * (number - 0.5) for i in range(len(blocked_us))]
-        heights = [of_machine[scheme] / of_machine[ALLREDUCE] for of_machine in blocked_us.values()]
+    best_us = [min(of_machine[peer] for peer in PEERS) for of_machine in blocked_us.values()]
+    for number, scheme in enumerate(LABELS):
+        positions = [i + 0.27 * (number - 1) for i in range(len(blocked_us))]
+        of_scheme = [of_machine[scheme] for of_machine in blocked_us.values()]
         bars = axes.bar(
             positions,
-            heights,
-            0.38,
+            [each / best for each, best in zip(of_scheme, best_us, strict=True)],
+            0.25,
             label=LABELS[scheme],
             color=COLOURS[number],
             hatch=HATCHES[number],
             ec="white",
         )
-        axes.bar_label(
-            bars, [f"{of_machine[scheme] / 1e3:.3g} ms" for of_machine in blocked_us.values()], fontsize=8
-        )
+        axes.bar_label(bars, [f"{each / 1e3:.3g} ms" for each in of_scheme], fontsize=7)
     axes.set_xticks(range(len(blocked_us)), list(blocked_us))
-    axes.set_ylabel("blocked time, AllReduce = 1")
-    axes.legend(fontsize="small", loc="upper center", ncols=2)
+    axes.set_ylabel("blocked time, best AllReduce = 1")
+    axes.legend(fontsize="x-small", loc="upper center", ncols=3)
     axes.margins(y=0.25)
     figure.suptitle(f"Blocked communication time of a step, {MODEL} ({EMULATED})", fontsize=11)
     return figure
