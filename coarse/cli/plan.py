@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # slow to import: not for `coarse --help`
     from coarse.bench.trace import ComputeTrace
     from coarse.machine.partition_table import PartitionTable
     from coarse.machine.profile import Machine
+    from coarse.profiler.curve import Curve
     from coarse.profiler.dual_sync import DualSyncPlan, SyncCosts
     from coarse.profiler.own_path import Collectives
     from coarse.profiler.partition import ShardRange
@@ -365,20 +366,26 @@ def session_decisions(basis: Basis) -> tuple[str, ...]:
 
 
 def _print_times(basis: Basis, worker: int) -> None:
-    """A worker's time by size and proxy, both directions at once."""
+    """A worker's time by size and proxy, both directions at once, with the spread of its repeats."""
     curves = basis.profile.both_at_once(worker)
     table = basis.tables[worker]
     sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
     rows = [
         (
             format_size(nbytes),
-            *(f"{curve.time_us(nbytes):.1f}" for curve in curves.values()),
+            *(_time_and_spread(curve, nbytes) for curve in curves.values()),
             f"md{table.route(nbytes)}",
         )
         for nbytes in sizes
     ]
-    columns = ("bytes each way", *(f"md{device}, us" for device in curves), "route")
+    columns = ("bytes each way", *(f"md{device}, us (spread)" for device in curves), "route")
     print_table(f"Worker {worker}: push and pull at once", columns, rows)
+
+
+def _time_and_spread(curve: Curve, nbytes: int) -> str:
+    """The time in us, and its spread where repeats had any."""
+    spread_us = next((point.spread_us for point in curve.points if point.nbytes == nbytes), 0.0)
+    return f"{curve.time_us(nbytes):.1f}" + (f" ({spread_us:.1f})" if spread_us else "")
 
 
 def _print_split(trace: ComputeTrace, split: DualSyncPlan, num_shards: int) -> None:

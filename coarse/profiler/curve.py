@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,8 @@ class CurvePoint:
     Args:
         nbytes: The size, at least 1 and at most 1 PiB.
         time_us: Median over the repeats that count, at least a picosecond and at most eleven days.
-        spread_us: Their spread: the median absolute deviation, scaled to a standard deviation.
+        spread_us: How far off it may be: the median absolute deviation of the repeats, scaled to a standard
+            deviation; of a fastest repeat, its distance from the lower quartile.
         num_repeats: How many repeats count; outliers do not.
 
     Raises:
@@ -74,11 +75,23 @@ class CurvePoint:
     def from_fastest(cls, nbytes: int, times_us: Sequence[float]) -> CurvePoint:
         """Takes the fastest repeat: for emulated links, which no transfer beats and every delay of the host adds to.
 
+        Its spread reaches to the lower quartile, with fewer than eight repeats to the second fastest: where a quarter
+        of the repeats agree, the link itself was timed; where they do not, all of them may be delayed.
+
         Raises:
             ValueError: As from_repeats() does.
         """
-        point = cls.from_repeats(nbytes, times_us)
-        return cls(nbytes=nbytes, time_us=min(times_us), spread_us=point.spread_us, num_repeats=len(times_us))
+        cls.from_repeats(nbytes, times_us)  # for its checks
+        ordered = sorted(times_us)
+        quartile = ordered[min(max(1, len(ordered) // 4), len(ordered) - 1)]
+        return cls(
+            nbytes=nbytes, time_us=ordered[0], spread_us=quartile - ordered[0], num_repeats=len(ordered)
+        )
+
+    @property
+    def least_us(self) -> float:
+        """The time less its spread: what it may be without the delays that repeats disagree about."""
+        return max(self.time_us - self.spread_us, _LEAST_TIME_US)
 
     @property
     def gbytes_per_s(self) -> float:
@@ -117,6 +130,10 @@ class Curve:
     def from_fastest(cls, times_us: Mapping[int, Sequence[float]]) -> Curve:
         """The curve of the fastest repeats, likewise (see CurvePoint.from_fastest)."""
         return cls(points=tuple(CurvePoint.from_fastest(nbytes, times) for nbytes, times in times_us.items()))
+
+    def at_its_least(self) -> Curve:
+        """The curve whose times are less their spreads (see CurvePoint.least_us)."""
+        return Curve(points=tuple(replace(point, time_us=point.least_us) for point in self.points))
 
     @property
     def latency_us(self) -> float:

@@ -85,6 +85,9 @@ class RoutingTable:
         local proxy, then to the one that fewer others take, then to the lower number. Where BwProxy never
         overtakes LatProxy there is one proxy.
 
+        The local proxy is the default: it is judged by its times less their spreads, so that another one takes its
+        place only where the repeats leave no doubt. Reasons say where that has kept it.
+
         Args:
             curves: Of both directions at once between this client and each proxy, by proxy.
             local_proxy: The proxy that shares a switch with this client.
@@ -97,10 +100,10 @@ class RoutingTable:
         if local_proxy not in curves:
             raise ValueError(f"there is no curve of the local proxy md{local_proxy}")
         ranking = _Ranking(curves=curves, local=local_proxy, load=load or {}, tie_fraction=tie_fraction)
-        smallest = min(curve.points[0].nbytes for curve in curves.values())
-        largest = max(curve.points[-1].nbytes for curve in curves.values())
+        smallest, largest = _deciding_sizes(curves)
         lat_proxy, why_lat = ranking.best(smallest, "lowest latency")
         bw_proxy, why_bw = ranking.best(largest, "highest bandwidth")
+        curves = {**curves, local_proxy: curves[local_proxy].at_its_least()}
         if lat_proxy == bw_proxy:
             return cls(lat_proxy=lat_proxy, bw_proxy=bw_proxy, reasons=(why_lat, why_bw, "one proxy for all"))
         threshold_bytes = measure_crossing(curves[lat_proxy], curves[bw_proxy])
@@ -117,6 +120,25 @@ class RoutingTable:
             threshold_bytes=threshold_bytes,
             reasons=(why_lat, why_bw, why),
         )
+
+
+def sizes_in_doubt(
+    curves: Mapping[int, Curve], local_proxy: int, *, tie_fraction: float = TIE_FRACTION
+) -> tuple[int, ...]:
+    """The sizes in bytes at which spread alone keeps a client with its local proxy; of those that decide its routes.
+
+    More repeats may settle it. A pure function, as RoutingTable.from_profiles() is, with the same arguments.
+    """
+    ranking = _Ranking(curves=curves, local=local_proxy, load={}, tie_fraction=tie_fraction)
+    return tuple(nbytes for nbytes in dict.fromkeys(_deciding_sizes(curves)) if ranking.is_in_doubt(nbytes))
+
+
+def _deciding_sizes(curves: Mapping[int, Curve]) -> tuple[int, int]:
+    """The smallest size measured, by which LatProxy is chosen, and the largest one, by which BwProxy is."""
+    return (
+        min(curve.points[0].nbytes for curve in curves.values()),
+        max(curve.points[-1].nbytes for curve in curves.values()),
+    )
 
 
 def route_shards(table: RoutingTable, plan: PartitionPlan, specs: Sequence[TensorSpec]) -> list[int]:
@@ -240,6 +262,8 @@ class _Ranking:
 
     def best(self, nbytes: int, what: str) -> tuple[int, str]:
         times_us = {proxy: curve.time_us(nbytes) for proxy, curve in self.curves.items()}
+        if self.is_in_doubt(nbytes):
+            return self.local, self._why_in_doubt(nbytes, what, times_us)
         limit_us = min(times_us.values()) * (1 + self.tie_fraction)
         alike = [proxy for proxy, time_us in times_us.items() if time_us <= limit_us]
         chosen = min(alike, key=lambda proxy: (proxy != self.local, self.load.get(proxy, 0), proxy))
@@ -251,3 +275,18 @@ class _Ranking:
         if len(alike) > 1:
             why += f"; alike are {', '.join(f'md{proxy}' for proxy in sorted(alike))}"
         return chosen, why
+
+    def is_in_doubt(self, nbytes: int) -> bool:
+        """Whether the local proxy loses by its time, and does not by its time less the spread."""
+        limit_us = min(curve.time_us(nbytes) for curve in self.curves.values()) * (1 + self.tie_fraction)
+        local = self.curves[self.local]
+        return local.time_us(nbytes) > limit_us >= local.at_its_least().time_us(nbytes)
+
+    def _why_in_doubt(self, nbytes: int, what: str, times_us: Mapping[int, float]) -> str:
+        fastest = min(times_us, key=lambda proxy: (times_us[proxy], proxy))
+        least_us = self.curves[self.local].at_its_least().time_us(nbytes)
+        return (
+            f"md{self.local} (local) is kept, because repeats spread too widely to tell which has the {what}: "
+            f"{least_us:.1f} to {times_us[self.local]:.1f} us for {nbytes} bytes, "
+            f"md{fastest} {times_us[fastest]:.1f} us"
+        )

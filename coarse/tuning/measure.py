@@ -33,6 +33,7 @@ from coarse.profiler.profile import (
     host_key,
     profile_key,
 )
+from coarse.profiler.routing import sizes_in_doubt
 from coarse.proxy.memory import available_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ SIZES = tuple(4096 << power for power in range(15))
 DEFAULT_BUDGET_S = 2.5
 MOST_REPEATS = 31
 """Beyond these a median gains nothing that a machine would keep."""
+
+_LEAST_REPEATS = 2
+"""Of the paths that routes are planned from: one repeat tells nothing of its own spread."""
 
 _FEW_REPEATS = 3
 """Of a path that is timed again while training: enough to leave out one that the scheduler delayed."""
@@ -66,7 +70,8 @@ class MeasurePlan:
 
     Args:
         sizes: In bytes.
-        budget_s: How long measuring may take. One repeat of each path and size is taken whatever it takes.
+        budget_s: How long measuring may take. One repeat of each path and size is taken whatever it takes, a second
+            one of both directions at once, and at most the same time again where repeats leave a route in doubt.
 
     Raises:
         ValueError: If there are no sizes, one is out of range or there twice, or the budget is negative.
@@ -117,6 +122,7 @@ def measure_profile(
             if session.emulation is None:  # emulated links hide what the host does meanwhile
                 meter.touch(max(sizes))
             repeats = meter.measure(sizes, _part_of(progress, turn, table.num_workers))
+            meter.settle(number, table.local_device(number), session.is_emulated, most_s=share_s)
         session.barrier()
     probes.close()
     own = json.dumps({"host": host_key(read_host()), "curves": _rows(repeats, session.is_emulated)}).encode()
@@ -245,6 +251,25 @@ class LinkMeter:
         num_passes = len(next(iter(self._repeats.values()))[size])
         return num_passes < MOST_REPEATS and self._spent_s[size] / num_passes <= left_s
 
+    def settle(self, worker: int, local_device: int, is_emulated: bool, *, most_s: float) -> None:
+        """Repeats both directions at once where too few repeats, or their spread, leave a route in doubt.
+
+        Beyond the second repeat it takes `most_s` seconds at most, and MOST_REPEATS of a size. The routing table says
+        which routes are still in doubt then.
+        """
+        both = [path for path in self._transfers if path.kind == BOTH and path.source == worker]
+        for size in {size for path in both for size in self._repeats[path]}:
+            while min(len(self._repeats[path][size]) for path in both) < _LEAST_REPEATS:
+                self._repeat(both, size)
+        end_s = self._elapsed_s() + most_s
+        for _ in range(MOST_REPEATS):
+            curves = {path.target: summarise(self._repeats[path], is_emulated) for path in both}
+            doubtful = sizes_in_doubt(curves, local_device)
+            if not doubtful or self._elapsed_s() >= end_s:
+                return
+            for size in doubtful:
+                self._repeat(both, size)
+
     def touch(self, largest_bytes: int) -> None:
         """Has every page of every slot mapped by whoever will copy it, which else would count as time of a link."""
         for path, probes in self._transfers.items():
@@ -253,10 +278,15 @@ class LinkMeter:
 
     def _take(self, size: int, progress: Progress) -> None:
         begin_s = self._elapsed_s()
-        for path, probes in self._transfers.items():
-            self._repeats[path].setdefault(size, []).append(self._probes.time_s(probes, size) * 1e6)
+        self._repeat(self._transfers, size)
         self._spent_s[size] = self._spent_s.get(size, 0.0) + self._elapsed_s() - begin_s
         progress(min(1.0, self._elapsed_s() / self._share_s) if self._share_s > 0 else 0.0)
+
+    def _repeat(self, paths: Iterable[PathId], size: int) -> None:
+        """One more repeat of each path."""
+        for path in paths:
+            time_us = self._probes.time_s(self._transfers[path], size) * 1e6
+            self._repeats[path].setdefault(size, []).append(time_us)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._begin_s
@@ -285,10 +315,14 @@ def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[i
     return affordable
 
 
+def summarise(times_us: Mapping[int, Sequence[float]], is_emulated: bool) -> Curve:
+    """The curve of all repeats, by size: of emulated links the fastest ones, of others the medians."""
+    return Curve.from_fastest(times_us) if is_emulated else Curve.from_repeats(times_us)
+
+
 def _rows(repeats: Repeats, is_emulated: bool) -> list[list[Any]]:
-    summarise = Curve.from_fastest if is_emulated else Curve.from_repeats
     return [
-        [*astuple(path), [astuple(point) for point in summarise(times).points]]
+        [*astuple(path), [astuple(point) for point in summarise(times, is_emulated).points]]
         for path, times in repeats.items()
     ]
 

@@ -58,6 +58,22 @@ def test_points_that_cannot_be_are_refused(wrong):
         CurvePoint(**{"nbytes": 1, "time_us": 1.0, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("repeats", "spread_us"),
+    [
+        ([10.0], 0.0),
+        ([12.0, 10.0], 2.0),
+        ([90.0, 10.0, 11.0, 80.0], 1.0),
+        ([10.0, 10.5, 11.0, 12.0, 90.0, 91.0, 92.0, 93.0], 1.0),
+        ([10.0, 40.0, 41.0, 42.0, 43.0, 44.0, 45.0, 46.0], 31.0),
+    ],
+)
+def test_a_fastest_repeat_is_as_sure_as_the_lower_quartile_is_near(repeats, spread_us):
+    point = CurvePoint.from_fastest(4096, repeats)
+    assert (point.time_us, point.spread_us, point.num_repeats) == (10.0, spread_us, len(repeats))
+    assert point.least_us == max(10.0 - spread_us, 1e-6)
+
+
 def test_curves_are_neither_empty_nor_have_a_size_twice():
     with pytest.raises(ValueError, match="at least one point"):
         Curve(points=())

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.profile import profile_key
+from coarse.profiler.routing import RoutingTable, sizes_in_doubt
 from coarse.tuning.measure import (
     MOST_REPEATS,
     SIZES,
     LinkMeter,
     MeasurePlan,
     paths_of_worker,
+    summarise,
     transfers_of,
 )
 
@@ -92,6 +94,53 @@ def test_small_sizes_are_repeated_more_often_and_time_is_kept():
     assert took_s < 5.0  # 0.4, and what other tests take of the processors
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
+
+
+class DelayedLinks:
+    """Two equal links; the first transfers to memory device 0 of both directions are delayed, as on a busy host."""
+
+    def __init__(self, delays):
+        self._delays = iter(delays)
+        self.taken = Counter()
+
+    def time_s(self, probes, nbytes):
+        device = probes[0].device
+        self.taken[device, nbytes] += 1
+        delay_s = next(self._delays, 0.0) if device == 0 and len(probes) == 2 else 0.0
+        return 1e-5 + 1e-9 * nbytes + delay_s
+
+
+def settled(delays, *, most_s, worker=0):
+    table = PartitionTable.even(num_workers=2, num_devices=2)
+    transfers = {path: transfers_of(path, table) for path in paths_of_worker(worker, table)}
+    links = DelayedLinks(delays)
+    meter = LinkMeter(links, transfers, 0.0)
+    repeats = meter.measure([4096, 1 << 20], lambda done: None)
+    meter.settle(worker, table.local_device(worker), is_emulated=True, most_s=most_s)
+    both = [path for path in repeats if path.kind == "both"]
+    return {path.target: summarise(repeats[path], is_emulated=True) for path in both}, repeats, both
+
+
+def test_routes_rest_on_two_repeats_at_least_even_without_time():
+    _, repeats, both = settled([], most_s=0.0)
+    assert {len(times) for path in both for times in repeats[path].values()} == {2}
+
+
+def test_what_noise_leaves_in_doubt_is_measured_again_until_repeats_agree():
+    curves, repeats, both = settled([0.01, 0.02, 0.03, 0.04], most_s=60.0)
+    assert sizes_in_doubt(curves, 0) == ()
+    assert RoutingTable.from_profiles(curves, local_proxy=0).bw_proxy == 0
+    assert 2 < len(repeats[both[0]][1 << 20]) < MOST_REPEATS
+
+
+def test_measuring_again_ends_and_the_local_proxy_is_kept():
+    endless = (0.001 * 2**n for n in range(1000, 0, -1))  # no two repeats ever agree
+    curves, repeats, both = settled(endless, most_s=60.0)
+    assert sizes_in_doubt(curves, 0) == (4096, 1 << 20)
+    table = RoutingTable.from_profiles(curves, local_proxy=0)
+    assert (table.lat_proxy, table.bw_proxy) == (0, 0)
+    assert "is kept, because repeats spread too widely" in str(table)
+    assert len(repeats[both[0]][4096]) == 2 + MOST_REPEATS
 
 
 @pytest.mark.parametrize(

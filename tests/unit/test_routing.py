@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import SIZES, curves, key_of, line, profile_of, sizes
 
+from coarse.profiler.curve import Curve
 from coarse.profiler.partition import plan_partition
+from coarse.profiler.profile import BOTH, EMULATED, PathId
 from coarse.profiler.routing import (
     TIE_FRACTION,
     RoutingTable,
@@ -17,6 +20,7 @@ from coarse.profiler.routing import (
     plan_routing,
     predict_time_us,
     route_shards,
+    sizes_in_doubt,
 )
 from coarse.schema import TensorSpec
 
@@ -130,6 +134,7 @@ def test_proxies_and_threshold_against_brute_force(curves, data):
     table = RoutingTable.from_profiles(curves, local_proxy=local)
     smallest = min(curve.points[0].nbytes for curve in curves.values())
     largest = max(curve.points[-1].nbytes for curve in curves.values())
+    curves = {**curves, local: curves[local].at_its_least()}  # by which the default is judged
     lat, bw = curves[table.lat_proxy], curves[table.bw_proxy]
 
     def is_among_the_best(curve, nbytes):
@@ -148,6 +153,58 @@ def test_proxies_and_threshold_against_brute_force(curves, data):
         assert bw.time_us(below) > lat.time_us(below) * (1 - 1e-6)
     else:
         assert is_among_the_best(lat, smallest) or is_among_the_best(lat, largest)
+
+
+# ---- noisy measurements ----
+
+
+def noisy(curve, *, from_bytes=0, delay=1.0, spread=0.0):
+    """The curve with every time from a size on `delay` times as long, and a spread of that part of it."""
+    return Curve(
+        points=tuple(
+            replace(p, time_us=delay * p.time_us, spread_us=spread * delay * p.time_us)
+            if p.nbytes >= from_bytes
+            else p
+            for p in curve.points
+        )
+    )
+
+
+def test_the_local_proxy_is_kept_where_its_repeats_spread_too_widely():
+    curves = {0: noisy(line(5, 8), delay=2.5, spread=0.6), 1: line(10, 8)}
+    table = RoutingTable.from_profiles(curves, local_proxy=0)
+    assert (table.lat_proxy, table.bw_proxy) == (0, 0)
+    assert "md0 (local) is kept, because repeats spread too widely" in table.reasons[0]
+    assert "lowest latency" in table.reasons[0]
+    assert "highest bandwidth" in table.reasons[1]
+    assert sizes_in_doubt(curves, 0) == (SIZES[0], SIZES[-1])
+
+
+def test_another_proxy_is_taken_where_its_lead_is_beyond_the_spread():
+    curves = {0: noisy(line(5, 4.5), spread=0.1), 1: noisy(line(10, 8), spread=0.1)}
+    table = RoutingTable.from_profiles(curves, local_proxy=0)
+    assert (table.lat_proxy, table.bw_proxy) == (0, 1)
+    assert sizes_in_doubt(curves, 0) == ()
+    without = RoutingTable.from_profiles({0: line(5, 4.5), 1: line(10, 8)}, local_proxy=0)
+    assert table.threshold_bytes > without.threshold_bytes  # only from where there is no doubt
+
+
+def test_a_wide_spread_of_a_remote_proxy_gives_it_no_advantage():
+    curves = {0: line(5, 8), 1: noisy(line(10, 8), delay=2.5, spread=0.9)}
+    assert RoutingTable.from_profiles(curves, local_proxy=0).bw_proxy == 0
+    assert sizes_in_doubt(curves, 0) == ()
+
+
+def test_one_worker_with_noise_changes_no_other_workers_routes():
+    """As on emulated links of aws-p3 under load, where one of four workers sent everything to a remote device."""
+    key = key_of(local_devices=range(4), num_devices=4, machine="aws-p3")
+    profile = profile_of(key, local=(5, 4.5), remote=(10, 8), kind=EMULATED)
+    path = PathId(kind=BOTH, source=1, target=1)
+    delayed = noisy(profile.curves[path], delay=3.0, spread=0.7)
+    tables = plan_routing(replace(profile, curves={**profile.curves, path: delayed}))
+    assert [table.lat_proxy for table in tables] == [0, 1, 2, 3]
+    assert "is kept" in tables[1].reasons[0]
+    assert not any("is kept" in why for worker in (0, 2, 3) for why in tables[worker].reasons)
 
 
 # ---- all workers ----
