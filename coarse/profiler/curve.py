@@ -15,6 +15,7 @@ from coarse.profiler.switchover import AlphaBeta
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _OUTLIER_SIGMAS = 5.0
+_SPREADS_OF_DOUBT = 3.0  # two repeats that were delayed alike may differ by less than their delay
 _MOST_BYTES = 1 << 50
 _LEAST_TIME_US, _MOST_TIME_US = 1e-6, 1e12
 _BYTES_PER_US = 1e3  # of one GB/s, G being 1e9
@@ -90,8 +91,8 @@ class CurvePoint:
 
     @property
     def least_us(self) -> float:
-        """The time less its spread: what it may be without the delays that repeats disagree about."""
-        return max(self.time_us - self.spread_us, _LEAST_TIME_US)
+        """The time less three times its spread: what it may be without the delays that repeats disagree about."""
+        return max(self.time_us - _SPREADS_OF_DOUBT * self.spread_us, _LEAST_TIME_US)
 
     @property
     def gbytes_per_s(self) -> float:
@@ -132,7 +133,7 @@ class Curve:
         return cls(points=tuple(CurvePoint.from_fastest(nbytes, times) for nbytes, times in times_us.items()))
 
     def at_its_least(self) -> Curve:
-        """The curve whose times are less their spreads (see CurvePoint.least_us)."""
+        """The curve of the least times that spreads leave possible (see CurvePoint.least_us)."""
         return Curve(points=tuple(replace(point, time_us=point.least_us) for point in self.points))
 
     @property

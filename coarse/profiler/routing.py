@@ -85,8 +85,8 @@ class RoutingTable:
         local proxy, then to the one that fewer others take, then to the lower number. Where BwProxy never
         overtakes LatProxy there is one proxy.
 
-        The local proxy is the default: it is judged by its times less their spreads, so that another one takes its
-        place only where the repeats leave no doubt. Reasons say where that has kept it.
+        The local proxy is the default: it is judged by the least times that its spreads leave possible, so that
+        another one takes its place only where the repeats leave no doubt. Reasons say where that has kept it.
 
         Args:
             curves: Of both directions at once between this client and each proxy, by proxy.
@@ -277,7 +277,7 @@ class _Ranking:
         return chosen, why
 
     def is_in_doubt(self, nbytes: int) -> bool:
-        """Whether the local proxy loses by its time, and does not by its time less the spread."""
+        """Whether the local proxy loses by its time, and not by the least time that its spread leaves possible."""
         limit_us = min(curve.time_us(nbytes) for curve in self.curves.values()) * (1 + self.tie_fraction)
         local = self.curves[self.local]
         return local.time_us(nbytes) > limit_us >= local.at_its_least().time_us(nbytes)

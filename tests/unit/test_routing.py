@@ -171,7 +171,7 @@ def noisy(curve, *, from_bytes=0, delay=1.0, spread=0.0):
 
 
 def test_the_local_proxy_is_kept_where_its_repeats_spread_too_widely():
-    curves = {0: noisy(line(5, 8), delay=2.5, spread=0.6), 1: line(10, 8)}
+    curves = {0: noisy(line(5, 8), delay=2.5, spread=0.3), 1: line(10, 8)}
     table = RoutingTable.from_profiles(curves, local_proxy=0)
     assert (table.lat_proxy, table.bw_proxy) == (0, 0)
     assert "md0 (local) is kept, because repeats spread too widely" in table.reasons[0]
