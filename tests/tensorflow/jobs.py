@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+
+from second_tries import name_exit
 
 import coarse
 
@@ -44,11 +49,13 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            cwd=self._temporary.name,
             env=environment(TMPDIR=self._temporary.name, **variables),
+            preexec_fn=_allow_core_dumps,
         )
 
     def finish(self) -> tuple[int, str]:
-        """Waits for its end; returns the exit code and what was printed."""
+        """Waits for its end; returns the exit code and what was printed, with the stacks of processes that crashed."""
         try:
             code = self.process.wait(LIMIT_S)
         finally:
@@ -64,6 +71,31 @@ class Job:
             self.process.wait()
         self._log.seek(0)
         printed = self._log.read().decode(errors="replace")
+        for core in Path(self._temporary.name).glob("core*"):
+            printed += f"\n{core.name} ({name_exit(self.process.returncode)}):\n{_native_stacks(core)}"
         self._log.close()
         self._temporary.cleanup()
         return printed
+
+
+def _allow_core_dumps() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+def _native_stacks(core: Path) -> str:
+    """What each thread of a crashed Python process was at, by gdb."""
+    if shutil.which("gdb") is None:
+        return "install gdb to see where it crashed"
+    command = [
+        "gdb",
+        "-batch",
+        "-ex",
+        "bt 40",
+        "-ex",
+        "info sharedlibrary coarse",
+        "-ex",
+        "thread apply all bt 12",
+    ]
+    shown = subprocess.run([*command, sys.executable, core], capture_output=True, text=True, timeout=LIMIT_S)
+    return shown.stdout[-20_000:]
