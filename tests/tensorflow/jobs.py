@@ -55,7 +55,7 @@ class Job:
         )
 
     def finish(self) -> tuple[int, str]:
-        """Waits for its end; returns the exit code and what was printed, with the stacks of processes that crashed."""
+        """Waits for its end; returns its exit code and output, with the stacks of a crash."""
         try:
             code = self.process.wait(LIMIT_S)
         finally:
