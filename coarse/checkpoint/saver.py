@@ -39,7 +39,7 @@ class SaveCounts:
 
     Args:
         num_saved: Checkpoints that are on the disk and were read back.
-        num_skipped: Saves that did not begin, because the one before was under way.
+        num_skipped: Saves that did not begin, because another was under way until the next one was due.
         num_failed: Saves that the disk, or another worker, did not allow.
         num_failed_in_row: Of these, the ones since the last that succeeded.
         last_error: Of the last save that failed; "" if none did.
@@ -178,7 +178,8 @@ class Saver:
         """
         if self.is_busy:
             writing.close()
-            self.skip(writing.step)
+            self.count_skipped(1)
+            logger.warning("[step %d] no checkpoint: the one before is still being written", writing.step)
             return False
         self._run(lambda: self._save(writing, own_state))
         return True
@@ -188,10 +189,9 @@ class Saver:
         self.wait()
         self._run(lambda: self._write_state(own_state))
 
-    def skip(self, step: int) -> None:
-        """Counts a save that did not begin."""
-        self._count(num_skipped=self.counts.num_skipped + 1)
-        logger.warning("[step %d] no checkpoint: the one before is still being written", step)
+    def count_skipped(self, number: int) -> None:
+        """Counts saves that did not begin."""
+        self._count(num_skipped=self.counts.num_skipped + number)
 
     @property
     def has_given_up(self) -> bool:

@@ -25,6 +25,7 @@ import torch
 
 from coarse.checkpoint.catalogue import find_newest, names_of, open_verified, remove_unfinished
 from coarse.checkpoint.claim import Claim
+from coarse.checkpoint.due_saves import DueSaves
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
@@ -33,7 +34,7 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError, FolderClaimedError, SnapshotsBusyError
+from coarse.errors import CheckpointError, CoarseError, FolderClaimedError, SnapshotsBusyError
 from coarse.torch.checkpoint_agreement import SaveSignal, Workers
 from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
@@ -62,13 +63,15 @@ class Checkpointer:
     """Saves and restores a training job: model, optimizer, and what else the user hands over.
 
     A save copies the state (worker 0 does) while the next gradients are computed, and writes it in the background.
-    One is under way at most: a save that comes too early is skipped and counted. Training goes on if the disk fails;
+    One is under way at most: a save that is due meanwhile waits for its turn, and then saves the step that training
+    has reached. If the next one is due before that, it takes the place of the one that waits, and a warning tells
+    which `every` would have fitted. close() writes the one that still waits. Training goes on if the disk fails;
     after `most_failures` failures in a row step() raises. SIGUSR1, sent to any worker, saves at one of the next
-    steps, or behind the save that is under way. Nothing is saved at the end: call save() where the last state has to
-    be on the disk.
+    steps, or behind the save that is under way. Steps after the last save that was due are not saved: call save()
+    where they have to be on the disk.
 
-    Every worker constructs it alike and makes the same calls; step(), save() and restore() are collective where there
-    is more than one worker, through a process group of their own.
+    Every worker constructs it alike and makes the same calls; step(), save(), restore() and close() are collective
+    where there is more than one worker, through a process group of their own.
 
     Args:
         folder: Of all checkpoints of this job; made if need be. On several nodes all must share it.
@@ -110,10 +113,10 @@ class Checkpointer:
             optimizer = stand_in_of(bare_optimizer(optimizer))
         self._model = model
         self._optimizer = optimizer
-        self._every = every
+        self._due = DueSaves(every)
         self._num_steps = first_step
         self._num_saves = 0
-        self._is_asked_still = False  # by a signal that came while a save was under way
+        self._is_closed = False
         self._workers = Workers()
         self._state = {**checked(state), **OwnTensors.of(model, self._workers.world_size)}
         self._copies, self._step_hook = _copies_beside(optimizer)
@@ -168,16 +171,13 @@ class Checkpointer:
         if has_failed:
             self._saver.check()
             raise CheckpointError("worker 0 gave up saving after too many failures; its error says why")
-        is_regular = self._every > 0 and self._num_steps % self._every == 0
-        began = (was_asked or is_regular) and not was_busy
-        self._is_asked_still = was_asked and not began
+        self._due.note(self._num_steps, is_asked=was_asked)
+        began = self._due.is_waiting and not was_busy
         start = self._take_state() if began else None
         if self._workers.world_size > 1:
             self._propose(is_busy=began)
         if start is not None:
             start()
-        elif is_regular:
-            self._saver.skip(self._num_steps)
         elif self._snapshots is not None and self._workers.rank == 0:
             self._snapshots.prepare()
         return began
@@ -193,8 +193,7 @@ class Checkpointer:
         """
         self._saver.wait()
         failed_before = self.counts.num_failed
-        was_asked, *_ = self._workers.agreed()
-        self._is_asked_still |= was_asked
+        self._workers.agreed()  # whatever was asked for is saved now
         start = self._take_state()
         self._propose(is_busy=True)  # what was proposed before did not know of this save
         start()
@@ -240,6 +239,7 @@ class Checkpointer:
                         world_size=self._workers.world_size,
                     )
                 self._num_steps = checkpoint.step
+                self._due.forget()
                 logger.info("[step %d] restored %s", checkpoint.step, checkpoint.path.name)
         self._newest_left = _NO_CHECKPOINT if step is None else self._find_newest_step()
         if self._newest_left > self._num_steps:
@@ -258,10 +258,34 @@ class Checkpointer:
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the save that is under way, and hands SIGUSR1 back. Idempotent."""
+        """Waits for the save that is under way, saves if one is still due, and hands SIGUSR1 back. Idempotent.
+
+        A `with` block that ends by an exception saves nothing more: other workers may not be there.
+        """
         self._close(alone=False)
 
     def _close(self, *, alone: bool) -> None:
+        was_closed, self._is_closed = self._is_closed, True
+        try:
+            if not alone and not was_closed:
+                self._save_what_is_due()
+        finally:
+            self._let_go(alone=alone)
+
+    def _save_what_is_due(self) -> None:
+        if self._workers.world_size == 1:
+            self._propose()
+        was_asked, _, has_failed = self._workers.agreed()
+        if has_failed or not (was_asked or self._due.is_waiting):
+            return
+        self._saver.wait()
+        try:
+            start = self._take_state()
+        except (CoarseError, OSError) as error:
+            return self._saver.fail(error)
+        start()
+
+    def _let_go(self, *, alone: bool) -> None:
         self._signal.close()
         self._saver.close()
         self._claim.release()
@@ -280,7 +304,7 @@ class Checkpointer:
 
     def _propose(self, *, is_busy: bool = False) -> None:
         self._workers.propose(
-            asks=self._signal.take() or self._is_asked_still,
+            asks=self._signal.take(),
             is_busy=is_busy or self._saver.is_busy,
             has_failed=self._saver.has_given_up,
         )
@@ -294,6 +318,7 @@ class Checkpointer:
                 "newer, or choose another folder."
             )
         self._num_saves += 1
+        self._saver.count_skipped(self._due.begin(self._num_steps))
         if (refusal := self._claim_folder()) is not None:
             return functools.partial(self._saver.fail, refusal) if self._workers.rank == 0 else lambda: None
         own_state = self._own_state()

@@ -40,7 +40,7 @@ class Workers:
             )
 
     def agreed(self) -> tuple[bool, bool, bool]:
-        """Whether any worker asked, was busy, or had failed, when all last proposed.
+        """Whether any worker asked, was busy, or had failed, when all last proposed; told once.
 
         Raises:
             WorkerLostError: If another worker is gone.
@@ -54,6 +54,7 @@ class Workers:
                     f"worker {self.rank}: another worker was lost before all could agree on saving: {error}"
                 ) from error
         asked, busy, failed = self._flags.tolist()
+        self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
         return bool(asked), bool(busy), bool(failed)
 
     def told_by_first(self, *numbers: int) -> list[int]:

@@ -521,6 +521,33 @@ def a_signal_that_comes_during_a_save_saves_behind_it(context: Context) -> None:
 
 
 @checkpoint_scenario
+def closing_writes_the_save_that_is_due_with_every_workers_state(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    model = context.wrap(nn.Linear(3, 2))
+    position = Position(100 * context.rank)
+    goes_on = threading.Event()
+    with shared_folder(context) as folder:
+        with Checkpointer(folder, model, every=2, state={"position": position}) as checkpointer:
+
+            def hold(operation: str, name: str) -> None:
+                assert context.rank != 0 or operation != "write" or goes_on.wait(60)
+
+            checkpointer._parent._observe = hold
+            for _ in range(5):
+                model(torch.ones(1, 3)).sum().backward()
+                position.next += 1
+                checkpointer.step()
+            goes_on.set()
+        dist.barrier()
+        restored = Position(0)
+        with Checkpointer(folder, model, state={"position": restored}) as checkpointer:
+            assert checkpointer.restore() == 5
+        assert restored.next == 100 * context.rank + 5
+        assert sorted(name for name in os.listdir(folder) if name.startswith("step-")) == ["step-2", "step-5"]
+
+
+@checkpoint_scenario
 def all_workers_hear_that_a_save_which_they_wait_for_failed(context: Context) -> None:
     from coarse.torch.checkpoint import Checkpointer
 

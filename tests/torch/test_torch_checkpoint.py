@@ -363,16 +363,71 @@ def test_states_lie_in_memory_as_their_parameters_do(tmp_path):
     assert torch.equal(momentum, optimizer.state[model.weight]["momentum_buffer"])
 
 
-def test_a_save_that_comes_too_early_is_skipped(tmp_path):
+def test_a_save_that_is_due_while_another_is_written_waits_for_its_turn(tmp_path, caplog):
     model = with_buffers()
     optimizer = make_adamw(model)
     may_go_on = threading.Event()
-    with Checkpointer(tmp_path, model, optimizer, every=1, options=OPTIONS) as checkpointer:
+    with Checkpointer(tmp_path, model, optimizer, every=2, options=OPTIONS) as checkpointer:
         checkpointer._parent._observe = lambda operation, name: may_go_on.wait(20)
-        take_steps(model, optimizer, steps=3, checkpointer=checkpointer)
-        assert checkpointer.counts.num_skipped == 2
+        take_steps(model, optimizer, steps=5, checkpointer=checkpointer)  # that of step 4 waits
         may_go_on.set()
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-1"]
+        checkpointer.wait()
+        assert list_of_steps(tmp_path) == [2]
+        take_steps(model, optimizer, steps=1, checkpointer=checkpointer)
+        checkpointer.wait()
+        assert list_of_steps(tmp_path) == [2, 6]
+        assert checkpointer.counts.num_skipped == 1
+    assert list_of_steps(tmp_path) == [2, 6]
+    (warning,) = (record.message for record in caplog.records if "skipped" in record.message)
+    assert "due at step 4 was skipped: the save of step 2 took 4 steps, with every=2" in warning
+    assert "With every=4 or more" in warning
+
+
+def test_closing_writes_the_save_that_is_due(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    may_go_on = threading.Event()
+    with Checkpointer(tmp_path, model, optimizer, every=3, options=OPTIONS) as checkpointer:
+        checkpointer._parent._observe = lambda operation, name: may_go_on.wait(20)
+        take_steps(model, optimizer, steps=7, checkpointer=checkpointer)
+        trained = {key: value.clone() for key, value in model.state_dict().items()}
+        may_go_on.set()
+    assert list_of_steps(tmp_path) == [3, 7]
+    assert checkpointer.counts.num_skipped == 0
+    restored = with_buffers()
+    with Checkpointer(tmp_path, restored, make_adamw(restored)) as checkpointer:
+        assert checkpointer.restore() == 7
+    assert equal(restored.state_dict(), trained)
+
+
+def test_closing_writes_what_a_signal_has_asked_for(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    with Checkpointer(tmp_path, model, optimizer, options=OPTIONS) as checkpointer:
+        take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert list_of_steps(tmp_path) == [2]
+
+
+def test_what_ends_by_an_exception_saves_nothing_more(tmp_path):
+    model = with_buffers()
+    optimizer = make_adamw(model)
+    may_go_on = threading.Event()
+
+    def train_and_fail():
+        with Checkpointer(tmp_path, model, optimizer, every=1, options=OPTIONS) as checkpointer:
+            checkpointer._parent._observe = lambda operation, name: may_go_on.wait(20)
+            take_steps(model, optimizer, steps=2, checkpointer=checkpointer)
+            may_go_on.set()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
+    assert list_of_steps(tmp_path) == [1]
+
+
+def list_of_steps(folder):
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
 def test_a_folder_is_saved_to_by_one_job(tmp_path, capsys):
