@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.manifest import Manifest
 from coarse.checkpoint.names import LATEST_NAME, PIN_SUFFIX, TEMPORARY_SUFFIX, CheckpointName
 from coarse.checkpoint.reader import Checkpoint, Progress, open_checkpoint
+from coarse.checkpoint.writer import SaveCancelledError
 from coarse.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,25 @@ def open_verified(
         checkpoint.close()
         raise
     return checkpoint
+
+
+def read_back(parent: Folder, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+    """Reads a checkpoint that was just written from the disk, and compares the CRC32C of every chunk.
+
+    Raises:
+        SaveCancelledError: If `should_stop`, which is asked now and then, said so.
+        CheckpointError, OSError: As open_checkpoint() and Checkpoint.verify().
+    """
+
+    def check(done_bytes: int, total_bytes: int) -> None:
+        if should_stop():
+            raise SaveCancelledError(
+                f"{name} is on the disk; reading it back was stopped with {done_bytes} of {total_bytes} bytes "
+                "compared"
+            )
+
+    with open_checkpoint(parent, name) as checkpoint:
+        checkpoint.verify(check, past_cache=True)
 
 
 def read_hint(parent: Folder) -> CheckpointName | None:

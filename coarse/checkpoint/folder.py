@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import re
 import stat
@@ -21,6 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a FIFO must not wait
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_STAGING_BYTES = 4 << 20  # of whole pages, which past the page cache everything has to be
 
 
 def check_name(name: str) -> str:
@@ -135,8 +138,13 @@ class Folder:
             return os.fstat(descriptor).st_size
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[int]:
+    def reading(self, name: str, *, past_cache: bool = False) -> Iterator[int]:
         """A descriptor of a file that is read, closed at the end of the block.
+
+        Args:
+            name: Of the file.
+            past_cache: Whether to read from the disk, without a copy in the page cache, where the file system can:
+                then see has_cache().
 
         Raises:
             CheckpointError: If it is missing, a symbolic link, or no regular file.
@@ -151,6 +159,8 @@ class Folder:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{self.path / name}: is no regular file")
+            if past_cache:
+                _go_past_cache(descriptor)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -171,8 +181,12 @@ class Folder:
                 return file.read(limit_bytes)
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[NewFile]:
+    def writing(self, name: str, *, past_cache: bool = False) -> Iterator[NewFile]:
         """A new file of mode 0600; at the end of the block it is on the disk.
+
+        Args:
+            name: Of the file.
+            past_cache: Whether to write without a copy in the page cache, where the file system can.
 
         Raises:
             FileExistsError: If there is one of that name.
@@ -183,7 +197,9 @@ class Folder:
         self._observe("create", shown)
         descriptor = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._descriptor)
         try:
-            yield NewFile(descriptor, shown, self._observe)
+            file = NewFile(descriptor, shown, self._observe, past_cache=past_cache)
+            yield file
+            file.finish()
             self._observe("fsync", shown)
             os.fsync(descriptor)
         finally:
@@ -263,25 +279,83 @@ class Folder:
 
 
 class NewFile:
-    """A file that is being written, from its beginning to its end."""
+    """A file that is being written, from its beginning to its end. Made by Folder.writing().
 
-    def __init__(self, descriptor: int, shown: str, observe: Observer) -> None:
+    Past the page cache, the disk takes pages of this process: the system copies nothing, has nothing to write back
+    later, and keeps the pages of other files.
+    """
+
+    def __init__(self, descriptor: int, shown: str, observe: Observer, *, past_cache: bool) -> None:
         self._descriptor = descriptor
         self._shown = shown
         self._observe = observe
+        self._is_past_cache = past_cache and _go_past_cache(descriptor)
+        self._staging = memoryview(mmap.mmap(-1, _STAGING_BYTES)) if self._is_past_cache else None
+        self._num_staged = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Appends `data`."""
+        if self._staging is None:
+            return self._write(memoryview(data))
         view = memoryview(data)
         while view:
-            self._observe("write", self._shown)
-            view = view[os.write(self._descriptor, view) :]
+            part = view[: _STAGING_BYTES - self._num_staged]
+            self._staging[self._num_staged : self._num_staged + len(part)] = part
+            self._num_staged += len(part)
+            view = view[len(part) :]
+            if self._num_staged == _STAGING_BYTES:
+                self._num_staged = 0
+                self._write(self._staging)
+
+    def finish(self) -> None:
+        """Writes what was appended and is not written yet."""
+        if self._staging is not None and self._num_staged:
+            self._go_through_cache()  # the end is no whole page
+            self._write(self._staging[: self._num_staged])
+            self._num_staged = 0
 
     def flush(self) -> None:
         """Has the disk take what was written so far, and forgets it: no page cache is spent on a checkpoint."""
+        if self._is_past_cache:
+            return
         self._observe("fsync", self._shown)
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            self._observe("write", self._shown)
+            try:
+                count = os.write(self._descriptor, view)
+            except OSError as error:
+                if not self._is_past_cache or error.errno != errno.EINVAL:
+                    raise
+                self._go_through_cache()  # a disk of larger blocks, or one that took less than a page
+                continue
+            view = view[count:]
+
+    def _go_through_cache(self) -> None:
+        self._is_past_cache = False
+        go_through_cache(self._descriptor)
+
+
+def has_cache(descriptor: int) -> bool:
+    """Whether a file is read or written through the page cache; else by whole pages alone."""
+    return not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def go_through_cache(descriptor: int) -> None:
+    """Takes back that a file is read or written past the page cache."""
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _go_past_cache(descriptor: int) -> bool:
+    """Has a file read or written past the page cache; False where its file system cannot."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
 
 
 def _what_is_wrong(error: OSError) -> str:

@@ -15,7 +15,7 @@ from coarse.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "coarse-checkpoint"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 LONGEST_MANIFEST_BYTES = 64 << 20
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 64, 64 << 20
 _MOST_FILES = 100_000
@@ -30,7 +30,7 @@ class FileEntry:
     Args:
         name: In the checkpoint's folder.
         num_bytes: Its length.
-        sha256: Of all of it, in hexadecimal digits.
+        sha256: Of all of it, in hexadecimal digits; "" if it was not taken.
         crc32c: Of each chunk.
 
     Raises:
@@ -45,7 +45,7 @@ class FileEntry:
     def __post_init__(self) -> None:
         check_name(self.name)
         _check_number(f"length of {self.name}", self.num_bytes, 0, _LARGEST_FILE_BYTES)
-        if not _SHA256.fullmatch(self.sha256):
+        if self.sha256 != "" and not _SHA256.fullmatch(self.sha256):
             raise CheckpointError(f"SHA-256 of {self.name} is {self.sha256[:80]!r}")
         for crc in self.crc32c:
             _check_number(f"CRC32C of {self.name}", crc, 0, 0xFFFFFFFF)
@@ -110,6 +110,16 @@ class Manifest:
         return tuple(file for file in self.files if file.name not in self.state_files)
 
     @property
+    def has_digests(self) -> bool:
+        """Whether the SHA-256 of every file was taken."""
+        return all(file.sha256 for file in self.files)
+
+    @property
+    def format_version(self) -> int:
+        """The first version of the format that can say what this manifest says."""
+        return 1 if self.has_digests else 2
+
+    @property
     def num_bytes(self) -> int:
         """Length of all files together, without the manifest."""
         return sum(file.num_bytes for file in self.files)
@@ -118,7 +128,12 @@ class Manifest:
         """The file's contents."""
         body = asdict(self)
         return _canonical(
-            {"format": FORMAT, "format_version": FORMAT_VERSION, "sha256": _digest(body), "checkpoint": body}
+            {
+                "format": FORMAT,
+                "format_version": self.format_version,
+                "sha256": _digest(body),
+                "checkpoint": body,
+            }
         )
 
     @classmethod
@@ -144,7 +159,7 @@ class Manifest:
             )
         try:
             body = envelope["checkpoint"]
-            if version != FORMAT_VERSION or envelope["sha256"] != _digest(body):
+            if type(version) is not int or envelope["sha256"] != _digest(body):
                 raise CheckpointError("its manifest is damaged: its checksum does not match")
             manifest = cls(**_fields_of(body))
             # A flipped bit that changes no value is damage too.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coarse.checkpoint.checksums import crc32c_function
-from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.folder import Folder, go_through_cache, has_cache
 from coarse.checkpoint.manifest import (
     LONGEST_MANIFEST_BYTES,
     MANIFEST_NAME,
@@ -24,6 +26,8 @@ from coarse.checkpoint.writer import read_worker_state
 from coarse.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
+
+_PAGE_BYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,7 @@ class Checkpoint:
         self._places = {
             place.tensor.name: (file, place) for file in manifest.tensor_files for place in places[file.name]
         }
-        self._buffer = memoryview(bytearray(manifest.chunk_bytes))
+        self._buffer = memoryview(mmap.mmap(-1, _whole_pages(manifest.chunk_bytes)))
         self._buffered: tuple[str, int] | None = None
         self.manifest = manifest
         self.path = folder.path
@@ -98,12 +102,20 @@ class Checkpoint:
         """All tensors, in the order in which they lie."""
         return tuple(place.tensor for _, place in self._places.values())
 
-    def verify(self, progress: Progress = lambda done, total: None, *, digests: bool = False) -> None:
+    def verify(
+        self,
+        progress: Progress = lambda done, total: None,
+        *,
+        digests: bool = False,
+        past_cache: bool = False,
+    ) -> None:
         """Reads everything and compares the CRC32C of every chunk, which notices whatever happens by chance.
 
         Args:
             progress: Told of the bytes that were read, and of all.
-            digests: Whether to compare SHA-256 too, which takes longer and notices what was done on purpose.
+            digests: Whether to compare SHA-256 too, of files of which it was taken: takes longer, and notices what
+                was done on purpose.
+            past_cache: Whether to read what is on the disk, and leave the page cache to others.
 
         Raises:
             CheckpointError: If a byte differs; names the file and the chunk.
@@ -113,12 +125,12 @@ class Checkpoint:
         for file in self.manifest.files:
             digest = hashlib.sha256()
             for index in range(len(file.crc32c)):
-                chunk = self._chunk(file, index)
+                chunk = self._chunk(file, index, past_cache=past_cache)
                 if digests:
                     digest.update(chunk)
                 done += len(chunk)
                 progress(done, self.manifest.num_bytes)
-            if digests and digest.hexdigest() != file.sha256:
+            if digests and file.sha256 and digest.hexdigest() != file.sha256:
                 raise CheckpointError(f"{self.path / file.name} is damaged: its SHA-256 does not match")
 
     def read(self, tensor: SavedTensor) -> Iterator[memoryview]:
@@ -192,14 +204,15 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chunk(self, file: FileEntry, index: int) -> memoryview:
+    def _chunk(self, file: FileEntry, index: int, *, past_cache: bool = False) -> memoryview:
         """One chunk of a file, checked; valid until another one is asked for."""
         start = index * self.manifest.chunk_bytes
         chunk = self._buffer[: min(self.manifest.chunk_bytes, file.num_bytes - start)]
         if self._buffered != (file.name, index):
             self._buffered = None
-            with self._folder.reading(file.name) as descriptor:
-                length = _read_into(descriptor, chunk, start)
+            past_cache &= start % _PAGE_BYTES == 0
+            with self._folder.reading(file.name, past_cache=past_cache) as descriptor:
+                length = _read_into(descriptor, self._buffer, start, len(chunk))
             if length < len(chunk) or self._crc32c(chunk, 0) != file.crc32c[index]:
                 raise CheckpointError(
                     f"{self.path / file.name} is damaged between its bytes {start} and {start + len(chunk)}: their "
@@ -257,15 +270,26 @@ def _places_in(folder: Folder, file: FileEntry) -> Sequence[TensorPlace]:
             raise CheckpointError(f"{folder.path / file.name}: {error}") from None
 
 
-def _read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Reads until the buffer is full or the file ends; returns how many bytes."""
+def _read_into(descriptor: int, buffer: memoryview, offset: int, length: int) -> int:
+    """Reads until there are `length` bytes or the file ends; returns how many there are."""
     done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+    while done < length:
+        end = length if has_cache(descriptor) else _whole_pages(length)
+        try:
+            count = os.preadv(descriptor, [buffer[done:end]], offset + done)
+        except OSError as error:
+            if has_cache(descriptor) or error.errno != errno.EINVAL:
+                raise
+            go_through_cache(descriptor)  # a disk of larger blocks, or one that gave less than a page
+            continue
         if not count:
             break
         done += count
-    return done
+    return min(done, length)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _kind(tensor: SavedTensor) -> str:

@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from coarse.checkpoint.catalogue import open_verified, remove, superseded
+from coarse.checkpoint.catalogue import read_back, remove, superseded
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.progress import SaveProgress
+from coarse.checkpoint.reader import open_checkpoint
 from coarse.checkpoint.source import CheckpointSource
 from coarse.checkpoint.writer import (
     Progress,
@@ -30,7 +31,7 @@ from coarse.errors import CheckpointError, CoarseError
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,16 @@ class Writing(Protocol):
     def write(self, progress: Progress, should_stop: Callable[[], bool]) -> CheckpointName:
         """Writes it as write_checkpoint() does, with the same errors. Called once, from a thread of the saver."""
 
+    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+        """Reads back from the disk what write() has written, and compares. Called once, behind write().
+
+        Raises:
+            CheckpointError, OSError: If it is not what was written, or cannot be read.
+            SaveCancelledError: If `should_stop` said so.
+        """
+
     def close(self) -> None:
-        """Gives it up without writing. Idempotent; after write() it does nothing."""
+        """Gives it up without writing, or reading back. Idempotent."""
 
 
 class SourceWriting:
@@ -102,6 +111,9 @@ class SourceWriting:
             progress=progress,
             should_stop=should_stop,
         )
+
+    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+        read_back(self._parent, name, should_stop)
 
     def close(self) -> None:
         self._source.close()
@@ -271,11 +283,12 @@ class Saver:
             if own_state is not None:
                 self._write_state(own_state)
             name = writing.write(progress, self._stop.is_set)
-        self._torn.discard(temporary)
-        save_s = time.monotonic() - began_s
-        write_hint(self._parent, name)
-        # Before older ones go: what was written must be there when the disk is asked.
-        with open_verified(self._parent, name) as checkpoint:
+            self._torn.discard(temporary)
+            save_s = time.monotonic() - began_s
+            write_hint(self._parent, name)
+            # Before older ones go: what was written must be there when the disk is asked.
+            writing.verify(name, self._stop.is_set)
+        with open_checkpoint(self._parent, name) as checkpoint:
             num_bytes = checkpoint.manifest.num_bytes
         self._count(
             num_saved=self.counts.num_saved + 1, num_failed_in_row=0, last_save_s=save_s, last_bytes=num_bytes

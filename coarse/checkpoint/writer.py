@@ -50,8 +50,10 @@ class WriteOptions:
     Args:
         file_bytes: About how long a safetensors file may become.
         chunk_bytes: What each CRC32C covers.
-        flush_bytes: How much may wait in the page cache for the disk.
+        flush_bytes: How much may wait in the page cache for the disk, where a file system cannot do without.
         state_timeout_s: How long other workers may take to write their own state.
+        digests: Whether to take the SHA-256 of each file beside the CRC32C of its chunks, which notices what was done
+            on purpose if the manifest's own copy is kept elsewhere. It takes 0.6 s of a processor for each GB.
 
     Raises:
         ValueError: If a number is out of range.
@@ -61,6 +63,7 @@ class WriteOptions:
     chunk_bytes: int = 4 << 20
     flush_bytes: int = 64 << 20
     state_timeout_s: float = 60.0
+    digests: bool = False
 
     def __post_init__(self) -> None:
         if not SMALLEST_CHUNK_BYTES <= self.chunk_bytes <= LARGEST_CHUNK_BYTES:
@@ -233,8 +236,8 @@ class _Writer:
         return name
 
     def _write_tensors(self, folder: Folder, name: str, tensors: Sequence[SavedTensor]) -> FileEntry:
-        checksums = RunningChecksums(self._options.chunk_bytes)
-        with folder.writing(name) as file:
+        checksums = self._checksums()
+        with folder.writing(name, past_cache=True) as file:
             waiting_bytes = self._write_piece(
                 file, checksums, header_of(tensors, {"format": "pt", "step": str(self._name.step)})
             )
@@ -261,6 +264,9 @@ class _Writer:
         file.write(piece)
         return len(piece)
 
+    def _checksums(self) -> RunningChecksums:
+        return RunningChecksums(self._options.chunk_bytes, with_sha256=self._options.digests)
+
     def _state_files(self) -> tuple[str, ...]:
         return tuple(map(state_file_name, range(self._details.world_size * self._details.has_worker_state)))
 
@@ -271,7 +277,7 @@ class _Writer:
             if folder.has(name):
                 contents = folder.read(name, limit_bytes=2 * _LONGEST_STATE_BYTES)
                 if read_worker_state(contents)[0] == self._details.save_number:
-                    checksums = RunningChecksums(self._options.chunk_bytes)
+                    checksums = self._checksums()
                     checksums.add(contents)
                     return _entry(name, checksums)
             self._check_stop()

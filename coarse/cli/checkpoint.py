@@ -104,15 +104,18 @@ def run_verify(arguments: argparse.Namespace) -> int:
         if not names:
             raise CheckpointError(f"{arguments.folder} has no checkpoints")
         for name in names:
-            reason = ""
+            reason, by = "", "CRC32C"
             try:
-                with SaveProgress(f"verify {name}") as progress:
-                    open_verified(folder, name, progress, digests=True).close()
+                with (
+                    SaveProgress(f"verify {name}") as progress,
+                    open_verified(folder, name, progress, digests=True) as checkpoint,
+                ):
+                    by += " and SHA-256" * checkpoint.manifest.has_digests
             except (CheckpointError, OSError) as error:
                 reason = str(error)
             results.append({"checkpoint": str(name), "whole": not reason, "reason": reason})
             if not arguments.json:
-                print(f"{name}: {reason or 'every byte is right'}")
+                print(f"{name}: {reason or f'every byte is right by {by}'}")
     if arguments.json:
         print(_json(results))
     return 0 if all(result["whole"] for result in results) else _EXIT_DAMAGED
@@ -282,7 +285,7 @@ def _show(checkpoint: Checkpoint, *, with_tensors: bool) -> None:
     _print_table(
         "Files",
         ("name", "size", "SHA-256"),
-        [(file.name, _size(file.num_bytes), file.sha256) for file in manifest.files],
+        [(file.name, _size(file.num_bytes), file.sha256 or "not taken") for file in manifest.files],
     )
     if with_tensors:
         tensors = [(t.name, t.dtype, str(list(t.shape)), _size(t.nbytes)) for t in checkpoint.tensors]

@@ -122,6 +122,7 @@ class SnapshotWrite:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._channel = Channel(connection)
+        self._remains = "nothing of the checkpoint remains"
 
     def wait(
         self,
@@ -129,6 +130,8 @@ class SnapshotWrite:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[int, int]:
         """Waits until the checkpoint is on the disk; returns its step and attempt, which are its name.
+
+        The writer then reads it back: wait_until_verified(), or close() to have it stop.
 
         Args:
             progress: Told of the bytes that were written and those there are.
@@ -139,22 +142,37 @@ class SnapshotWrite:
             OSError: If the disk did not take it.
             MemoryDeviceLostError: If the home device is gone.
         """
-        self._connection.settimeout(_POLL_S)
-        try:
-            while True:
-                message = self._next(should_stop)
-                if message["type"] == "progress":
-                    progress(int(message["done_bytes"]), int(message["total_bytes"]))
-                elif message["type"] == "written":
-                    return int(message["step"]), int(message["attempt"])
-                else:
-                    raise _failure(message)
-        finally:
-            self.close()
+        message = self._await("written", progress, should_stop)
+        self._remains = "the checkpoint is on the disk, and was not read back to the end"
+        return int(message["step"]), int(message["attempt"])
+
+    def wait_until_verified(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the checkpoint was read back from the disk and is right; behind wait().
+
+        Raises:
+            CoarseError, OSError: As wait(), if it is not right, cannot be read, or was stopped.
+        """
+        self._await("verified", lambda done, total: None, should_stop)
+        self.close()
 
     def close(self) -> None:
         """Stops the writer, if it has not ended. Idempotent."""
         self._channel.close()
+
+    def _await(
+        self, kind: str, progress: Callable[[int, int], None], should_stop: Callable[[], bool]
+    ) -> Message:
+        """The next message of a kind; closes if there will be none."""
+        self._connection.settimeout(_POLL_S)
+        try:
+            while (message := self._next(should_stop))["type"] != kind:
+                if message["type"] != "progress":
+                    raise _failure(message)
+                progress(int(message["done_bytes"]), int(message["total_bytes"]))
+        except BaseException:
+            self.close()
+            raise
+        return message
 
     def _next(self, should_stop: Callable[[], bool]) -> Message:
         while True:
@@ -162,13 +180,11 @@ class SnapshotWrite:
                 received = self._channel.receive()
             except TimeoutError:
                 if should_stop():
-                    raise told_error(
-                        "CheckpointError", "the save was stopped; nothing of it remains"
-                    ) from None
+                    raise told_error("CheckpointError", f"the save was stopped; {self._remains}") from None
                 continue
             except (EOFError, OSError):
                 raise MemoryDeviceLostError(
-                    "the memory device that wrote a checkpoint is gone; nothing of the checkpoint remains"
+                    f"the memory device that wrote a checkpoint is gone; {self._remains}"
                 ) from None
             if received is not None:
                 return received.message

@@ -12,7 +12,9 @@ import time
 from dataclasses import asdict, fields
 from typing import Any
 
+from coarse.checkpoint.catalogue import read_back
 from coarse.checkpoint.folder import Folder
+from coarse.checkpoint.names import CheckpointName
 from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
 from coarse.errors import ProtocolError
 from coarse.proxy.protocol import Channel, Message
@@ -20,7 +22,7 @@ from coarse.proxy.snapshot_source import SnapshotSource
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS = 19
 _REPORT_INTERVAL_S = 0.1
 
 
@@ -32,7 +34,8 @@ def write_request(folder: str, details: SaveDetails, options: WriteOptions) -> M
 class SnapshotWriter:
     """One checkpoint on its way to the disk, in a thread of low priority.
 
-    Tells `progress`, and in the end `written` or `failed`. Whoever closes the other end of the connection stops it.
+    Tells `progress`, then `written`, and `verified` when it was read back; or `failed` at any time. The worker
+    stops it by closing the other end of the connection.
 
     Args:
         source: The snapshot; closed in every case.
@@ -62,8 +65,11 @@ class SnapshotWriter:
             # Updates do not wait for this thread: a reader of a snapshot holds nothing that they need.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
-            self._tell(self._write())
+            name = self._write()
+            self._tell({"type": "written", "step": name.step, "attempt": name.attempt})
             self._source.log_pool()
+            self._verify(name)
+            self._tell({"type": "verified"})
         except Exception as error:  # whatever it is, it is this save's failure and not the device's
             logger.info("a snapshot could not be written to %s: %s", self._folder, error)
             number = error.errno if isinstance(error, OSError) else None
@@ -72,9 +78,9 @@ class SnapshotWriter:
             self._source.close()
             self._channel.close()
 
-    def _write(self) -> Message:
+    def _write(self) -> CheckpointName:
         with contextlib.closing(Folder.open(self._folder, create=True)) as parent:
-            name = write_checkpoint(
+            return write_checkpoint(
                 parent,
                 self._source,
                 self._details,
@@ -82,7 +88,10 @@ class SnapshotWriter:
                 progress=self._progress,
                 should_stop=self._should_stop,
             )
-        return {"type": "written", "step": name.step, "attempt": name.attempt}
+
+    def _verify(self, name: CheckpointName) -> None:
+        with contextlib.closing(Folder.open(self._folder)) as parent:
+            read_back(parent, name, self._should_stop)
 
     def _progress(self, done_bytes: int, total_bytes: int) -> None:
         now_s = time.monotonic()

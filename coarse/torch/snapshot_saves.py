@@ -175,6 +175,15 @@ class SnapshotWriting:
             raise
         return CheckpointName(step, attempt)
 
+    def verify(self, name: CheckpointName, should_stop: Callable[[], bool]) -> None:
+        assert self._write is not None
+        try:
+            self._write.wait_until_verified(should_stop)
+        except CoarseError as error:
+            if should_stop():
+                raise SaveCancelledError(str(error)) from None
+            raise
+
     def close(self) -> None:
         if self._write is not None:
             self._write.close()

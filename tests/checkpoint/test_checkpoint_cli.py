@@ -84,7 +84,7 @@ def test_verify(folder, capsys):
     assert (code, [each["whole"] for each in found]) == (1, [True, False, False])
     assert "CRC32C" in found[1]["reason"]
     code, output = run(capsys, "verify", folder, "1")
-    assert (code, output) == (0, "step-1: every byte is right\n")
+    assert (code, output) == (0, "step-1: every byte is right by CRC32C\n")
 
 
 def test_prune_and_pin(folder, capsys):

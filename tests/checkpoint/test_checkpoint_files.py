@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import hashlib
 import json
+import mmap
 import os
 import shutil
 import stat
@@ -12,7 +16,14 @@ import numpy as np
 import pytest
 from saved_states import OPTIONS, TENSORS, check_contents, content, save, source
 
-from coarse.checkpoint.catalogue import find_newest, list_checkpoints, names_of, open_verified, unfinished_in
+from coarse.checkpoint.catalogue import (
+    find_newest,
+    list_checkpoints,
+    names_of,
+    open_verified,
+    read_back,
+    unfinished_in,
+)
 from coarse.checkpoint.folder import Folder
 from coarse.checkpoint.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from coarse.checkpoint.names import CheckpointName
@@ -68,6 +79,85 @@ def test_files_open_with_the_safetensors_library(tmp_path):
         for name, entry in numpy_files.deserialize(file.read_bytes()):
             found[name] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
     assert found == {tensor.name: (tensor.dtype, tensor.shape, content(tensor, 7)) for tensor in TENSORS}
+
+
+def test_files_of_any_length_are_written_past_the_page_cache(tmp_path):
+    data = np.random.default_rng(1).bytes((9 << 20) + 7)
+    pieces = [data[:3], data[3 : 5 << 20], b"", data[5 << 20 : -1], data[-1:]]
+    with Folder.open(tmp_path) as folder:
+        for past_cache in (False, True):
+            with folder.writing(f"file-{past_cache}", past_cache=past_cache) as file:
+                for piece in pieces:
+                    file.write(piece)
+                    file.flush()
+            assert (tmp_path / f"file-{past_cache}").read_bytes() == data
+
+
+def test_a_large_checkpoint_takes_no_page_cache(tmp_path):
+    array = np.random.default_rng(1).integers(0, 256, (12 << 20) + 5, dtype=np.uint8)
+    tensor = SavedTensor(name="model.weight", dtype="U8", shape=array.shape)
+    if not is_forgotten(tmp_path, "forgotten"):
+        pytest.skip("the file system of temporary files lies in the page cache")
+    with Folder.open(tmp_path) as parent:
+        name = write_checkpoint(parent, ArraySource(1, {tensor: array}), SaveDetails())
+        read_back(parent, name, lambda: False)
+        (file,) = (tmp_path / str(name)).glob("*.safetensors")
+        # The header was read through the page cache, and the end, which is no whole page, written through it.
+        assert not is_cached(file, 4 << 20)
+        assert not is_cached(file, 8 << 20)
+        with open_verified(parent, name) as checkpoint:
+            assert b"".join(map(bytes, checkpoint.read(tensor))) == array.tobytes()
+
+
+def is_forgotten(folder, name):
+    path = folder / name
+    path.write_bytes(bytes(8192))
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return not is_cached(path, 0)
+
+
+def is_cached(path, offset):
+    """Whether a page of a file lies in the page cache; asking reads nothing."""
+    with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped)) + offset
+        found = (ctypes.c_ubyte * 1)()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(1), found) == 0
+    return bool(found[0] & 1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 4096])
+def test_damage_on_the_disk_is_found_when_it_is_read_back(tmp_path, chunk_bytes):
+    array = np.arange(5000, dtype=np.float32)
+    tensor = SavedTensor(name="model.weight", dtype="F32", shape=array.shape)
+    options = WriteOptions(chunk_bytes=chunk_bytes)
+    with Folder.open(tmp_path) as parent:
+        name = write_checkpoint(parent, ArraySource(1, {tensor: array}), SaveDetails(), options=options)
+        read_back(parent, name, lambda: False)
+        (file,) = (tmp_path / str(name)).glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match="CRC32C does not match"):
+            read_back(parent, name, lambda: False)
+        with pytest.raises(SaveCancelledError, match="is on the disk; reading it back was stopped"):
+            read_back(parent, name, lambda: True)
+
+
+def test_digests_are_taken_where_they_are_wanted(tmp_path):
+    for step, digests in ((1, False), (2, True)):
+        options = dataclasses.replace(OPTIONS, digests=digests)
+        with Folder.open(tmp_path) as parent:
+            write_checkpoint(parent, source(step), SaveDetails(), options=options)
+            with open_verified(parent, CheckpointName(step), digests=True) as checkpoint:
+                assert checkpoint.manifest.has_digests == digests
+                assert checkpoint.manifest.format_version == (1 if digests else 2)
+    files = sorted((tmp_path / "step-2").glob("*.safetensors"))
+    with newest(tmp_path) as checkpoint:
+        assert [file.sha256 for file in checkpoint.manifest.tensor_files] == [
+            hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        ]
 
 
 def test_files_are_the_users_own(tmp_path):

@@ -104,8 +104,8 @@ def test_wrong_files_are_refused_or_harmless(field, value):
 
 
 def test_a_newer_format_is_refused_by_name():
-    newer = MANIFEST.encode().replace(b'"format_version":1', b'"format_version":2')
-    with pytest.raises(CheckpointError, match=r"format version 2.*reads up to 1"):
+    newer = MANIFEST.encode().replace(b'"format_version":1', b'"format_version":3')
+    with pytest.raises(CheckpointError, match=r"format version 3.*reads up to 2"):
         Manifest.decode(newer)
 
 

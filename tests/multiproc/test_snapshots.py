@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from importlib.util import find_spec
 
 import numpy as np
@@ -173,6 +174,7 @@ def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp
                     writes.append((step, contents_now(group), writing))
             for step, expected, writing in writes:
                 assert writing.wait() == (step, 0)
+                writing.wait_until_verified()
                 found = load(tmp_path, CheckpointName(step))
                 assert (found.pop("sent.0"), found.pop("sent.1")) == (b"abc", b"de")
                 assert found == {
@@ -203,7 +205,8 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
                     writing.wait()
             take_step(group, me.rank, 2)
             if me.rank == 0:
-                assert write(group.snapshot(), tmp_path / "folder", 2).wait() == (2, 0)
+                with closing(write(group.snapshot(), tmp_path / "folder", 2)) as writing:
+                    assert writing.wait() == (2, 0)
                 assert group.snapshot_statistics().taken_bytes == 0
             session.barrier()
 
@@ -218,7 +221,8 @@ def test_a_write_that_is_stopped_leaves_nothing_half_done(job, tmp_path):
             take_step(group, me.rank, 1)
             if me.rank == 0:
                 write(group.snapshot(), tmp_path, 1).close()
-                assert write(group.snapshot(), tmp_path, 2).wait() == (2, 0)
+                with closing(write(group.snapshot(), tmp_path, 2)) as writing:
+                    assert writing.wait() == (2, 0)
             take_step(group, me.rank, 2)
             session.barrier()
 
