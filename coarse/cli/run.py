@@ -6,13 +6,13 @@ import argparse
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from coarse.cli.arguments import num_workers, seconds, whole_number
+from coarse.cli.master_port import MasterPort
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
@@ -140,6 +140,11 @@ def _add_session_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job that the command line describes; returns the exit code of the first failure, or 0."""
+    with MasterPort(arguments.master_port, is_here=arguments.node_rank == 0) as master_port:
+        return _run(arguments, master_port)
+
+
+def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
     from coarse.cli.processes import run_guarded
     from coarse.cli.supervisor import JobPlan, Supervisor
     from coarse.proxy.kept_directory import forget_job
@@ -148,14 +153,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         plan = JobPlan(
             command=command_of(arguments),
-            environments=environments_of(arguments, os.environ),
+            environments=environments_of(arguments, os.environ, master_port.number),
             first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
             console_streams=_STREAMS - _REDIRECTED_STREAMS[arguments.redirects],
             max_restarts=arguments.max_restarts,
             shutdown_timeout_s=arguments.shutdown_timeout,
-            restart_variables=lambda attempt: restart_variables(arguments, attempt),
+            restart_variables=lambda attempt: restart_variables(master_port, attempt),
         )
     except UsageError as error:
         fail(str(error))
@@ -187,9 +192,14 @@ def command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def environments_of(
-    arguments: argparse.Namespace, inherited: Mapping[str, str]
+    arguments: argparse.Namespace, inherited: Mapping[str, str], master_port: int
 ) -> tuple[dict[str, str], ...]:
     """Returns the environment of each worker: what is inherited, who it is, and the flags that were given.
+
+    Args:
+        arguments: Of the command line.
+        inherited: The launcher's own environment.
+        master_port: MASTER_PORT.
 
     Raises:
         UsageError: If what is said of nodes contradicts itself, or a COARSE_* value makes no sense.
@@ -204,7 +214,7 @@ def environments_of(
     common.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us: nobody would serve our store
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
-    common["MASTER_PORT"] = str(arguments.master_port or _free_port())
+    common["MASTER_PORT"] = str(master_port)
     common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
     common["TORCHELASTIC_RESTART_COUNT"] = "0"
     common["TORCHELASTIC_MAX_RESTARTS"] = str(arguments.max_restarts)
@@ -217,12 +227,10 @@ def environments_of(
     )
 
 
-def restart_variables(arguments: argparse.Namespace, attempt: int) -> dict[str, str]:
+def restart_variables(master_port: MasterPort, attempt: int) -> dict[str, str]:
     """Returns the variables of every worker that are others in the `attempt`-th restart than at the start."""
-    variables = {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    if arguments.master_port is None:
-        variables["MASTER_PORT"] = str(_free_port())  # connections of the last attempt may linger on its own
-    return variables
+    master_port.renew()
+    return {"TORCHELASTIC_RESTART_COUNT": str(attempt), "MASTER_PORT": str(master_port.number)}
 
 
 def threads_per_worker(num_cores: int, num_workers: int) -> int:
@@ -314,13 +322,6 @@ def _announce_machine(environment: Mapping[str, str]) -> None:
             f"coarse run: emulated: links of {settings.machine}, {settings.time_dilation:g} times slower",
             file=sys.stderr,
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _port(text: str) -> int:
