@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,10 +27,9 @@ from coarse.checkpoint.writer import (
     write_worker_state,
 )
 from coarse.errors import CheckpointError, CoarseError
+from coarse.scheduling import lower_priority
 
 logger = logging.getLogger(__name__)
-
-_NICENESS = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,7 @@ class Saver:
         self._keep = keep
         self._most_failures = most_failures
         # Once it runs, a save begins without waiting for a thread.
-        self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", self._be_nice)
+        self._executor = ThreadPoolExecutor(1, "coarse-checkpoint", lower_priority)
         self._under_way: Future[None] | None = None
         self._stop = threading.Event()
         self._torn: set[str] = set()  # what saves have begun and not finished; of the saver's thread
@@ -239,11 +237,6 @@ class Saver:
 
     def _run(self, work: Callable[[], None]) -> None:
         self._under_way = self._executor.submit(self._guarded, work)
-
-    @staticmethod
-    def _be_nice() -> None:
-        with contextlib.suppress(OSError):  # training goes first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

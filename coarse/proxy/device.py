@@ -117,6 +117,7 @@ class MemoryDevice:
             "release_storage": lambda worker, message: self._storage.release_snapshot(worker.client, message),
             "release_snapshot": lambda worker, message: self._snapshots.release(message),
             "read_snapshot": lambda worker, message: self._snapshots.read(worker.client, message),
+            "warm_snapshots": lambda worker, message: self._snapshots.warm(message),
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
             "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,

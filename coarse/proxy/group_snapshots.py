@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from coarse.errors import ProtocolError, SnapshotLostError
@@ -85,6 +85,19 @@ class GroupSnapshots:
     def set_limit(self, num_bytes: int) -> None:
         """How much memory old versions may take. Before the first snapshot."""
         self._native.set_limit(num_bytes)
+
+    def warm(self, should_stop: Callable[[], bool]) -> None:
+        """Takes the memory of one whole snapshot ahead, and for good: the update after a snapshot then only copies.
+
+        Does nothing where the limit is below that, or memory runs out: it is then taken as versions are kept.
+
+        Args:
+            should_stop: Asked now and then.
+        """
+        for array in range(self.num_arrays):
+            for shard in range(len(self._tensor_of_shard)):
+                if should_stop() or not self._native.warm(shard, array):
+                    return
 
     def num_bytes(self, tensor: int, array: int) -> int:
         """Length of an array of a tensor.

@@ -509,7 +509,7 @@ class Registrar:
         versions = memory.snapshot_pool(plan)
         snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
         # In pages, which small tensors do not fill.
-        whole_bytes = _native.snapshot_pool_bytes(plan) // _native.MOST_SNAPSHOTS
+        whole_bytes = _native.snapshot_pool_bytes(plan) // _native.SNAPSHOT_PLACES
         available_bytes = self._common.available_bytes()
         snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
         self._snapshots.add(registration.group, snapshots)

@@ -18,6 +18,7 @@ from coarse.proxy.group_snapshots import GroupSnapshots
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.protocol import Message, Received, int_field
+from coarse.scheduling import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,16 @@ class SnapshotService:
             return {"type": "snapshots_kept"}, None
 
         self._run(lambda: self._answer(client, keep_all))
+
+    def warm(self, message: Message) -> None:
+        """A worker is going to save now and then: takes the memory for a snapshot ahead, at low priority."""
+        group = self._group(message)
+
+        def run() -> None:
+            lower_priority()
+            group.warm(self._is_closing.is_set)
+
+        threading.Thread(target=run, name="coarse-snapshot-memory", daemon=True).start()
 
     def report(self, client: int, message: Message) -> None:
         """Tells what the pool of a group holds, and has cost."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import socket
 import threading
@@ -19,10 +18,10 @@ from coarse.checkpoint.writer import SaveDetails, WriteOptions, write_checkpoint
 from coarse.errors import ProtocolError
 from coarse.proxy.protocol import Channel, Message
 from coarse.proxy.snapshot_source import SnapshotSource
+from coarse.scheduling import lower_priority
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 19
 _REPORT_INTERVAL_S = 0.1
 
 
@@ -61,9 +60,7 @@ class SnapshotWriter:
 
     def run(self) -> None:
         """Writes; never raises."""
-        with contextlib.suppress(OSError):
-            # Updates do not wait for this thread: a reader of a snapshot holds nothing that they need.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority()  # updates do not wait for it: a reader of a snapshot holds nothing that they need
         try:
             name = self._write()
             self._tell({"type": "written", "step": name.step, "attempt": name.attempt})

@@ -136,6 +136,8 @@ class Checkpointer:
         if optimizer is not None and offloaded is not None:
             self._snapshots = SnapshotSaves(offloaded, model, parent.path, self._options)
             self._parameter_names = names_of_parameters(model, optimizer)
+            if self._workers.rank == 0:
+                self._snapshots.warm()
         self._saver = Saver(parent, keep=keep, most_failures=most_failures)
         self._signal = SaveSignal(on_signal)
 

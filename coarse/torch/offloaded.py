@@ -234,6 +234,10 @@ class OffloadedParameters:
             self._finish_update()
             self._group.keep_snapshots()
 
+    def warm_snapshots(self) -> None:
+        """Has memory for a snapshot taken ahead, in the background."""
+        self._group.warm_snapshots()
+
     def snapshot(self) -> Snapshot:
         """Begins a snapshot of parameters and state; between the end of a step and the next backward.
 

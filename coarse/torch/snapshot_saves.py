@@ -65,6 +65,10 @@ class SnapshotSaves:
         self._requests: dict[tuple[Any, ...], _Request] = {}
         self._prepared_for = b""
 
+    def warm(self) -> None:
+        """Has the memory devices take the memory for a snapshot ahead, which they then keep. Returns at once."""
+        self._offloaded.warm_snapshots()
+
     def prepare(self) -> None:
         """Does once, before a save, what takes longest; nothing if no parameter got its first state since."""
         which = self._offloaded.which_have_state()

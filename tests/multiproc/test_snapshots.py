@@ -191,6 +191,25 @@ def test_a_checkpoint_is_written_from_a_snapshot_while_training_goes_on(job, tmp
     job.run(2, worker)
 
 
+def test_snapshots_in_memory_that_was_taken_ahead_are_true_to_their_step(job):
+    def worker(me):
+        with me.join(**settings_of()) as session:
+            group = open_group(session)
+            if me.rank == 0:
+                group.warm_snapshots()  # in the background: the first ones may find some of it
+            for step in range(1, 7):
+                take_step(group, me.rank, step)
+                expected = contents_now(group)
+                snapshot = group.snapshot() if me.rank == 0 else None
+                take_step(group, me.rank, step + 10)
+                if snapshot is not None:
+                    assert contents_of(snapshot) == expected
+                    snapshot.release()
+                session.barrier()
+
+    job.run(2, worker)
+
+
 @needs_crc32c
 def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
     (tmp_path / "file").touch()

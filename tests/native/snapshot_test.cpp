@@ -123,6 +123,58 @@ TEST(Snapshots, CostOneCopyOfWhatChangesAndNothingElse) {
   EXPECT_EQ(blocks.reader().statistics().peakBytes, statistics.takenBytes);
 }
 
+TEST(Snapshots, ShareMemoryThatWasTakenAheadAndKeepIt) {
+  Blocks blocks;
+  blocks.updateAll(1);
+  std::size_t wholeBytes = 0;
+  for (std::size_t block = 0; block < blocks.size(); ++block) {
+    EXPECT_TRUE(blocks.reader().warm(block));
+    wholeBytes += versionBytes(kBlockBytes[block]);
+  }
+  EXPECT_EQ(blocks.residentBytes(), wholeBytes);
+  for (std::uint32_t value = 2; value < 12; ++value) {
+    const std::uint32_t snapshot = blocks.begin();
+    blocks.updateAll(value);
+    EXPECT_EQ(blocks.residentBytes(), wholeBytes) << "nothing is taken any more";
+    EXPECT_EQ(blocks.reader().statistics().takenBytes, wholeBytes);
+    blocks.expectAll(snapshot, value - 1);
+    blocks.reader().letGo(snapshot, 0);
+    EXPECT_TRUE(blocks.read(snapshot, 0).empty());
+    blocks.reader().release(snapshot);
+    EXPECT_EQ(blocks.reader().statistics().takenBytes, 0U);
+    EXPECT_EQ(blocks.residentBytes(), wholeBytes) << "nothing is given back";
+  }
+}
+
+TEST(Snapshots, BesideOneAnotherTakeMemoryBeyondWhatIsShared) {
+  Blocks blocks;
+  for (std::size_t block = 0; block < blocks.size(); ++block) EXPECT_TRUE(blocks.reader().warm(block));
+  const std::size_t wholeBytes = blocks.residentBytes();
+  blocks.updateAll(1);
+  const std::uint32_t first = blocks.begin();
+  const std::uint32_t second = blocks.begin();  // both refer to what the first update overwrites
+  blocks.updateAll(2);
+  const std::uint32_t third = blocks.begin();
+  blocks.updateAll(3);
+  EXPECT_EQ(blocks.residentBytes(), 3 * wholeBytes);
+  blocks.reader().release(first);
+  blocks.expectAll(second, 1);
+  blocks.expectAll(third, 2);
+  blocks.reader().release(second);
+  blocks.reader().release(third);
+  EXPECT_EQ(blocks.residentBytes(), wholeBytes);
+  const std::uint32_t fourth = blocks.begin();
+  blocks.updateAll(4);
+  blocks.expectAll(fourth, 3);
+  EXPECT_EQ(blocks.residentBytes(), wholeBytes);
+}
+
+TEST(Snapshots, TakeNothingAheadWhereTheLimitHoldsNoWholeOne) {
+  Blocks blocks(5 * kPageBytes);
+  EXPECT_FALSE(blocks.reader().warm(0));
+  EXPECT_EQ(blocks.residentBytes(), 0U);
+}
+
 TEST(Snapshots, AreIndependentOfEachOther) {
   Blocks blocks;
   std::vector<std::uint32_t> snapshots;
@@ -305,11 +357,13 @@ class Barrier {
 
 /// Two devices update all blocks in steps, as fast as they can, while a reader checks every snapshot that was
 /// begun between two steps.
-void train(std::size_t limitBytes, std::uint32_t numSteps) {
+void train(std::size_t limitBytes, std::uint32_t numSteps, bool isWarm = false) {
   constexpr std::size_t kNumBlocks = 24;
   std::vector<std::size_t> blockBytes;
   for (std::size_t i = 0; i < kNumBlocks; ++i) blockBytes.push_back((i % 5 * 3000 + 64) / 4 * 4);
   Blocks blocks(limitBytes, milliseconds(30'000), blockBytes);
+  for (std::size_t block = 0; isWarm && block < kNumBlocks; ++block) EXPECT_TRUE(blocks.reader().warm(block));
+  const std::size_t takenAheadBytes = blocks.residentBytes();
   std::mutex mutex;
   std::vector<std::pair<std::uint32_t, std::uint32_t>> begun;  // snapshot, and the step it was begun after
   std::atomic<bool> isOver{false};
@@ -356,9 +410,10 @@ void train(std::size_t limitBytes, std::uint32_t numSteps) {
   EXPECT_EQ(statistics.numLost, 0U);
   EXPECT_LE(statistics.peakBytes, std::max(limitBytes, std::size_t{4} * kPageBytes));
   EXPECT_EQ(statistics.takenBytes, 0U);
-  EXPECT_EQ(blocks.residentBytes(), 0U);
+  EXPECT_EQ(blocks.residentBytes(), takenAheadBytes);
 }
 
+TEST(SnapshotRaces, UpdatesAndReadersMeetInMemoryThatWasTakenAhead) { train(kPlentyOfBytes, 300, true); }
 TEST(SnapshotRaces, UpdatesAndReadersMeetAnywhere) { train(kPlentyOfBytes, 300); }
 TEST(SnapshotRaces, UpdatesAndReadersMeetInASmallPool) { train(4 * kPageBytes, 300); }
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("profiler", "checkpoint", "rendezvous"),
     ("kernels", "env", "settings", "socket_store"),
     ("machine", "schema", "store", "failpoints"),
-    ("errors", "scratch", "presence"),
+    ("errors", "scheduling", "scratch", "presence"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 

@@ -54,6 +54,10 @@ class GroupReader {
     std::iota(all.begin(), all.end(), 0U);
     snapshots_.keep(all);
   }
+  bool warm(std::uint32_t shard, std::size_t array) {
+    check(shard, array);
+    return snapshots_.warm(shard, array);
+  }
   SnapshotStore& store() { return snapshots_.store(); }
 
  private:
@@ -110,6 +114,7 @@ void registerSnapshot(py::module_& module) {
            py::arg("destination"))
       .def("let_go", &GroupReader::letGo, py::arg("snapshot"), py::arg("shard"), py::arg("array"),
            ReleaseGil())
+      .def("warm", &GroupReader::warm, py::arg("shard"), py::arg("array"), ReleaseGil())
       .def("keep", &GroupReader::keep, py::arg("shard"), ReleaseGil())
       .def("keep_all", &GroupReader::keepAll, ReleaseGil())
       .def(
@@ -132,6 +137,7 @@ void registerSnapshot(py::module_& module) {
       py::arg("plan"));
   module.attr("SNAPSHOT_REQUEST_BYTES") = sizeof(SnapshotRequest);
   module.attr("MOST_SNAPSHOTS") = kMostSnapshots;
+  module.attr("SNAPSHOT_PLACES") = kCommonPlace + 1;
 }
 
 }  // namespace coarse

@@ -23,6 +23,15 @@ constexpr BlockState stateIn(std::uint64_t record, std::uint32_t snapshot) noexc
 
 constexpr std::size_t placeOf(std::uint32_t snapshot) noexcept { return snapshot % kMostSnapshots; }
 
+/// Where in the pool a version lies of which `kept` is recorded.
+constexpr std::size_t roomOf(std::uint32_t snapshot, BlockState kept) noexcept {
+  return kept == BlockState::kCommon ? kCommonPlace : placeOf(snapshot);
+}
+
+constexpr bool isInPool(BlockState state) noexcept {
+  return state == BlockState::kKept || state == BlockState::kCommon;
+}
+
 }  // namespace
 
 SnapshotControl::SnapshotControl(std::byte* base, std::size_t numBlocks) noexcept {
@@ -30,6 +39,7 @@ SnapshotControl::SnapshotControl(std::byte* base, std::size_t numBlocks) noexcep
   meters_ = cursor.take<SnapshotMeters>(1);
   ended_ = cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
   records_ = cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
+  warm_ = cursor.take<std::atomic<std::uint32_t>>(numBlocks);
 }
 
 std::size_t SnapshotControl::numBytes(std::size_t numBlocks) noexcept {
@@ -37,6 +47,7 @@ std::size_t SnapshotControl::numBytes(std::size_t numBlocks) noexcept {
   cursor.take<SnapshotMeters>(1);
   cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
   cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
+  cursor.take<std::atomic<std::uint32_t>>(numBlocks);
   return cursor.offset();
 }
 
@@ -80,6 +91,17 @@ void SnapshotStore::setLimit(std::size_t numBytes) noexcept {
   const auto largest = std::max_element(blockBytes_.begin(), blockBytes_.end());
   const std::size_t least = largest == blockBytes_.end() ? 0 : versionBytes(*largest);
   control_.meters().limitBytes.store(std::max(numBytes, least), std::memory_order_release);
+}
+
+bool SnapshotStore::warm(std::size_t block) noexcept {
+  std::size_t wholeBytes = 0;
+  for (const std::size_t each : blockBytes_) wholeBytes += versionBytes(each);
+  if (control_.meters().limitBytes.load(std::memory_order_relaxed) < wholeBytes) return false;
+  if (blockBytes_[block] == 0) return true;
+  if (!pool_->warm(block)) return false;
+  // release: its pages are there before somebody stores to them through a mapping.
+  control_.isWarm(block).store(1, std::memory_order_release);
+  return true;
 }
 
 /// The newest snapshot of a place, if it is live; else 0.
@@ -136,8 +158,8 @@ bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& bloc
   if (!isLive(snapshot) || stateIn(seen, snapshot) != BlockState::kPending) return true;
   // Before looking for room: what is freed from now on ends the wait.
   const std::uint32_t seenFrees = meters.frees.load(std::memory_order_acquire);
-  if (copyToPool(snapshot, block)) {
-    begun.push_back({snapshot, block.block, seen});
+  if (copyToPool(snapshot, block, begun)) {
+    begun.back().seen = seen;
     return true;
   }
   conclude(begun);  // what is kept can be read, and so be freed
@@ -154,19 +176,33 @@ void SnapshotStore::conclude(std::vector<Copy>& begun) {
     auto& record = control_.record(copy.block, placeOf(copy.snapshot));
     // release: the copy before the word that leads to it. acquire: if a reader has let go, it has read
     // before.
-    if (record.compare_exchange_strong(copy.seen, pack(copy.snapshot, BlockState::kKept),
+    if (record.compare_exchange_strong(copy.seen, pack(copy.snapshot, copy.kept),
                                        std::memory_order_acq_rel)) {
       control_.meters().keptBytes.fetch_add(blockBytes_[copy.block], std::memory_order_relaxed);
     } else {
-      pool_->free(copy.block, placeOf(copy.snapshot));
+      pool_->free(copy.block, roomOf(copy.snapshot, copy.kept));
       returnRoom(versionBytes(blockBytes_[copy.block]));
     }
   }
   begun.clear();
 }
 
-/// @returns false if the pool or the machine has no room; then nothing was taken.
-bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block) {
+/// Whether the place that snapshots share has no version of a block. Only keep() takes it, by one thread at a
+/// time for each block; whoever lets go of a version beside it only gives it back.
+bool SnapshotStore::isCommonFree(std::size_t block, const std::vector<Copy>& begun) const noexcept {
+  for (std::size_t place = 0; place < kMostSnapshots; ++place) {
+    // acquire: what was read there was read before it is overwritten.
+    const std::uint64_t record = control_.record(block, place).load(std::memory_order_acquire);
+    if (static_cast<BlockState>(record & 0xFF) == BlockState::kCommon) return false;
+  }
+  return std::none_of(begun.begin(), begun.end(), [&](const Copy& copy) {
+    return copy.block == block && copy.kept == BlockState::kCommon;
+  });
+}
+
+/// Adds to `begun` what it copies. @returns false if the pool or the machine has no room; then nothing was
+/// taken.
+bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun) {
   SnapshotMeters& meters = control_.meters();
   const std::size_t needed = versionBytes(blockBytes_[block.block]);
   const std::uint64_t limit = meters.limitBytes.load(std::memory_order_relaxed);
@@ -174,7 +210,10 @@ bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block
   do {
     if (taken + needed > limit) return false;
   } while (!meters.takenBytes.compare_exchange_weak(taken, taken + needed, std::memory_order_relaxed));
-  if (!pool_->store(block.block, placeOf(snapshot), block.current)) {
+  const bool isWarm = control_.isWarm(block.block).load(std::memory_order_acquire) != 0;
+  const BlockState kept =
+      isWarm && isCommonFree(block.block, begun) ? BlockState::kCommon : BlockState::kKept;
+  if (!pool_->store(block.block, roomOf(snapshot, kept), block.current)) {
     meters.takenBytes.fetch_sub(needed, std::memory_order_relaxed);
     return false;
   }
@@ -182,6 +221,7 @@ bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block
   while (peak < taken + needed &&
          !meters.peakBytes.compare_exchange_weak(peak, taken + needed, std::memory_order_relaxed)) {
   }
+  begun.push_back({snapshot, block.block, 0, kept});
   return true;
 }
 
@@ -229,7 +269,7 @@ bool SnapshotStore::read(std::uint32_t snapshot, std::size_t block, const std::b
     if (state == BlockState::kDone) return false;
     if (state == BlockState::kPending) {
       pool_->loadCurrent(block, current, destination);
-    } else if (!pool_->load(block, place, destination)) {
+    } else if (!pool_->load(block, roomOf(snapshot, state), destination)) {
       return false;
     }
     // Changes nothing, but comes before or after keep()'s change: if before, the copy was complete before the
@@ -247,8 +287,9 @@ void SnapshotStore::letGo(std::uint32_t snapshot, std::size_t block) noexcept {
     if (isOfLaterOne || stateIn(seen, snapshot) == BlockState::kDone) return;
     // release: the block was read before it is overwritten, in place or in the pool.
   } while (!record.compare_exchange_weak(seen, pack(snapshot, BlockState::kDone), std::memory_order_acq_rel));
-  const bool wasKept = stateIn(seen, snapshot) == BlockState::kKept;
-  if (wasKept) pool_->free(block, placeOf(snapshot));
+  const BlockState before = stateIn(seen, snapshot);
+  const bool wasKept = isInPool(before);
+  if (wasKept) pool_->free(block, roomOf(snapshot, before));
   returnRoom(wasKept ? versionBytes(blockBytes_[block]) : 0);  // an update may wait for this very block
 }
 

@@ -1,6 +1,7 @@
 #include "coarse/snapshot_pool.hpp"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -8,6 +9,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "coarse/copy.hpp"
 #include "coarse/layout.hpp"
 #include "coarse/shared_memory.hpp"
 #include "coarse/snapshot.hpp"
@@ -34,9 +36,9 @@ __attribute__((no_sanitize("thread"))) void copyUnguarded(std::byte* destination
   while (from < end) *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
 }
 
-/// The pool is written and read by system calls, not through a mapping: three times as fast, since no page
-/// has to be cleared before it is overwritten, or mapped; and where the machine has no memory for it, a call
-/// fails where a store would be ended by SIGBUS.
+/// Memory that was not taken ahead is written and read by system calls, not through a mapping: three times as
+/// fast, since no page has to be cleared before it is overwritten, or mapped; and where the machine has no
+/// memory for it, a call fails where a store would be ended by SIGBUS.
 bool writeAll(int fd, const std::byte* source, std::size_t numBytes, std::size_t offset) noexcept {
   while (numBytes > 0) {
     const ssize_t written = ::pwrite(fd, source, numBytes, static_cast<off_t>(offset));
@@ -77,23 +79,44 @@ SparsePool::SparsePool(const std::vector<std::size_t>& blockBytes, int fd) : blo
     throw std::invalid_argument("snapshot pool: the descriptor has too few bytes");
   fd_ = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "keeping the snapshot pool");
+  if (placeBytes_ == 0) return;
+  void* const mapped = ::mmap(nullptr, placeBytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_,
+                              static_cast<off_t>(kCommonPlace * placeBytes_));
+  if (mapped != MAP_FAILED) common_ = static_cast<std::byte*>(mapped);
 }
 
-SparsePool::~SparsePool() { ::close(fd_); }
+SparsePool::~SparsePool() {
+  if (common_ != nullptr) ::munmap(common_, placeBytes_);
+  ::close(fd_);
+}
 
 std::size_t SparsePool::numBytes(const std::vector<std::size_t>& blockBytes) noexcept {
   std::size_t placeBytes = 0;
   for (const std::size_t each : blockBytes) placeBytes += versionBytes(each);
-  return kMostSnapshots * placeBytes;
+  return (kCommonPlace + 1) * placeBytes;
+}
+
+bool SparsePool::warm(std::size_t block) noexcept {
+  const std::size_t numBytes = versionBytes(blockBytes_[block]);
+  const auto begin = static_cast<off_t>(offset(block, kCommonPlace));
+  while (::fallocate(fd_, 0, begin, static_cast<off_t>(numBytes)) != 0) {
+    if (errno != EINTR) return false;
+  }
+  return true;
 }
 
 bool SparsePool::store(std::size_t block, std::size_t place, const std::byte* current) noexcept {
+  if (place == kCommonPlace && common_ != nullptr) {
+    copyBytesStreaming(common_ + blockOffsets_[block], current, blockBytes_[block]);
+    return true;
+  }
   if (writeAll(fd_, current, blockBytes_[block], offset(block, place))) return true;
   free(block, place);
   return false;
 }
 
 void SparsePool::free(std::size_t block, std::size_t place) noexcept {
+  if (place == kCommonPlace) return;
   const auto numBytes = static_cast<off_t>(versionBytes(blockBytes_[block]));
   while (::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                      static_cast<off_t>(offset(block, place)), numBytes) != 0 &&
@@ -102,6 +125,10 @@ void SparsePool::free(std::size_t block, std::size_t place) noexcept {
 }
 
 bool SparsePool::load(std::size_t block, std::size_t place, std::byte* destination) {
+  if (place == kCommonPlace && common_ != nullptr) {
+    loadCurrent(block, common_ + blockOffsets_[block], destination);
+    return true;
+  }
   return readAll(fd_, destination, blockBytes_[block], offset(block, place));
 }
 

@@ -29,6 +29,8 @@ class GroupSnapshots {
   SnapshotStore& store() noexcept { return store_; }
   const SnapshotStore& store() const noexcept { return store_; }
 
+  /// SnapshotStore::warm() of one array's part of a shard.
+  bool warm(std::uint32_t shard, std::size_t array) noexcept { return store_.warm(block(shard, array)); }
   /// To be called before a shard is updated.
   void keep(std::uint32_t shard);
   /// The same for several, whose copies run together.

@@ -17,6 +17,9 @@ namespace coarse {
 
 /// Snapshots that can be held at a time.
 inline constexpr std::size_t kMostSnapshots = 4;
+/// Behind those of the snapshots: a place in the pool for whichever comes first, of memory that was taken
+/// ahead.
+inline constexpr std::size_t kCommonPlace = kMostSnapshots;
 
 /// What a worker writes to begin a snapshot. Untrusted: a wrong value spoils snapshots, and nothing else.
 struct alignas(kCacheLineBytes) SnapshotRequest {
@@ -29,6 +32,7 @@ enum class BlockState : std::uint8_t {
   kPending = 0,  // the snapshot's version is the one in place
   kKept = 1,     // it was copied to the pool before an update
   kDone = 2,     // the snapshot has let go of the block
+  kCommon = 3,   // it was copied to the place of the pool that all snapshots share
 };
 
 /// How much a pool holds, and what it has cost.
@@ -74,11 +78,14 @@ class SnapshotControl {
   std::atomic<std::uint64_t>& record(std::size_t block, std::size_t place) const noexcept {
     return records_[block * kMostSnapshots + place];
   }
+  /// Whether memory was taken ahead for a block at kCommonPlace.
+  std::atomic<std::uint32_t>& isWarm(std::size_t block) const noexcept { return warm_[block]; }
 
  private:
   SnapshotMeters* meters_ = nullptr;
   std::atomic<std::uint32_t>* ended_ = nullptr;
   std::atomic<std::uint64_t>* records_ = nullptr;
+  std::atomic<std::uint32_t>* warm_ = nullptr;
 };
 
 /// A worker's end: begins snapshots by adding one to a counter.
@@ -138,6 +145,9 @@ class SnapshotStore {
   /// who made the memory, before anything else.
   void setLimit(std::size_t numBytes) noexcept;
 
+  /// Takes memory for a version of a block ahead and for good, if a whole snapshot may be held. By one thread
+  /// at a time, beside anything else. @returns whether it is there.
+  bool warm(std::size_t block) noexcept;
   /// Copies the block at `current` to the pool for every snapshot that refers to it. Waits for room while
   /// blocks are freed; if none is for as long as patience lasts, gives up the oldest snapshot.
   void keep(std::size_t block, const std::byte* current);
@@ -170,13 +180,15 @@ class SnapshotStore {
     std::uint32_t snapshot;
     std::size_t block;
     std::uint64_t seen;  // the record before
+    BlockState kept;     // kKept or kCommon: where it lies
   };
 
   std::uint32_t newestAt(std::size_t place) const noexcept;
   bool beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
                    bool& hasWaited);
   void conclude(std::vector<Copy>& begun);
-  bool copyToPool(std::uint32_t snapshot, const BlockInPlace& block);
+  bool copyToPool(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun);
+  bool isCommonFree(std::size_t block, const std::vector<Copy>& begun) const noexcept;
   void waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept;
   bool isPending(std::uint32_t snapshot, std::size_t block) const noexcept;
   void returnRoom(std::size_t numBytes) noexcept;

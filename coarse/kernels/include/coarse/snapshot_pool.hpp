@@ -15,6 +15,10 @@ class SnapshotPool {
  public:
   virtual ~SnapshotPool() = default;
 
+  /// Takes memory for a version of a block ahead, at kCommonPlace, which all snapshots share and which is
+  /// kept until the pool goes: what is stored there costs a copy and nothing else. @returns false if there is
+  /// none.
+  virtual bool warm(std::size_t /*block*/) noexcept { return false; }
   /// Begins to copy a block to its place. @returns false if there is no room; then nothing was taken.
   /// @throws cuda::Error where that is memory of a GPU.
   virtual bool store(std::size_t block, std::size_t place, const std::byte* current) = 0;
@@ -33,7 +37,7 @@ class SnapshotPool {
 };
 
 /// Room for blocks in a sparse file, which all memory devices share: pages are taken when a version is kept,
-/// and given back when it is freed.
+/// and given back when it is freed; but for those that were taken ahead.
 class SparsePool : public SnapshotPool {
  public:
   /// @param fd stays the caller's. @throws std::invalid_argument if it is not sealed or too small.
@@ -44,6 +48,7 @@ class SparsePool : public SnapshotPool {
 
   static std::size_t numBytes(const std::vector<std::size_t>& blockBytes) noexcept;
 
+  bool warm(std::size_t block) noexcept override;
   bool store(std::size_t block, std::size_t place, const std::byte* current) noexcept override;
   void free(std::size_t block, std::size_t place) noexcept override;
   bool load(std::size_t block, std::size_t place, std::byte* destination) override;
@@ -58,6 +63,7 @@ class SparsePool : public SnapshotPool {
   std::vector<std::size_t> blockOffsets_;  // within a place
   std::size_t placeBytes_ = 0;
   int fd_ = -1;
+  std::byte* common_ = nullptr;  // kCommonPlace where it is mapped; nothing is stored there that has no pages
 };
 
 /// What a version takes: whole pages.

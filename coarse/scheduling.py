@@ -1,0 +1,15 @@
+"""Priority of threads that work beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+_NICENESS = 19
+
+
+def lower_priority() -> None:
+    """Has training go first: this thread mostly runs while a processor would be idle."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
