@@ -211,7 +211,7 @@ def table_of(summary: Mapping[str, Mapping[str, Any]], plan: Plan) -> Table:
     cores = len(os.sched_getaffinity(0))
     table = Table(
         title=f"Digits, {plan.num_workers} workers, {plan.num_memory_devices} memory devices for COARSE",
-        caption=f"measured on {cores} cores; memory: PSS; blocked: a step minus one without communication",
+        caption=f"measured on {cores} cores; blocked: a step minus one without communication",
     )
     table.add_column("")
     for strategy in summary:
@@ -221,7 +221,6 @@ def table_of(summary: Mapping[str, Mapping[str, Any]], plan: Plan) -> Table:
         ("samples/s, all workers", "samples_per_s", "{:.0f}"),
         ("step time p50, ms", "step_ms_p50", "{:.2f}"),
         ("blocked by communication, ms a step", "blocked_ms_p50", "{:.2f}"),
-        ("peak memory, all processes, MiB", "peak_pss_mib", "{:.0f}"),
     ):
         table.add_row(title, *(form.format(entry[key]) for entry in summary.values()))
     for rank in range(plan.num_workers):

@@ -174,7 +174,9 @@ def _add_memory_parser(benches: Any) -> None:
         help="what parameters, gradients and optimizer state take",
         description="Peak proportional set size of all processes of a training job, less that of the job without "
         "a model: under COARSE with the optimizer on the workers (coarse), in its memory devices (coarse-offload, "
-        "coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes (ddp-default), and FSDP2.",
+        "coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes (ddp-default), and FSDP2. "
+        "This leaves out the start, and shared memory that is allocated and not touched yet: a memory control group "
+        "counts more.",
     )
     parser.set_defaults(handler=run_memory_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS_OF_SIZE)

@@ -367,6 +367,16 @@ class GradientSynchroniser:
         for averagers in self._averagers:
             averagers.discard(self)
 
+    def release(self) -> None:
+        """Gives its memory up, but for what `.grad` refers to, at once: nothing waits for the garbage collector.
+
+        Only remove_hooks() may be called after that.
+        """
+        self.remove_hooks()
+        self.group.close()
+        # The slots are theirs, and methods of this object that it holds itself keep it alive until a collection.
+        del self._path, self._tables, self._turns
+
     def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
         def on_gradient(_: torch.nn.Parameter) -> None:
             self._on_gradient(index)

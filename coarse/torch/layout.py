@@ -75,6 +75,13 @@ def same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return alike.set_(storage, 0, tensor.shape, tensor.stride())
 
 
+def forget_values(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Gives parameters in host memory new memory of the same layout, which holds nothing and takes no pages yet."""
+    for parameter in parameters:
+        if parameter.is_cpu:
+            parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+
+
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:
     """The bytes of `memory`, where they are."""
     if isinstance(memory, GpuBytes):

@@ -12,7 +12,7 @@ from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
-from coarse.torch.layout import copy_all, same_memory, slot_tensor
+from coarse.torch.layout import copy_all, forget_values, same_memory, slot_tensor
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
 
@@ -76,13 +76,26 @@ class OffloadedParameters:
             optimizer.state.clear()
             return
         if writes:
-            with torch.no_grad():
-                copy_all(self._views, parameters)
-            self._settle()
+            self._move(parameters)
         self.adopt_state()
+
+    def _move(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Copies parameters to the memory devices, one by one; memory of the host is freed as its copy is there.
+
+        Until share(), mirror() or cache() they are views of the shared memory where both are in the host's.
+        """
+        for parameter, view in zip(parameters, self._views, strict=True):
+            with torch.no_grad():
+                copy_all([view], [parameter])
+            if parameter.is_cpu and view.is_cpu:
+                parameter.data = same_memory(view)
+        self._settle()
 
     def cache(self, *, staleness: int) -> CachedParameters:
         """Makes every parameter a copy that may be `staleness` updates old, instead of share()."""
+        forget_values(
+            self._parameters
+        )  # views, on the worker that has written; the copies are pulled at once
         self._is_shared = self._is_cached = True
         return CachedParameters(
             self._parameters, self._views, staleness=staleness, finish_update=self._finish_update

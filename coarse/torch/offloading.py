@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from coarse.client.tensor_group import TensorGroup
-from coarse.errors import SessionClosedError
+from coarse.errors import CoarseError, SessionClosedError, is_refusal
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.buffers import broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
@@ -18,7 +18,7 @@ from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
-from coarse.torch.layout import common_gpu
+from coarse.torch.layout import common_gpu, forget_values
 from coarse.torch.module_hooks import OwnHook
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.refusals import Refusals
@@ -100,15 +100,23 @@ class Offloading(Refusals):
             # Each node's are those of its own first worker from now on.
             broadcast_tensors(self._session, parameters)
             self._session.release_buffers()
-        gradients = self._register_gradients(
-            f"{self._name}/parameters",
-            rule.state_names,
-            measures=measures,
-            # Turns would have a worker wait for slower ones.
-            shares_slots=overlap and not staleness,
-        )
-        self._replace_gradients(gradients)
         writes = self._session.identity.rank == self._session.node_workers[0]
+        self._release_gradients()
+        if not writes:
+            forget_values(parameters)  # those of the worker that writes come
+        try:
+            gradients = self._register_gradients(
+                f"{self._name}/parameters",
+                rule.state_names,
+                measures=measures,
+                # Turns would have a worker wait for slower ones.
+                shares_slots=overlap and not staleness,
+            )
+        except CoarseError as error:
+            if is_refusal(error):
+                self._average_again(parameters)
+            raise
+        self._take_gradients(gradients)
         assert isinstance(gradients.group, TensorGroup)
         offloaded = OffloadedParameters(
             gradients.group,
@@ -135,17 +143,27 @@ class Offloading(Refusals):
         assert self._gradients is not None
         self._gradients.check_finished()
         self._travel_dtype = dtype
-        gradients = self._register_gradients(f"{self._name}/gradients in {dtype}")
-        self._replace_gradients(gradients)
+        self._release_gradients()
+        self._take_gradients(self._register_gradients(f"{self._name}/gradients in {dtype}"))
 
-    def _replace_gradients(self, gradients: GradientSynchroniser) -> None:
-        """Has others take the place of the gradients that were registered so far."""
+    def _release_gradients(self) -> None:
+        """Frees the memory of the gradients that were registered so far, before others take their place."""
         assert self._gradients is not None
         self._end.detach()
-        self._gradients.remove_hooks()
-        self._gradients.group.close()
+        self._embeddings = None
+        self._gradients.release()
+
+    def _take_gradients(self, gradients: GradientSynchroniser) -> None:
+        """Has others take the place of those that were released."""
         self._groups[0] = gradients.group
         self._gradients = gradients
+
+    def _average_again(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Has the model be as it was before memory devices refused to hold its parameters. Collective."""
+        broadcast_tensors(self._session, parameters)
+        self._session.release_buffers()
+        self._take_gradients(self._register_gradients(f"{self._name}/gradients"))
+        self._watch_end()
 
     def _hold_parameters(
         self,

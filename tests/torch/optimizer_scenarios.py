@@ -33,6 +33,7 @@ from tiers import IS_THOROUGH
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from coarse.torch.optim import Lion
 
@@ -910,6 +911,33 @@ def what_was_dropped_is_freed_when_the_next_model_comes(context: Context) -> Non
         gc.collect()
         left = coarse_mappings() - mapped_before
         assert not any("coarse-parameters of model" in mapping for mapping in left), left
+
+
+@offloaded_scenario(compare=False)
+def what_the_wrapper_registered_is_freed_at_once(context: Context) -> None:
+    """Without the garbage collector: slots of the wrapper and a worker's own parameters."""
+    gc.collect()
+    gc.disable()
+    try:
+        for overlap in (False, True):
+            mapped_before = coarse_mappings()
+            module = wide_mlp()
+            expected = [parameter.detach().clone() for parameter in module.parameters()]
+            own = [StorageWeakRef(parameter.untyped_storage()) for parameter in module.parameters()]
+            model = context.wrap(module)
+            wrapped = coarse_mappings() - mapped_before
+            optimizer = offload(context, torch.optim.AdamW(model.parameters()), model, overlap=overlap)
+            left = wrapped & coarse_mappings()
+            assert wrapped
+            assert not any("coarse-gradients of" in mapping for mapping in left), left
+            assert all(storage.expired() for storage in own)
+            for parameter, value in zip(module.parameters(), expected, strict=True):
+                assert torch.equal(parameter.detach(), value)
+            loss_of(model, context, 0).backward()
+            optimizer.step()
+            model.close()
+    finally:
+        gc.enable()
 
 
 @offloaded_scenario(compare=False)
