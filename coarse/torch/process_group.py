@@ -17,6 +17,7 @@ from coarse.errors import RendezvousError
 from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
+from coarse.torch.forks import keep_process_groups_in_forks
 from coarse.torch.meeting import fresh_part
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
             # Before torch's own rendezvous, which waits without a word.
             gather_workers(identity, store, timeout_s=timeout_s)
             dist.init_process_group("gloo", store=store.part("group"), rank=rank, world_size=size)
+    keep_process_groups_in_forks()
     atexit.register(_destroy, os.getpid())
 
 

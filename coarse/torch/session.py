@@ -19,6 +19,7 @@ from coarse.errors import CoarseError
 from coarse.rendezvous import host_identity
 from coarse.session import Session
 from coarse.settings import Settings
+from coarse.torch.forks import keep_process_groups_in_forks
 from coarse.torch.meeting import fresh_part
 from coarse.torch.store import TorchStore, store_of_group
 
@@ -63,6 +64,7 @@ def session_of_group(process_group: Any) -> GroupSession:
     """
     shared = _SESSIONS.get(process_group)
     if shared is None:
+        keep_process_groups_in_forks()
         shared = _join(process_group)
         _SESSIONS[process_group] = shared
     shared.free_dropped()

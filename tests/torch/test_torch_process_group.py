@@ -193,6 +193,31 @@ def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> 
     assert "worker 1" in last
 
 
+FORK = """
+pid = os.fork()
+if pid == 0:
+    sys.exit(7)  # tears down what the interpreter has, which os._exit() does not
+ended, _, _ = select.select([os.pidfd_open(pid)], [], [], 30)
+if not ended: os.kill(pid, signal.SIGKILL)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+model(torch.ones(3, 4)).sum().backward()
+"""
+
+
+def test_a_forked_child_may_end_by_itself_while_its_parent_trains_on(job: dict[str, str]) -> None:
+    """With the group that COARSE makes; and one of the script's, beside another of its."""
+    group = "import select, signal, sys\n"
+    own = group + (
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nother = dist.new_group()\n"
+    )
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    groups = ((group, job), (own, {**job, "MASTER_PORT": str(store.port)}))
+    scripts = [(how + TRAIN + FORK, {**meet, "RANK": str(rank)}) for how, meet in groups for rank in range(2)]
+    for status, output, errors in run(scripts):
+        assert (status, output) == (0, "7\n"), errors
+    del store
+
+
 def test_a_forward_that_others_do_not_call_is_told_with_what_to_do(job: dict[str, str]) -> None:
     """As when one worker evaluates alone."""
     script = (
