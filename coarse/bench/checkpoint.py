@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coarse.bench.fleet import BenchError, Fleet, time_for
-from coarse.bench.memory import PeakPss, available_bytes
+from coarse.bench.memory import PeakMemory, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.train import Progress
@@ -17,7 +17,7 @@ from coarse.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
 
-_PHASES = ("stop", "to_disk", "quiet", "writing")
+_PHASES = ("stop", "to_disk", "step")
 _MEMORY_STEPS = 3
 # Parameters, gradients, two moments, communication buffers and a copy of what is saved, of four bytes each.
 _BYTES_PER_PARAMETER = 8 * 4
@@ -31,7 +31,8 @@ class SavePlan:
     Args:
         systems: Of SYSTEMS, in the order of their turns.
         folder: Where to save; "" for the system's temporary folder.
-        saves: Timed saves of each round.
+        saves: Of each round.
+        every: Steps between two saves, and behind the last one.
         rounds: Turns that each system takes.
 
     Raises:
@@ -46,7 +47,8 @@ class SavePlan:
     threads: int
     optimizer: str
     folder: str = ""
-    saves: int = 5
+    saves: int = 2
+    every: int = 40
     rounds: int = 1
 
     def __post_init__(self) -> None:
@@ -54,8 +56,9 @@ class SavePlan:
             raise ValueError(f"model {self.model!r} is none of {', '.join(MODELS)}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
-        if min(self.batch, self.sequence, self.threads, self.saves, self.rounds) < 1 or self.num_workers < 2:
-            raise ValueError("batch, sequence, threads, saves and rounds start at 1, workers at 2")
+        counts = (self.batch, self.sequence, self.threads, self.saves, self.every, self.rounds)
+        if min(counts) < 1 or self.num_workers < 2:
+            raise ValueError("batch, sequence, threads, saves, every and rounds start at 1, workers at 2")
         if not self.systems:
             raise ValueError("need at least one system")
 
@@ -66,10 +69,11 @@ class SaveResult:
 
     Args:
         stop: How long the training thread stood still for a save.
-        to_disk: From a save's beginning until the checkpoint was on the disk.
-        quiet: Steps while no save was under way.
-        writing: Steps while one was; None if training stood still.
-        extra_bytes: Peak of memory during a save, less that of training without.
+        to_disk: From the last save's beginning until the checkpoint was on the disk.
+        step: All steps, with the saves behind some of them.
+        added_s: What all steps took beyond as many median ones, for each save.
+        longest_s: The longest step.
+        extra_bytes: Peak of the memory that the kernel gave out while the loop saved, less that of training before.
         saved_bytes: Length of the files of a save.
     """
 
@@ -77,23 +81,23 @@ class SaveResult:
     plan: SavePlan
     stop: Timing
     to_disk: Timing
-    quiet: Timing
-    writing: Timing | None
+    step: Timing
+    added_s: float
+    longest_s: float
     extra_bytes: int
     saved_bytes: int
 
     @property
-    def slowdown_percent(self) -> float | None:
-        """By how much the median step is longer while a save is under way."""
-        return None if self.writing is None else 100 * (self.writing.p50_us / self.quiet.p50_us - 1)
+    def longest_steps(self) -> float:
+        """The longest step in median steps."""
+        return 1e6 * self.longest_s / self.step.p50_us
 
     def as_json(self) -> dict[str, Any]:
         """The fields of a record line, beside provenance."""
         plan = self.plan
         timings: dict[str, Mapping[str, Any] | None] = {
             "to_disk": asdict(self.to_disk),
-            "quiet_step": asdict(self.quiet),
-            "writing_step": asdict(self.writing) if self.writing else None,
+            "step": asdict(self.step),
         }
         return {
             "bench": "checkpoint",
@@ -108,6 +112,9 @@ class SaveResult:
             "threads": plan.threads,
             "optimizer": plan.optimizer,
             **timings,
+            "every": plan.every,
+            "added_s_per_save": self.added_s,
+            "longest_step_s": self.longest_s,
             "extra_bytes": self.extra_bytes,
         }
 
@@ -122,25 +129,27 @@ class _Measured:
 
     def add(self, answers: Sequence[Mapping[str, Sequence[float]]]) -> None:
         for phase in _PHASES:
-            if answers[0][phase]:
-                self.seconds[phase] += slowest_worker([answer[phase] for answer in answers]).tolist()
+            self.seconds[phase] += slowest_worker([answer[phase] for answer in answers]).tolist()
 
     def result(self, system: str, plan: SavePlan) -> SaveResult:
-        timings = {phase: Timing.from_seconds(each) for phase, each in self.seconds.items() if each}
+        timings = {phase: Timing.from_seconds(each) for phase, each in self.seconds.items()}
+        steps = self.seconds["step"]
+        beyond_s = sum(steps) - len(steps) * timings["step"].p50_us / 1e6
         return SaveResult(
             system=system,
             plan=plan,
             stop=timings["stop"],
             to_disk=timings["to_disk"],
-            quiet=timings["quiet"],
-            writing=timings.get("writing"),
+            step=timings["step"],
+            added_s=beyond_s / len(self.seconds["stop"]),
+            longest_s=max(steps),
             extra_bytes=self.extra_bytes,
             saved_bytes=self.saved_bytes,
         )
 
 
 def run_checkpoint(plan: SavePlan, progress: Progress = lambda _: None) -> tuple[SaveResult, ...]:
-    """Measures every system in turns, each alone on the machine; what it saved is compared before it is timed.
+    """Measures every system in turns, each alone on the machine; no figure is kept if what it saved is not right.
 
     Raises:
         CoarseError: If memory does not suffice, a worker fails, or a checkpoint is not what was to be saved.
@@ -150,7 +159,7 @@ def run_checkpoint(plan: SavePlan, progress: Progress = lambda _: None) -> tuple
     for round_index in range(plan.rounds):
         for system in plan.systems:
             progress(f"{system}  round {round_index + 1} of {plan.rounds}")
-            _take_turn(plan, system, measured[system], counts_memory=round_index == 0)
+            _take_turn(plan, system, measured[system])
     return tuple(each.result(system, plan) for system, each in measured.items())
 
 
@@ -168,7 +177,7 @@ def _check_memory(plan: SavePlan) -> None:
         )
 
 
-def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memory: bool) -> None:
+def _take_turn(plan: SavePlan, system: str, measured: _Measured) -> None:
     if plan.folder:
         Path(plan.folder).mkdir(parents=True, exist_ok=True)
     with Scratch("bench", parent=plan.folder or None) as folder:
@@ -183,18 +192,13 @@ def _take_turn(plan: SavePlan, system: str, measured: _Measured, *, counts_memor
         with Fleet(f"save-{system}", plan.num_workers, options, threads=plan.threads) as fleet:
             fleet.start()
             fleet.ask("first_step")
-            if counts_memory:
-                measured.extra_bytes = _extra_memory(fleet)
+            with PeakMemory() as training:
+                fleet.ask("run", steps=_MEMORY_STEPS)
+            num_steps = plan.every * (plan.saves + 1)
+            with PeakMemory() as saving:
+                answers = fleet.ask("save", time_for(num_steps), saves=plan.saves, every=plan.every)
+            measured.add(answers)
+            measured.extra_bytes = max(measured.extra_bytes, saving.peak_bytes - training.peak_bytes)
             if not all(fleet.ask("check")):
                 raise BenchError(f"{system}: what was saved is not the model ({plan.model})")
             measured.saved_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            measured.add(fleet.ask("save", time_for(plan.saves), saves=plan.saves))
-
-
-def _extra_memory(fleet: Fleet) -> int:
-    """Peak memory while a save is under way, less the peak of training alone."""
-    with PeakPss(fleet.descendants) as training:
-        fleet.ask("run", steps=_MEMORY_STEPS)
-    with PeakPss(fleet.descendants) as saving:
-        fleet.ask("save", saves=1)
-    return max(0, saving.peak_bytes - training.peak_bytes)

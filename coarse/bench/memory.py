@@ -1,4 +1,4 @@
-"""Memory of a system: proportional set size, summed over its processes and sampled while they work."""
+"""Memory of a system, sampled while it works: what the kernel gave out, or proportional set sizes of processes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,41 @@ def pss_bytes(pids: Iterable[int]) -> int:
 def available_bytes() -> int:
     """Memory that can be had without swapping, and that the control group allows."""
     return within_cgroup(read_memory().available_bytes)
+
+
+class PeakMemory:
+    """Samples the memory that the kernel has given out while the context lasts, in a thread of its own.
+
+    That is anonymous and shared memory of the whole machine, touched or not: nothing else should run. Unlike a
+    proportional set size it leaves out nothing that a control group would count, but the page cache.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._sample_until_finished, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finished.set()
+        self._thread.join()
+
+    def _sample_until_finished(self) -> None:
+        while True:
+            self.peak_bytes = max(self.peak_bytes, given_out_bytes())
+            if self._finished.wait(_SAMPLE_INTERVAL_S):
+                return
+
+
+def given_out_bytes() -> int:
+    """Anonymous and shared memory of all processes of the machine."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("AnonPages", "Shmem"))
 
 
 class PeakPss:

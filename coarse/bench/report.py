@@ -104,17 +104,17 @@ def replay_table(results: Sequence[ReplayResult]) -> TextTable:
 
 
 def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
-    """What a save costs under each system: the stop of the training thread, time, steps meanwhile, memory."""
+    """What a save costs under each system, as the loop sees it: time, the longest step, memory."""
     plan = results[0].plan
     rows = [
         (
             result.system,
+            _number(result.added_s, 2),
+            _milliseconds(result.step.p50_us),
+            _milliseconds(1e6 * result.longest_s),
+            _number(result.longest_steps, 2),
             _milliseconds(result.stop.p50_us),
-            _milliseconds(result.stop.p99_us),
             _number(result.to_disk.p50_us / 1e6, 2),
-            _milliseconds(result.quiet.p50_us),
-            _DASH if result.writing is None else _milliseconds(result.writing.p50_us),
-            _percent(result.slowdown_percent, signed=True),
             _mebibytes(result.extra_bytes),
             _mebibytes(result.saved_bytes),
             str(result.stop.iterations),
@@ -124,7 +124,7 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
     return TextTable(
         title=describe_train(plan),
         columns=(
-            *("system", "stop p50 ms", "p99 ms", "to disk s", "step ms", "while writing", "longer"),
+            *("system", "added s a save", "step p50 ms", "longest ms", "of p50", "save() ms", "to disk s"),
             *("extra MiB", "saved MiB", "saves"),
         ),
         rows=tuple(rows),

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from coarse.bench.training import TrainAdapter, offload_optimizer, wrap_coarse, wrap_ddp
 from coarse.bench.worker import Adapter, WorkerJob
 
-_QUIET_STEPS = 3
-_MOST_STEPS = 1000
+_FIRST_STEPS = 3
 _WAIT_S = 120.0
 
 
@@ -23,7 +22,7 @@ class Saves(Protocol):
     """One way of saving a training job; all workers call it alike."""
 
     def begin(self) -> None:
-        """Saves, or begins to; returns when training may go on."""
+        """Saves, or begins to, when the save before is done; returns when training may go on."""
 
     def is_done(self) -> bool:
         """Whether what this worker has to do for the save is done."""
@@ -59,40 +58,46 @@ class CheckpointAdapter(TrainAdapter):
     ) -> None:
         super().__init__(job, wrap, offload)
         self._make_saves = saves
+        self._rank = 0
         self._saves: Saves | None = None
 
     def setup(self) -> int:
-        rank = super().setup()
-        folder = Path(self._job.options["folder"])
-        self._saves = self._make_saves(folder, self._model, self._optimizer, rank)
-        return rank
+        self._rank = super().setup()
+        return self._rank
 
-    def save(self, saves: int) -> dict[str, list[float]]:
-        """Saves so many times, and trains meanwhile.
+    def save(self, saves: int, every: int) -> dict[str, list[float]]:
+        """Trains as a plain loop does that saves behind each `every` steps, and as many steps behind the last save.
 
         Returns:
-            Seconds: `stop` and `to_disk` of each save, `quiet` of steps between saves, `writing` of steps that began
-            while a save was under way.
+            Seconds: `step` of each step with the save behind it, `stop` of what each save held the training thread,
+            `to_disk` of the last save.
         """
-        assert self._saves is not None
-        seconds: dict[str, list[float]] = {"stop": [], "to_disk": [], "quiet": [], "writing": []}
-        for _ in range(saves):
-            if self._job.rank == 0:
-                os.sync()  # what others wrote is not this save's
-            self._barrier()
-            seconds["quiet"] += [self._timed_step() for _ in range(_QUIET_STEPS)]
+        if self._job.rank == 0:
+            os.sync()  # what others wrote is not this system's
+        self._barrier()
+        for _ in range(_FIRST_STEPS):
+            self._timed_step()
+        seconds: dict[str, list[float]] = {"step": [], "stop": [], "to_disk": []}
+        folder = Path(self._job.options["folder"])
+        # What is made for saving is made within the loop: it may go on in the background.
+        self._saves = self._make_saves(folder, self._model, self._optimizer, self._rank)
+        for step in range(1, every * (saves + 1) + 1):
             began_s = time.perf_counter()
-            self._saves.begin()
-            seconds["stop"].append(time.perf_counter() - began_s)
-            seconds["writing"] += self._steps_until_done()
-            seconds["to_disk"].append(self._saves.to_disk_s())
+            self._timed_step()
+            if step % every == 0 and step <= every * saves:
+                stopped_s = time.perf_counter()
+                self._saves.begin()
+                seconds["stop"].append(time.perf_counter() - stopped_s)
+            seconds["step"].append(time.perf_counter() - began_s)
+        self._wait_until_done()
+        seconds["to_disk"].append(self._saves.to_disk_s())
         return seconds
 
     def check(self) -> bool:
         """Saves once more and compares what was written with the model."""
         assert self._saves is not None
         self._saves.begin()
-        self._steps_until_done(trains=False)
+        self._wait_until_done()
         is_right = True
         if self._job.rank == 0:
             saved, torch = self._saves.load(), self._torch
@@ -115,16 +120,12 @@ class CheckpointAdapter(TrainAdapter):
         self._step(times)
         return times[-1] - times[0]
 
-    def _steps_until_done(self, *, trains: bool = True) -> list[float]:
+    def _wait_until_done(self) -> None:
         assert self._saves is not None
-        seconds: list[float] = []
         deadline_s = time.monotonic() + _WAIT_S
         while not self._all_agree(self._saves.is_done()):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"a save is not done after {_WAIT_S:.0f} s")
-            if trains and len(seconds) < _MOST_STEPS:
-                seconds.append(self._timed_step())
-        return seconds
 
     def _all_agree(self, mine: bool) -> bool:
         vote = self._torch.tensor([int(mine)])
@@ -223,6 +224,8 @@ class DcpSaves:
         self._has_ended = threading.Event()
 
     def begin(self) -> None:
+        if self._future is not None:
+            self._future.result()
         self._began_s = time.perf_counter()
         model, optimizer = self._state.get_state_dict(self._model, self._optimizer)
         state = {"model": model, "optimizer": optimizer}

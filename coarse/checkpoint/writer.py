@@ -230,8 +230,11 @@ class _Writer:
 
     def _finish(self) -> CheckpointName:
         name = self._name
-        while self._parent.has(str(name)):
-            name = CheckpointName(name.step, name.attempt + 1)
+        # Behind all that there are of this step: an earlier one may have been removed, and its name is free.
+        found = [CheckpointName.parse(each) for each in self._parent.names()]
+        attempts = [each.attempt for each in found if each is not None and each.step == name.step]
+        if attempts:
+            name = CheckpointName(name.step, max(attempts) + 1)
         self._parent.rename(self._name.temporary, str(name))
         return name
 

@@ -147,9 +147,10 @@ def _add_checkpoint_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "checkpoint",
         help="what a save costs the training that goes on",
-        description="Saves of a real training job: how long the training thread stands still, when the checkpoint is "
-        "on the disk, what steps cost meanwhile, and how much memory it takes; COARSE with the optimizer in its "
-        "memory devices (coarse) and on the workers (coarse-workers), torch.save, and async_save of "
+        description="Saves of a real training loop, the first one and what comes behind the last one included: what "
+        "each adds to the time of all steps, the longest step, when the checkpoint is on the disk, and how much more "
+        "memory the kernel gives out (of the whole machine: nothing else should run); COARSE with the optimizer in "
+        "its memory devices (coarse) and on the workers (coarse-workers), torch.save, and async_save of "
         "torch.distributed.checkpoint (dcp).",
     )
     parser.set_defaults(handler=run_checkpoint_command)
@@ -158,7 +159,14 @@ def _add_checkpoint_parser(benches: Any) -> None:
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="threads per worker; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    parser.add_argument("--saves", type=int, default=5, metavar="N", help="per round; default: %(default)s")
+    parser.add_argument("--saves", type=int, default=2, metavar="N", help="per round; default: %(default)s")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=40,
+        metavar="N",
+        help="steps between two saves, and behind the last; default: %(default)s",
+    )
     parser.add_argument(
         "--folder",
         type=folder_to_write,
@@ -353,13 +361,15 @@ def run_checkpoint_command(arguments: argparse.Namespace) -> int:
             optimizer=arguments.optimizer,
             folder=str(arguments.folder or ""),
             saves=arguments.saves,
+            every=arguments.every,
             rounds=arguments.rounds,
         )
     except ValueError as error:
         return _usage_error(str(error))
     results = _with_progress(lambda progress: run_checkpoint(plan, progress), num_progress_steps(plan))
     _publish(
-        f"{plan.rounds} rounds of {plan.saves} saves, every system alone, what was saved compared",
+        f"{plan.rounds} rounds of {plan.saves} saves, each behind {plan.every} steps; every system alone, what was "
+        "saved compared",
         [report.checkpoint_table(results)],
         (result.as_json() for result in results),
         arguments.json,

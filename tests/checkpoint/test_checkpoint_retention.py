@@ -36,6 +36,13 @@ def test_the_newest_stay(tmp_path):
         assert read_hint(parent) == CheckpointName(4)
 
 
+def test_of_several_saves_of_a_step_the_last_one_stays(tmp_path):
+    for attempt in range(4):
+        run_saver(tmp_path, 5, keep=1)
+        with Folder.open(tmp_path) as parent:
+            assert names_of(parent) == [CheckpointName(5, attempt)]
+
+
 def test_pinned_ones_stay_until_they_are_unpinned(tmp_path):
     save(tmp_path, 1, 2)
     with Folder.open(tmp_path) as parent:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from coarse.bench import checkpoint as bench
 from coarse.bench.checkpoint import SYSTEMS, SavePlan, run_checkpoint
 from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.systems import missing
@@ -29,26 +28,36 @@ PLAN = SavePlan(
     threads=1,
     optimizer="adamw",
     saves=2,
+    every=3,
 )
 
 
 def test_what_was_not_saved_rightly_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ask = Fleet.ask
 
-    def answer(fleet: Fleet, command: str, **arguments: Any) -> list[Any]:
-        return [True, False] if command == "check" else ask(fleet, command, **arguments)
+    def answer(fleet: Fleet, command: str, *limits: float, **arguments: Any) -> list[Any]:
+        return [True, False] if command == "check" else ask(fleet, command, *limits, **arguments)
 
-    monkeypatch.setattr(bench, "_extra_memory", lambda _: 0)
     monkeypatch.setattr(Fleet, "ask", answer)
     with pytest.raises(BenchError, match="torch: what was saved is not the model"):
         run_checkpoint(replace(PLAN, folder=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("changed", [{"saves": 0}, {"num_workers": 1}, {"model": "none"}, {"systems": ()}])
+@pytest.mark.parametrize(
+    "changed", [{"saves": 0}, {"every": 0}, {"num_workers": 1}, {"model": "none"}, {"systems": ()}]
+)
 def test_plans_check_themselves(changed: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"start at 1|none of|at least one"):
         replace(PLAN, **changed)
+
+
+def test_all_steps_of_the_loop_count_with_their_saves(tmp_path: Path) -> None:
+    (result,) = run_checkpoint(replace(PLAN, folder=str(tmp_path)))
+    assert (result.step.iterations, result.stop.iterations) == (9, 2)
+    assert result.longest_s * 1e6 >= result.stop.p50_us, "a step lasts until its save lets training go on"
+    assert result.longest_steps >= 1
+    assert result.saved_bytes > 3 * 4 * 151_306
 
 
 @pytest.mark.slow
@@ -57,7 +66,19 @@ def test_command_prints_a_table_and_appends_records(tmp_path: Path) -> None:
         pytest.skip(reason)
     path, folder = tmp_path / "records.jsonl", tmp_path / "saves"
     folder.mkdir()
-    command = [sys.executable, "-m", "coarse", "bench", "checkpoint", "--model", "digits", "--saves", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "coarse",
+        "bench",
+        "checkpoint",
+        "--model",
+        "digits",
+        "--saves",
+        "2",
+        "--every",
+        "3",
+    ]
     command += ["--json", os.fspath(path), "--folder", os.fspath(folder)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
