@@ -6,7 +6,7 @@
                table, summary.json
 
 Every figure is measured. Ends with exit code 1 if a run fails, if the accuracy is too low, or if the workers
-of a run end up with different parameters.
+of a run, or both runs, end up with different parameters.
 """
 
 from __future__ import annotations
@@ -203,6 +203,10 @@ def faults_of(summary: Mapping[str, Mapping[str, Any]], min_accuracy: float) -> 
             faults.append(f"{TITLES[strategy]}: test accuracy {accuracy:.2%}, {min_accuracy:.0%} needed")
         if len(set(entry["param_hashes"])) != 1:
             faults.append(f"{TITLES[strategy]}: the workers ended up with different parameters")
+    # The sum of two numbers has one result; of more, gloo adds in another order.
+    agreed = [set(each["param_hashes"]) for each in summary.values() if len(each["param_hashes"]) == 2]
+    if all(len(each) == 1 for each in agreed) and len(set().union(*agreed)) > 1:
+        faults.append(f"{' and '.join(TITLES[each] for each in summary)} ended up with different parameters")
     return faults
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import time
@@ -286,6 +287,55 @@ class Mpi:
         self._mpi.Finalize()
 
 
+class Ucc:
+    """UCC's all-reduce in place, over UCX: one persistent collective for each array."""
+
+    mean = False
+    _DTYPES = ("float32", "float64", "int32", "int64")
+
+    def __init__(self, job: WorkerJob) -> None:
+        self._job = job
+        self._library: Any = None
+        self._team = ctypes.c_void_p()
+        self._array: Array | None = None
+
+    def setup(self) -> int:
+        path = importlib.import_module("coarse.bench.systems").ucc_library()
+        self._library = ctypes.CDLL(str(path))
+        self._library.coarse_ucc_words.restype = ctypes.c_char_p
+        directory, rank = str(self._job.directory).encode(), self._job.rank
+        self._check(
+            self._library.coarse_ucc_open(directory, rank, self._job.num_workers, ctypes.byref(self._team))
+        )
+        return rank
+
+    def allocate(self, num_elements: int, dtype: str) -> Array:
+        self._array = np.empty(num_elements, dtype)
+        self._check(
+            self._library.coarse_ucc_prepare(
+                self._team,
+                ctypes.c_void_p(self._array.ctypes.data),
+                ctypes.c_uint64(num_elements),
+                self._DTYPES.index(dtype),
+            )
+        )
+        return self._array
+
+    def reduce(self) -> None:
+        self._check(self._library.coarse_ucc_all_reduce(self._team))
+
+    def release(self) -> None:
+        self._check(self._library.coarse_ucc_release(self._team))
+        self._array = None
+
+    def close(self) -> None:
+        self._check(self._library.coarse_ucc_close(self._team))
+
+    def _check(self, status: int) -> None:
+        if status < 0:
+            raise RuntimeError(f"UCC: {self._library.coarse_ucc_words(status).decode()}")
+
+
 class Horovod:
     """Horovod's in-place allreduce of a torch tensor, over gloo."""
 
@@ -370,6 +420,8 @@ SYNC_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "gloo": _over(Gloo),
     "mpich": _over(Mpi),
     "openmpi": _over(Mpi),
+    "impi": _over(Mpi),
+    "ucc": _over(Ucc),
     "horovod": _over(Horovod),
 }
 """Adapter of each system, by its name on the command line."""

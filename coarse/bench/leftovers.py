@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SHARED_MEMORY_ROOT = "/dev/shm/"
-# MPICH names its segments until MPI_Finalize, Open MPI until its launcher has cleaned up.
-_MPI_PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.")
+# MPICH and Intel MPI name their segments until MPI_Finalize, Open MPI until its launcher has cleaned up.
+_MPI_PREFIXES = ("mpich_shm_", "vader_segment.", "sm_segment.", "Intel_MPI", "ucx_shm_posix")
 
 
 def mpi_segments(pids: Iterable[int]) -> set[Path]:

@@ -13,7 +13,7 @@ from coarse.bench.sync import LIMIT, PEERS, format_bytes
 from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
 from coarse.bench.training import CPU
 
-_LATENCY_BYTES = 4096
+_LATENCY_BYTES = 64 << 10
 _DASH = "-"
 
 
@@ -32,7 +32,7 @@ def heading(machine: Machine, what: str, *, kind: str = MEASURED) -> str:
 
 
 def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
-    """GB/s of each system by size; COARSE against the best peer and against the limit.
+    """GB/s of each system by size; COARSE against the best peer, which is named, and against the limit.
 
     The second row of a size is COARSE with unregistered buffers, left out if that was not measured.
     """
@@ -48,28 +48,29 @@ def bandwidth_table(records: Sequence[SyncRecord]) -> TextTable:
             rows.append(("  unregistered", *blanks, *_coarse_figures(speed, "coarse-unregistered")))
     return TextTable(
         title="All-reduce, GB/s (tensor / median time)",
-        columns=("size", *peers, LIMIT, "coarse", "/ best peer", "of limit"),
+        columns=("size", *peers, LIMIT, "coarse", "best peer", "/ best peer", "of limit"),
         rows=tuple(rows),
     )
 
 
 def latency_table(records: Sequence[SyncRecord]) -> TextTable:
-    """Median and 99th percentile of each system at 4 KiB, or at the smallest size measured."""
-    sizes = {record.nbytes for record in records}
-    nbytes = _LATENCY_BYTES if _LATENCY_BYTES in sizes else min(sizes)
-    rows = [
-        (
-            record.system,
-            _number(record.timing.p50_us, 1),
-            _number(record.timing.p99_us, 1),
-            str(record.timing.iterations),
-        )
-        for record in records
-        if record.nbytes == nbytes
-    ]
+    """Median and 99th percentile of each system up to 64 KiB, or at the smallest size measured."""
+    sizes = sorted({record.nbytes for record in records})
+    small = [nbytes for nbytes in sizes if nbytes <= _LATENCY_BYTES] or sizes[:1]
+    timing = {(record.system, record.nbytes): record.timing for record in records}
+    rows = []
+    for system in dict.fromkeys(record.system for record in records):
+        cells = [system]
+        for nbytes in small:
+            found = timing.get((system, nbytes))
+            cells += [_DASH, _DASH] if found is None else [_number(found.p50_us, 1), _number(found.p99_us, 1)]
+        rows.append(tuple(cells))
     return TextTable(
-        title=f"Latency at {format_bytes(nbytes)}",
-        columns=("system", "p50 us", "p99 us", "iterations"),
+        title="Latency",
+        columns=(
+            "system",
+            *(head for nbytes in small for head in (f"{format_bytes(nbytes)}: p50 us", "p99 us")),
+        ),
         rows=tuple(rows),
     )
 
@@ -156,13 +157,13 @@ def memory_table(results: Sequence[StateMemory]) -> TextTable:
 def train_table(comparison: Comparison) -> TextTable:
     """Step time of each system and its parts, blocked communication, speed-up over DDP, memory; also of the GPU."""
     on_gpu = any(result.first_step.gpu for result in comparison.results)
-    ddp = next((each.first_step for each in comparison.results if each.system == "ddp"), None)
-    over = f", DDP over {ddp.backend}" if on_gpu and ddp is not None else ""
+    ddp = comparison.ddp
+    over = f", DDP over {ddp.first_step.backend}" if on_gpu and ddp is not None else ""
     return TextTable(
         title=describe_train(comparison.results[0].plan) + over,
         columns=(
             *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
-            *("blocked ms", "of ddp's", "x ddp", "peak PSS MiB"),
+            *("blocked ms", "of best ddp's", "x best ddp", "peak PSS MiB"),
             *(("torch's peak GPU MiB", "whole GPU MiB") if on_gpu else ()),
         ),
         rows=tuple(
@@ -209,14 +210,15 @@ def describe_train(plan: TrainPlan | SavePlan) -> str:
     )
 
 
-def _coarse_figures(speed: Mapping[str, float], system: str) -> tuple[str, str, str]:
+def _coarse_figures(speed: Mapping[str, float], system: str) -> tuple[str, str, str, str]:
+    """Speed, the best peer, how many times faster than it, and the share of the limit."""
     own = speed.get(system)
     if own is None:
-        return (_DASH, _DASH, _DASH)
-    best_peer = max((speed[peer] for peer in PEERS if peer in speed), default=None)
+        return (_DASH, _DASH, _DASH, _DASH)
+    best = max((peer for peer in PEERS if peer in speed), key=lambda peer: speed[peer], default=None)
     limit = speed.get(LIMIT)
-    ratio = _DASH if best_peer is None else f"{own / best_peer:.2f}x"
-    return (_number(own, 2), ratio, _percent(None if limit is None else 100 * own / limit))
+    ratio = _DASH if best is None else f"{own / speed[best]:.2f}x"
+    return (_number(own, 2), best or _DASH, ratio, _percent(None if limit is None else 100 * own / limit))
 
 
 def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from coarse.bench.statistics import Timing, iterations_within, slowest_worker
 from coarse.machine.memory_name import parse_memory_devices
 from coarse.settings import Settings
 
-PEERS = ("gloo", "mpich", "openmpi", "horovod")
+PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
 COARSE_SYSTEMS = ("coarse", "coarse-unregistered")
 LIMIT = "limit"
 DTYPES = ("float32", "float64", "int32", "int64")

@@ -20,6 +20,9 @@ _MISSING_HINTS: Mapping[str, str] = {
     "gloo": "pip install torch",
     "mpich": "pip install mpi4py mpich",
     "openmpi": "pip install mpi4py; apt-get install openmpi-bin",
+    "impi": "pip install mpi4py; then, as its files have the names of MPICH's, into an environment of its own: "
+    "python -m venv ~/impi && ~/impi/bin/pip install impi-rt; export I_MPI_ROOT=~/impi",
+    "ucc": "benchmarks/build_ucc.sh says what it needs and builds it",
     "horovod": "benchmarks/build_horovod.sh builds it",
     "ddp": "pip install torch transformers",
 }
@@ -41,6 +44,8 @@ def missing(system: str) -> str | None:
         "coarse-unregistered": lambda: _importable("coarse.kernels._native"),
         "mpich": lambda: _importable("mpi4py") and _mpich_launcher() is not None,
         "openmpi": lambda: _importable("mpi4py") and _openmpi_launcher() is not None,
+        "impi": lambda: _importable("mpi4py") and intel_mpi_root() is not None,
+        "ucc": lambda: ucc_library() is not None,
         "horovod": lambda: _importable("horovod.torch") and find_program("horovodrun") is not None,
     }.get(system, lambda: _importable("torch"))()
     if present:
@@ -84,6 +89,22 @@ def _launch_openmpi(system: str, job: WorkerJob, socket_path: str) -> Launch:
     )
 
 
+def _launch_impi(system: str, job: WorkerJob, socket_path: str) -> Launch:
+    root = intel_mpi_root()
+    launcher = _required(None if root is None else os.fspath(root / "bin" / "mpiexec.hydra"), "mpiexec.hydra")
+    library = os.fspath(Path(launcher).parents[1] / "lib" / "libmpi.so.12")
+    return Launch(
+        commands=(
+            (
+                *(launcher, "-n", str(job.num_workers)),
+                *_worker_command(system, job, socket_path, RANK_FROM_LAUNCHER),
+            ),
+        ),
+        # Shared memory alone is its fastest way within a node; a Slurm or ssh around this job is not its business.
+        environment={"MPI4PY_LIBMPI": library, "I_MPI_FABRICS": "shm", "I_MPI_HYDRA_BOOTSTRAP": "fork"},
+    )
+
+
 def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
     prefix = (
         _required(find_program("horovodrun"), "horovodrun"),
@@ -96,7 +117,12 @@ def _launch_horovod(system: str, job: WorkerJob, socket_path: str) -> Launch:
     )
 
 
-_LAUNCHERS = {"mpich": _launch_mpich, "openmpi": _launch_openmpi, "horovod": _launch_horovod}
+_LAUNCHERS = {
+    "mpich": _launch_mpich,
+    "openmpi": _launch_openmpi,
+    "impi": _launch_impi,
+    "horovod": _launch_horovod,
+}
 
 
 def find_program(name: str) -> str | None:
@@ -130,6 +156,25 @@ def _mpich_library() -> str:
 
 def _openmpi_launcher() -> str | None:
     return shutil.which("mpirun.openmpi")
+
+
+def intel_mpi_root() -> Path | None:
+    """Where Intel MPI is: I_MPI_ROOT, as its own set-up names it, else this environment; None if in neither."""
+    for root in (os.environ.get("I_MPI_ROOT"), sys.prefix):
+        if root and (Path(root) / "lib" / "libmpi.so.12").exists() and _is_intel(Path(root)):
+            return Path(root)
+    return None
+
+
+def _is_intel(root: Path) -> bool:
+    """MPICH's launcher and library have the same names."""
+    return (root / "bin" / "mpiexec.hydra").exists() and (root / "bin" / "impi_info").exists()
+
+
+def ucc_library() -> Path | None:
+    """The library that benchmarks/build_ucc.sh makes, of this environment; None if it has not."""
+    path = Path(sys.prefix) / "lib" / "libcoarse_bench_ucc.so"
+    return path if path.exists() else None
 
 
 def _required(path: str | None, program: str) -> str:

@@ -20,6 +20,7 @@ PHASES = ("forward", "backward", "optimizer", "step")
 OPTIMIZERS = ("adamw", "sgd")
 CPU = "cpu"
 _SAMPLES_PER_PARAMETER = 64
+_ONE_BUCKET_MB = 1 << 20
 
 
 class TrainAdapter:
@@ -255,6 +256,18 @@ def _wrap_ddp_default(job: WorkerJob) -> Callable[[Any], Any]:
     return wrap
 
 
+def wrap_ddp_tuned(job: WorkerJob) -> Callable[[Any], Any]:
+    """DDP for one reduction a step: a single bucket, a graph that it need not look at, no buffers broadcast."""
+    wrap = join_group(job, _backend_of_peers(job)).nn.parallel.DistributedDataParallel
+    return lambda module: wrap(
+        module,
+        bucket_cap_mb=_ONE_BUCKET_MB,
+        static_graph=True,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
 def _wrap_fsdp(job: WorkerJob) -> Callable[[Any], Any]:
     """FSDP2 as its documentation has it: the layers of a transformer one by one, then the rest."""
     torch = join_gloo(job)
@@ -296,6 +309,7 @@ TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "train-coarse-offload": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=False)),
     "train-coarse-overlap": lambda job: TrainAdapter(job, wrap_coarse, offload_optimizer(overlap=True)),
     "train-ddp": _under(wrap_ddp),
+    "train-ddp-tuned": _under(wrap_ddp_tuned),
     "train-ddp-default": _under(_wrap_ddp_default),
     "train-fsdp": _under(_wrap_fsdp),
     "train-none": _under(_wrap_none),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 
     from coarse.bench.report import TextTable
 
-_SYNC_PEERS = ("gloo", "mpich", "openmpi", "horovod")
-_TRAIN_PEERS = ("ddp", "ddp-default", "none")
+_SYNC_PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
+_TRAIN_PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 _SAVE_PEERS = ("coarse-workers", "torch", "dcp")
 _MEMORY_PEERS = ("ddp", "ddp-default", "fsdp", "coarse-overlap")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
@@ -71,14 +71,16 @@ def _add_sync_parser(benches: Any) -> None:
         metavar="S",
         help="seconds per system and size; default: %(default)s",
     )
-    _add_common_arguments(parser, peers=_SYNC_PEERS, default="gloo,mpich,openmpi,horovod", rounds=3)
+    _add_common_arguments(parser, peers=_SYNC_PEERS, default=",".join(_SYNC_PEERS), rounds=3)
 
 
 def _add_train_step_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "train-step",
         help="a real training step",
-        description="A real model's training step under COARSE, torch DDP, and without any communication.",
+        description="A real model's training step under COARSE, torch DDP, and without any communication. DDP is "
+        "measured with gradients as bucket views (ddp), with one bucket, a static graph and no buffers broadcast "
+        "as well (ddp-tuned), and as it comes (ddp-default); ratios are to the fastest of those.",
     )
     parser.set_defaults(handler=run_train_step_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS)
@@ -107,7 +109,7 @@ def _add_train_step_parser(benches: Any) -> None:
     parser.add_argument(
         "--single", action="store_true", help="one worker: what wrapping costs a single process"
     )
-    _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,none", rounds=4)
+    _add_common_arguments(parser, peers=_TRAIN_PEERS, default="ddp,ddp-tuned,none", rounds=4)
 
 
 def _add_replay_parser(benches: Any) -> None:

@@ -125,12 +125,13 @@ class RoutingTable:
 def sizes_in_doubt(
     curves: Mapping[int, Curve], local_proxy: int, *, tie_fraction: float = TIE_FRACTION
 ) -> tuple[int, ...]:
-    """The sizes in bytes at which spread alone keeps a client with its local proxy; of those that decide its routes.
+    """The measured sizes in bytes at which spread alone keeps a client with its local proxy.
 
     More repeats may settle it. A pure function, as RoutingTable.from_profiles() is, with the same arguments.
     """
     ranking = _Ranking(curves=curves, local=local_proxy, load={}, tie_fraction=tie_fraction)
-    return tuple(nbytes for nbytes in dict.fromkeys(_deciding_sizes(curves)) if ranking.is_in_doubt(nbytes))
+    sizes = sorted({point.nbytes for curve in curves.values() for point in curve.points})
+    return tuple(nbytes for nbytes in sizes if ranking.is_in_doubt(nbytes))
 
 
 def _deciding_sizes(curves: Mapping[int, Curve]) -> tuple[int, int]:

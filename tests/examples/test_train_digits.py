@@ -65,7 +65,11 @@ def test_summary_adds_throughput_and_averages_times() -> None:
 def test_faults_are_named() -> None:
     good = train_digits.entry_of([report(), report()], 1.0)
     poor = train_digits.entry_of([report(accuracy=0.9), report(param_hash="cd")], 1.0)
+    other = train_digits.entry_of([report(param_hash="cd"), report(param_hash="cd")], 1.0)
     assert train_digits.faults_of({"coarse": good, "ddp": good}, 0.97) == []
+    assert train_digits.faults_of({"coarse": good, "ddp": other}, 0.97) == [
+        "COARSE and torch DDP (gloo) ended up with different parameters"
+    ]
     assert train_digits.faults_of({"coarse": good, "ddp": poor}, 0.97) == [
         "torch DDP (gloo): test accuracy 90.00%, 97% needed",
         "torch DDP (gloo): the workers ended up with different parameters",

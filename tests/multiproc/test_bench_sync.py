@@ -25,7 +25,8 @@ def installed(*systems: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "system", ["gloo", "mpich", "openmpi", "horovod", "coarse", "coarse-unregistered", "limit"]
+    "system",
+    ["gloo", "mpich", "openmpi", "impi", "ucc", "horovod", "coarse", "coarse-unregistered", "limit"],
 )
 def test_system_is_verified_and_timed(system: str) -> None:
     plan = SyncPlan(

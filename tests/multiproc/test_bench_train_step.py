@@ -84,7 +84,7 @@ def test_bare_workers_need_not_agree() -> None:
     ("flags", "systems"),
     [
         (("--against", ""), ["coarse"]),
-        pytest.param(("--against", "ddp"), ["coarse", "ddp"], marks=pytest.mark.slow),
+        pytest.param(("--against", "ddp,ddp-tuned"), ["coarse", "ddp", "ddp-tuned"], marks=pytest.mark.slow),
         pytest.param(("--against", "", "--single"), ["coarse", "none"], marks=pytest.mark.slow),
         pytest.param(
             ("--against", "ddp", "--offload-optimizer"),

@@ -100,7 +100,7 @@ def test_command_line_defaults_are_those_of_the_published_tables() -> None:
     arguments = parse("sync")
     assert arguments.sizes == (4 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20, 400 << 20)
     assert arguments.against == sync.PEERS
-    assert parse("train-step").against == ("ddp", "none")
+    assert parse("train-step").against == ("ddp", "ddp-tuned", "none")
 
 
 def test_no_peers_may_be_asked_for() -> None:

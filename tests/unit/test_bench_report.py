@@ -74,16 +74,23 @@ def test_coarse_is_set_against_the_best_peer_and_the_limit() -> None:
         sync_record("coarse-unregistered", 6),
     ]
     table = bandwidth_table(records)
-    assert table.columns == ("size", "gloo", "mpich", "limit", "coarse", "/ best peer", "of limit")
+    columns = ("size", "gloo", "mpich", "limit", "coarse", "best peer", "/ best peer", "of limit")
+    assert table.columns == columns
     assert table.rows == (
-        ("1 MiB", "1.50", "4.00", "20.00", "16.00", "4.00x", "80%"),
-        ("  unregistered", "", "", "", "6.00", "1.50x", "30%"),
+        ("1 MiB", "1.50", "4.00", "20.00", "16.00", "mpich", "4.00x", "80%"),
+        ("  unregistered", "", "", "", "6.00", "mpich", "1.50x", "30%"),
     )
+
+
+@pytest.mark.parametrize(("peer", "ratio"), [("impi", "0.12x"), ("ucc", "0.12x")])
+def test_peers_that_are_faster_are_named_as_the_best(peer, ratio) -> None:
+    records = [sync_record("mpich", 4), sync_record(peer, 8), sync_record("coarse", 1)]
+    assert bandwidth_table(records).rows[0][-4:] == ("1.00", peer, ratio, "-")
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
     table = bandwidth_table([sync_record("coarse", 16)])
-    assert table.rows == (("1 MiB", "-", "16.00", "-", "-"),)
+    assert table.rows == (("1 MiB", "-", "16.00", "-", "-", "-"),)
 
 
 def test_peer_measured_at_some_sizes_only_is_a_dash_elsewhere() -> None:
@@ -93,8 +100,8 @@ def test_peer_measured_at_some_sizes_only_is_a_dash_elsewhere() -> None:
         sync_record("coarse", 8, nbytes=2 << 20),
     ]
     assert bandwidth_table(records).rows == (
-        ("1 MiB", "2.00", "-", "4.00", "2.00x", "-"),
-        ("2 MiB", "-", "-", "8.00", "-", "-"),
+        ("1 MiB", "2.00", "-", "4.00", "gloo", "2.00x", "-"),
+        ("2 MiB", "-", "-", "8.00", "-", "-", "-"),
     )
 
 
@@ -102,16 +109,18 @@ def test_slow_systems_do_not_print_as_zero() -> None:
     assert bandwidth_table([sync_record("gloo", 0.0021)]).rows[0][1] == "0.0021"
 
 
-def test_latency_is_that_of_4_kib() -> None:
+def test_latency_is_that_of_sizes_up_to_64_kib() -> None:
     records = [sync_record("coarse", 1), sync_record("gloo", 0.001, 4096), sync_record("coarse", 0.1, 4096)]
+    records.append(sync_record("coarse", 1, 64 << 10))
     table = latency_table(records)
-    assert table.title == "Latency at 4 KiB"
-    assert table.rows == (("gloo", "4096.0", "8192.0", "7"), ("coarse", "41.0", "81.9", "7"))
+    assert table.columns == ("system", "4 KiB: p50 us", "p99 us", "64 KiB: p50 us", "p99 us")
+    assert table.rows == (("coarse", "41.0", "81.9", "65.5", "131.1"), ("gloo", "4096.0", "8192.0", "-", "-"))
 
 
 def test_latency_falls_back_to_the_smallest_size() -> None:
     records = [sync_record("coarse", 1, 1 << 20), sync_record("coarse", 1, 64 << 10)]
-    assert latency_table(records).title == "Latency at 64 KiB"
+    assert latency_table(records).columns == ("system", "64 KiB: p50 us", "p99 us")
+    assert latency_table(records[:1]).columns == ("system", "1 MiB: p50 us", "p99 us")
 
 
 def test_blocked_time_is_against_the_bare_step_and_its_share_against_ddp() -> None:
@@ -121,6 +130,16 @@ def test_blocked_time_is_against_the_bare_step_and_its_share_against_ddp() -> No
         ("ddp", "140.00", "280.00", "1.00", "2.00", "3.00", "40.00", "100%", "1.00x", "3"),
         ("none", "100.00", "200.00", "1.00", "2.00", "3.00", "-", "-", "1.40x", "3"),
     )
+
+
+def test_figures_are_against_the_fastest_ddp() -> None:
+    rows = train_table(comparison(coarse=110, ddp=150, **{"ddp-tuned": 120}, none=100)).rows
+    assert [row[7:9] for row in rows] == [
+        ("50%", "1.09x"),
+        ("250%", "0.80x"),
+        ("100%", "1.00x"),
+        ("-", "1.20x"),
+    ]
 
 
 def test_without_peers_there_is_nothing_to_compare_with() -> None:

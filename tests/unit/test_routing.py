@@ -177,16 +177,25 @@ def test_the_local_proxy_is_kept_where_its_repeats_spread_too_widely():
     assert "md0 (local) is kept, because repeats spread too widely" in table.reasons[0]
     assert "lowest latency" in table.reasons[0]
     assert "highest bandwidth" in table.reasons[1]
-    assert sizes_in_doubt(curves, 0) == (SIZES[0], SIZES[-1])
+    assert sizes_in_doubt(curves, 0) == SIZES
 
 
 def test_another_proxy_is_taken_where_its_lead_is_beyond_the_spread():
     curves = {0: noisy(line(5, 4.5), spread=0.1), 1: noisy(line(10, 8), spread=0.1)}
     table = RoutingTable.from_profiles(curves, local_proxy=0)
     assert (table.lat_proxy, table.bw_proxy) == (0, 1)
-    assert sizes_in_doubt(curves, 0) == ()
+    assert sizes_in_doubt(curves, 0) == (64 << 10, 128 << 10, 256 << 10)  # around the threshold
     without = RoutingTable.from_profiles({0: line(5, 4.5), 1: line(10, 8)}, local_proxy=0)
     assert table.threshold_bytes > without.threshold_bytes  # only from where there is no doubt
+
+
+def test_the_threshold_lies_where_no_repeats_disagree_any_more():
+    curves = {0: noisy(line(5, 4.5), from_bytes=1 << 20, spread=0.4), 1: line(10, 8)}
+    curves[0] = Curve(points=(*curves[0].points[:-1], line(5, 4.5).points[-1]))
+    table = RoutingTable.from_profiles(curves, local_proxy=0)
+    assert (table.lat_proxy, table.bw_proxy) == (0, 1)
+    assert SIZES[-2] < table.threshold_bytes <= SIZES[-1]
+    assert sizes_in_doubt(curves, 0) == tuple(size for size in SIZES[:-1] if size >= 1 << 20)
 
 
 def test_a_wide_spread_of_a_remote_proxy_gives_it_no_advantage():
