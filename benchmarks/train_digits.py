@@ -79,10 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     console = Console()
     try:
-        summary = {strategy: measure(strategy, plan, console) for strategy in SCRIPTS}
+        turns = [
+            {strategy: measure(strategy, plan, console) for strategy in SCRIPTS}
+            for _ in range(options.rounds)
+        ]
     except RunFailedError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
+    summary = {strategy: merged([turn[strategy] for turn in turns]) for strategy in SCRIPTS}
     (plan.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     console.print(table_of(summary, plan))
     console.print(f"written to {plan.output / 'summary.json'}", highlight=False)
@@ -100,6 +104,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-accuracy", type=float, default=0.97)
     parser.add_argument(
         "--limit", type=float, default=300.0, metavar="SECONDS", help="for each of the two runs"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="turns of each; figures are medians; default: %(default)s"
     )
     parser.add_argument("script_arguments", nargs="*", help="after --: arguments of the training scripts")
     return parser.parse_args(arguments)
@@ -191,6 +198,23 @@ def entry_of(reports: Sequence[Mapping[str, Any]], peak_mib: float) -> dict[str,
         "blocked_ms_p50": statistics.mean(report["blocked_ms_p50"] for report in reports),
         "peak_pss_mib": peak_mib,
         "param_hashes": [report["param_hash"] for report in reports],
+    }
+
+
+def merged(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One strategy's summary of all its turns: the worst accuracy, medians of the times, each worker's parameters.
+
+    A worker's hashes are joined where its turns ended with different parameters.
+    """
+    of_workers = zip(*(turn["param_hashes"] for turn in turns), strict=True)
+    return {
+        "accuracy": min(turn["accuracy"] for turn in turns),
+        "param_hashes": ["/".join(dict.fromkeys(hashes)) for hashes in of_workers],
+        **{
+            name: statistics.median(turn[name] for turn in turns)
+            for name in turns[0]
+            if name not in ("accuracy", "param_hashes")
+        },
     }
 
 

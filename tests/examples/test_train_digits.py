@@ -62,6 +62,17 @@ def test_summary_adds_throughput_and_averages_times() -> None:
     }
 
 
+def test_turns_are_merged_by_medians_and_differences_stay() -> None:
+    turns = [
+        train_digits.entry_of([report(step_ms_p50=ms), report(step_ms_p50=ms, param_hash=name)], 1.0)
+        for ms, name in ((9.0, "ab"), (4.0, "ab"), (5.0, "cd"))
+    ]
+    merged = train_digits.merged(turns)
+    assert merged["step_ms_p50"] == 5.0
+    assert merged["param_hashes"] == ["ab", "ab/cd"]
+    assert train_digits.merged(turns[:1]) == turns[0]
+
+
 def test_faults_are_named() -> None:
     good = train_digits.entry_of([report(), report()], 1.0)
     poor = train_digits.entry_of([report(accuracy=0.9), report(param_hash="cd")], 1.0)
