@@ -12,9 +12,9 @@ import torch
 
 from coarse.client.parameter_cache import CacheStatistics, ParameterCache
 from coarse.errors import CoarseError
+from coarse.torch.failing import is_failing
 from coarse.torch.layout import copy_all
 from coarse.torch.module_hooks import OwnHook
-from coarse.torch.session import is_failing
 
 
 class CachedParameters:

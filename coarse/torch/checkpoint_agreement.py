@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from coarse.errors import WorkerLostError
+from coarse.settings import Settings
+from coarse.torch.group_teardown import hold_process_group
 from coarse.torch.worker_state import rank_here
 
 logger = logging.getLogger(__name__)
@@ -27,7 +30,10 @@ class Workers:
     def __init__(self) -> None:
         self.rank = rank_here()
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._group: Any = None
+        if self.world_size > 1:
+            timeout = timedelta(seconds=Settings.from_environment().timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
         self._reducing: Any = None
 
@@ -81,9 +87,12 @@ class Workers:
         Args:
             alone: Whether others may be gone, or hang: then nothing is waited for.
         """
-        if self._group is not None and dist.is_initialized() and not alone:
-            self.agreed()
-            dist.destroy_process_group(self._group)
+        if self._group is not None and dist.is_initialized():
+            if alone:
+                hold_process_group(self._group)
+            else:
+                self.agreed()
+                dist.destroy_process_group(self._group)
         self._group = None
 
 

@@ -17,7 +17,8 @@ from coarse.errors import RendezvousError
 from coarse.launch import meeting_place
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
-from coarse.torch.forks import keep_process_groups_in_forks
+from coarse.torch.failing import is_failing
+from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
 from coarse.torch.meeting import fresh_part
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ def current_process_group() -> Any:
     """Returns torch's default process group, after making it if the script has not.
 
     A group that exists is used as it is and left alone. One made here comes from RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT (world size 1 without them), speaks gloo, and is destroyed at exit.
+    MASTER_ADDR and MASTER_PORT (world size 1 without them), speaks gloo, waits for COARSE_TIMEOUT_S at most, and is
+    destroyed at exit.
 
     Raises:
         RendezvousError: If the variables contradict each other, or a worker is missing or there twice.
@@ -73,21 +75,27 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
 
 def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) -> None:
     rank, size, timeout_s = identity.rank, identity.world_size, Settings.from_environment().timeout_s
+    timeout = timedelta(seconds=timeout_s)
     if size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=size, timeout=timeout)
     else:
         whole = _connect(identity, environ, timeout_s)
         with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
             # Before torch's own rendezvous, which waits without a word.
             gather_workers(identity, store, timeout_s=timeout_s)
-            dist.init_process_group("gloo", store=store.part("group"), rank=rank, world_size=size)
+            part = store.part("group")
+            dist.init_process_group("gloo", store=part, rank=rank, world_size=size, timeout=timeout)
     keep_process_groups_in_forks()
     atexit.register(_destroy, os.getpid())
 
 
 def _destroy(owner_pid: int) -> None:
     # A forked child inherits the exit handlers but not the group's threads.
-    if os.getpid() == owner_pid and dist.is_initialized():
+    if os.getpid() != owner_pid or not dist.is_initialized():
+        return
+    if is_failing():
+        hold_process_groups()  # others may be lost, or hang, and an end does not wait for them
+    else:
         dist.destroy_process_group()
 
 

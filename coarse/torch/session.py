@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, MutableMapping
@@ -19,7 +18,8 @@ from coarse.errors import CoarseError
 from coarse.rendezvous import host_identity
 from coarse.session import Session
 from coarse.settings import Settings
-from coarse.torch.forks import keep_process_groups_in_forks
+from coarse.torch.failing import is_failing
+from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
 from coarse.torch.meeting import fresh_part
 from coarse.torch.store import TorchStore, store_of_group
 
@@ -81,9 +81,15 @@ def _join(process_group: Any) -> GroupSession:
             identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
         )
     shared = GroupSession(session)
-    atexit.register(_close, shared, os.getpid())
+    atexit.register(_close_at_exit, shared, os.getpid())
     weakref.finalize(process_group, _close, shared, os.getpid()).atexit = False
     return shared
+
+
+def _close_at_exit(shared: GroupSession, owner_pid: int) -> None:
+    if os.getpid() == owner_pid and is_failing():
+        hold_process_groups()  # others may be lost, or hang, and an end does not wait for them
+    _close(shared, owner_pid)
 
 
 def _close(shared: GroupSession, owner_pid: int) -> None:
@@ -93,11 +99,6 @@ def _close(shared: GroupSession, owner_pid: int) -> None:
     if not is_failing():
         shared.free_dropped()
     shared.session.close(is_finished=not is_failing())
-
-
-def is_failing() -> bool:
-    """Whether this runs because an exception is on its way through the script, or has ended it."""
-    return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
 
 def _identity(process_group: Any, store: TorchStore) -> WorkerIdentity:

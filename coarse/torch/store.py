@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from coarse.settings import Settings
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
@@ -64,16 +67,17 @@ def store_of_group(process_group: Any) -> Any:
 
 
 def _serve_store(process_group: Any) -> Any:
+    timeout = timedelta(seconds=Settings.from_environment().timeout_s)
     server: list[Any] = [None]
     store = None
     if dist.get_rank(process_group) == 0:
         host = _reachable_host()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         server[0] = (host, store.port)
     dist.broadcast_object_list(server, src=dist.get_global_rank(process_group, 0), group=process_group)
     if store is None:
         host, port = server[0]
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     return store
 
 

@@ -193,6 +193,27 @@ def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> 
     assert "worker 1" in last
 
 
+def test_a_worker_that_gives_up_does_not_wait_for_one_that_hangs(job: dict[str, str]) -> None:
+    """Neither for collectives, which take COARSE_TIMEOUT_S where COARSE makes the group, nor in a destructor."""
+    script = (
+        "import signal\n" + TRAIN + "from coarse.torch.checkpoint_agreement import Workers\n"
+        "group = Workers()._group\n"
+        "for each in (dist.group.WORLD, group):\n"
+        "    print(each._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
+        "if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "works = [dist.all_reduce(torch.ones(1), group=each, async_op=True) for each in (None, group)]\n"
+        "model.session.limit_waits(1.0)\n"
+        "model(torch.ones(3, 4)).sum().backward()\n"
+    )
+    variables = {**job, "COARSE_TIMEOUT_S": "600"}
+    with started([(script, {**variables, "RANK": str(rank)}) for rank in range(2)]) as (first, second):
+        first.wait(timeout=TIMEOUT_S)
+        second.kill()  # memory devices, which have the pipes too, wait for it
+        output, errors = first.communicate(timeout=TIMEOUT_S)
+    assert output.split() == ["600.0", "600.0"], errors
+    assert "SyncTimeoutError: worker 0" in errors
+
+
 FORK = """
 pid = os.fork()
 if pid == 0:
