@@ -72,6 +72,8 @@ class DistributedDataParallel(Offloading):
         - A parameter that is in the graph but receives no gradient at all counts as unused.
         - Under find_unused_parameters, what a parameter accumulated under no_sync is averaged even if no
           worker uses it in the iteration that averages.
+        - A layer that is thawed after wrapping (requires_grad_(True), on all workers) is averaged from the next
+          forward on; torch's class never averages it.
         - A copy, deep or pickled, averages nothing before its first forward with gradients, which is collective as
           wrapping is: whoever keeps one for its weights alone costs nothing, on one worker or all.
 
@@ -169,15 +171,18 @@ class DistributedDataParallel(Offloading):
         ]
         check_module(module, self._module_parameters)
         self.module = module
-        self._trainable = list(trainable_parameters(module, self.parameters_to_ignore))
+        self._find_trainable()
+        self._assign_buffers()
+
+    def _find_trainable(self) -> None:
+        self._trainable = list(trainable_parameters(self.module, self.parameters_to_ignore))
         self._frozen = [
             (name, parameter)
-            for name, parameter in module.named_parameters()
+            for name, parameter in self.module.named_parameters()
             if not parameter.requires_grad and name not in self.parameters_to_ignore
         ]
-        self.tables = find_tables(module)
+        self.tables = find_tables(self.module)
         """Parameters whose gradients are sparse."""
-        self._assign_buffers()
 
     def _take_settings(
         self,
@@ -225,6 +230,7 @@ class DistributedDataParallel(Offloading):
         self._buffers_broadcast: BufferBroadcast | None = None
         self._travel_dtype: torch.dtype | None = None
         self._has_hook = False
+        self._num_registrations = 1
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
@@ -369,7 +375,7 @@ class DistributedDataParallel(Offloading):
             )
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
-            self._check_frozen()
+            self._average_thawed()
         if self._gradients is not None:
             self._gradients.check()
             if torch.is_grad_enabled():
@@ -390,16 +396,26 @@ class DistributedDataParallel(Offloading):
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
 
-    def _check_frozen(self) -> None:
+    def _average_thawed(self) -> None:
+        """Registers the gradients of layers that were frozen, and require gradients now. Collective if there are any.
+
+        Raises:
+            RuntimeError: Within join(), where a worker without inputs would not take part.
+            SchemaMismatchError: If workers have thawed different layers; names the first difference.
+        """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed and self._world_size > 1:
-            self._frozen = []
-            warnings.warn(
-                f"parameter {thawed[0]!r}{f' and {len(thawed) - 1} more' if thawed[1:] else ''} of the model did not "
-                "require gradients when it was wrapped, and does now: as under torch's class they are not averaged, "
-                "and each worker trains its own. Wrap model.module again after requires_grad_(True).",
-                stacklevel=4,
+        if not thawed or self._gradients is None or self._offloaded is not None:
+            return  # an optimizer in the memory devices says in step() how it comes to hold them
+        if self._join_config.enable:
+            raise RuntimeError(
+                f"parameter {thawed[0]!r} requires gradients now and did not when the model was wrapped; within "
+                "join() a worker without inputs could not register it. Call requires_grad_(True) and run a forward "
+                "before join()"
             )
+        self._find_trainable()
+        check_tables(self._session, self._trainable, self.tables)
+        check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=False)])
+        self._register_anew()
 
     def _gradients_in_place(self) -> contextlib.AbstractContextManager[None]:
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync

@@ -41,6 +41,7 @@ class Offloading(Refusals):
     tables: set[torch.nn.Parameter]
     cached_parameters: CachedParameters | None
     _travel_dtype: torch.dtype | None
+    _num_registrations: int
 
     @property
     def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
@@ -145,6 +146,17 @@ class Offloading(Refusals):
         self._travel_dtype = dtype
         self._release_gradients()
         self._take_gradients(self._register_gradients(f"{self._name}/gradients in {dtype}"))
+
+    def _register_anew(self) -> None:
+        """Averages the gradients of the parameters that are trainable now. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        has_local = self._gradients.has_local
+        self._release_gradients()
+        self._num_registrations += 1
+        self._take_gradients(self._register_gradients(f"{self._name}/gradients {self._num_registrations}"))
+        self._gradients.has_local = has_local
+        self._watch_end()
 
     def _release_gradients(self) -> None:
         """Frees the memory of the gradients that were registered so far, before others take their place."""

@@ -6,12 +6,10 @@ import copy
 import functools
 import gc
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from scenario import (
@@ -275,18 +273,33 @@ def refuses_what_it_cannot_average(context: Context) -> Any:
 
 
 @contract
-def parameters_that_are_unfrozen_later_are_told(context: Context) -> Any:
-    module = mlp()
+def layers_that_are_thawed_later_are_averaged(context: Context) -> Any:
+    module, reference = mlp(), mlp()
+    reference.load_state_dict(module.state_dict())
     module[0].requires_grad_(False)
+    model, expected = context.wrap(module), nn.parallel.DistributedDataParallel(reference)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, reference)]
+    for step in range(4):
+        if step == 2:
+            module[0].requires_grad_(True)
+        for each, optimizer in zip((model, expected), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(context.inputs(step, 4, 8)).square().sum().backward()
+            if step < 2:
+                each.module[0].zero_grad()
+            optimizer.step()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@contract
+def layers_that_are_thawed_on_one_worker_alone_are_refused(context: Context) -> Any:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    module[:2].requires_grad_(False)
     model = context.wrap(module)
-    model(context.inputs(0, 4, 8)).sum().backward()
-    module[0].requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"parameter '0\.weight' and 1 more .*Wrap model\.module again"):
-        model(context.inputs(1, 4, 8)).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(context.inputs(2, 4, 8)).sum().backward()
-    dist.barrier()
+    module[context.rank % 2].requires_grad_(True)
+    with raises("SchemaMismatchError", "worker 0 has", "worker 1 has", "trainable"):
+        model(context.inputs(0, 4, 8))
 
 
 @contract
