@@ -65,7 +65,7 @@ class Resuming:
         from coarse.torch.checkpoint import Checkpointer
 
         self._recovery = coarse.torch.Recovery(
-            model, optimizer, state={"schedule": schedule}, after_step=schedule.step
+            model, optimizer, state={"schedule": schedule}, on_resume=schedule.step
         )
         if options.checkpoint_every:
             self._checkpointer = Checkpointer(

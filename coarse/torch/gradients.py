@@ -33,6 +33,7 @@ from coarse.torch.running_backward import at_end, current_backward, finish_in_or
 from coarse.torch.shared_parameters import averagers_of
 from coarse.torch.slot_turns import SlotTurns
 from coarse.torch.static_graph import StaticGraph
+from coarse.torch.used_up_gradients import UsedUpGradient
 
 # Registrations are collective, so that workers make what they share in the same order.
 _places = itertools.count()
@@ -98,6 +99,7 @@ class GradientSynchroniser:
         self._failpoints = session.failpoints
         self._updates: DeviceUpdates | None = None
         self._updates_in_backward: DeviceUpdates | None = None  # the same, if backward makes them
+        self._used_up: list[UsedUpGradient] = []  # of each parameter, in that case
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -150,6 +152,7 @@ class GradientSynchroniser:
         )
         if before_backward is not None:
             self._updates_in_backward = self._updates
+            self._used_up = [UsedUpGradient(parameter) for parameter in self._parameters]
             self._kind = UpdateKind.UPDATE
         return self._updates
 
@@ -157,6 +160,7 @@ class GradientSynchroniser:
         """Admits the next update that a backward makes."""
         if self._updates_in_backward is not None:
             self._updates_in_backward.is_step_due = False
+        self._drop_used_up()
 
     def settle(self) -> None:
         """Waits for the averages of what was pushed."""
@@ -366,6 +370,13 @@ class GradientSynchroniser:
             handle.remove()
         for averagers in self._averagers:
             averagers.discard(self)
+        self._drop_used_up()
+
+    def _drop_used_up(self) -> None:
+        """Takes away what stands in the place of gradients that an overlapped backward has used up."""
+        for parameter, used_up in zip(self._parameters, self._used_up, strict=False):
+            if parameter.grad is used_up:
+                parameter.grad = None
 
     def release(self) -> None:
         """Gives its memory up, but for what `.grad` refers to, at once: nothing waits for the garbage collector.
@@ -518,8 +529,8 @@ class GradientSynchroniser:
             if self._updates_in_backward is None:
                 self._deliver_averages()
             else:
-                for parameter in self._parameters:
-                    parameter.grad = None
+                for parameter, used_up in zip(self._parameters, self._used_up, strict=True):
+                    parameter.grad = used_up
                 self._updates_in_backward.end_backward(is_whole=not self._absent)
 
     def _push_tables(self) -> None:

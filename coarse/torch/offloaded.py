@@ -12,6 +12,7 @@ from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
+from coarse.torch.empty_parameters import EmptyParameters
 from coarse.torch.layout import copy_all, forget_values, same_memory, slot_tensor
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
@@ -65,10 +66,10 @@ class OffloadedParameters:
             np.array([positions[p] for p in options["params"] if p in positions], dtype=np.int64)
             for options in optimizer.param_groups
         ]
-        self._kept_names = [
-            (*rule.state_names, *((MASTER,) if parameter.dtype != torch.float32 else ()))
-            for parameter in parameters
-        ]
+        self._kept_names = [self._names_kept_of(parameter) for parameter in parameters]
+        of_optimizer = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+        self.empty = EmptyParameters(of_optimizer, rule, [self._names_kept_of(each) for each in of_optimizer])
+        """What the optimizer holds beside, of which memory devices have nothing."""
         self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
         if group.recovered is not None:
             self._num_updates[:] = group.recovered.num_updates
@@ -218,6 +219,7 @@ class OffloadedParameters:
             self._num_updates[index] = self._rule.num_updates(mine)
             if self._writes:
                 self._write_state(index, mine)
+        self.empty.adopt(state)
         self._settle()
         if state:
             self._are_states_zero = False
@@ -226,7 +228,7 @@ class OffloadedParameters:
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
         """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""
         self._finish_update()
-        return {
+        held = {
             parameter: {
                 **self._rule.counted(int(self._num_updates[index])),
                 **{
@@ -237,6 +239,11 @@ class OffloadedParameters:
             for index, parameter in enumerate(self._parameters)
             if self._has_state(index)
         }
+        held.update(self.empty.state())
+        of_optimizer = (
+            parameter for options in self._optimizer.param_groups for parameter in options["params"]
+        )
+        return {parameter: held[parameter] for parameter in of_optimizer if parameter in held}
 
     def keep_snapshots(self) -> None:
         """Has snapshots copy what they refer to: before anything but an update writes to parameters or state.
@@ -285,11 +292,15 @@ class OffloadedParameters:
     def which_have_state(self) -> bytes:
         """Changes when a parameter gets its first state."""
         self._finish_update()
-        return (self._num_updates > 0).tobytes()
+        return (self._num_updates > 0).tobytes() + self.empty.which_have_state()
 
     def counted(self, num_updates: int) -> Mapping[str, Any]:
         """What torch's state has beside what is in the memory devices, after so many updates."""
         return self._rule.counted(num_updates)
+
+    def _names_kept_of(self, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+        """Names of the float32 tensors that are kept for a parameter, in their order."""
+        return (*self._rule.state_names, *((MASTER,) if parameter.dtype != torch.float32 else ()))
 
     def _settle(self) -> None:
         """Returns when what was written to shared memory is there, if a GPU writes it: others read it next."""

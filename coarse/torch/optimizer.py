@@ -6,6 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from coarse.torch.measures import changes_by_scaler, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.tables import find_renormalised
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
+from coarse.torch.used_up_gradients import UsedUpGradient
 
 _STAND_INS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -257,6 +259,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self._overlaps:
             self._check_updated()
             self._model.end_overlapped_step()
+            offloaded.empty.update()
+            offloaded.empty.drop_gradients()
             return
         self._warn_of_local_gradients()
         scale = self._gradient_scale()
@@ -264,6 +268,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             offloaded.wait()
             self._prepare_update()
             self._model.update_parameters(gradient_scale=scale)
+            offloaded.empty.update()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too.
@@ -374,7 +379,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
     def _check_updated(self) -> None:
-        if any(p.grad is not None for options in self.param_groups for p in options["params"]):
+        held = (parameter for options in self.param_groups for parameter in options["params"])
+        if any(not isinstance(each.grad, (UsedUpGradient, NoneType)) and each.numel() for each in held):
             raise RuntimeError(
                 "overlap=True updates parameters in the backward() that averages gradients, but there are gradients "
                 "that no such backward() has used. End each accumulation under no_sync() with a backward() outside "

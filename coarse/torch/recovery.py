@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+
+import torch
 
 from coarse.checkpoint.values import from_json, to_json
 from coarse.torch.data_position import DataPosition
@@ -34,22 +37,27 @@ class Recovery:
         optimizer's.
 
     State is that of the moment when step() was called, or backward() with overlap=True: a restarted worker goes on as
-    if that step() had just returned, with the next batch. What the loop does in between belongs into `after_step`.
+    if that step() had just returned, with the next batch. The loop itself calls `schedule.step()` after each step, as
+    without Recovery; a restarted worker lacks that one call, which is what `on_resume` is for.
 
     Does nothing where memory devices are not kept (COARSE_KEEP_DEVICES), or the optimizer does not run in them: then
     `step` is 0.
 
     Example:
-        >>> recovery = Recovery(model, optimizer, state={"schedule": schedule}, after_step=schedule.step)
+        >>> recovery = Recovery(model, optimizer, state={"schedule": schedule}, on_resume=schedule.step)
         >>> for epoch in recovery.epochs(num_epochs):
         ...     for batch in recovery.batches(loader):
-        ...         train(batch)  # ends with optimizer.step(); schedule.step()
+        ...         optimizer.zero_grad()
+        ...         loss_of(model(batch)).backward()
+        ...         optimizer.step()
+        ...         schedule.step()  # here as ever
 
     Args:
         model: As coarse.torch.DistributedDataParallel wrapped it.
         optimizer: As coarse.torch.DistributedOptimizer wrapped it, or what a trainer has made of that.
         state: More of the worker's own state, by name.
-        after_step: Does what the loop does between step() and the next batch, once, if a step was committed.
+        on_resume: Called once by a restarted worker that goes on from a step, and never else: does what the loop does
+            between step() and the next batch.
 
     Raises:
         TypeError: If something of `state` has no state_dict() or load_state_dict().
@@ -63,7 +71,7 @@ class Recovery:
         optimizer: DistributedOptimizer,
         *,
         state: Mapping[str, WorkerState] | None = None,
-        after_step: Callable[[], object] | None = None,
+        on_resume: Callable[[], object] | None = None,
     ) -> None:
         optimizer = stand_in_of(bare_optimizer(optimizer))
         if not isinstance(optimizer, DistributedOptimizer):
@@ -75,7 +83,8 @@ class Recovery:
         self._model = model
         self._optimizer = optimizer
         self._state = checked(state)
-        self._after_step = after_step
+        self._on_resume = on_resume
+        self._forgotten = _ForgottenSchedule(on_resume)
         self._position = DataPosition()
         self._resumed_generators: dict[str, Any] | None = None
         self._num_steps = 0
@@ -101,7 +110,7 @@ class Recovery:
             optimizer.before_update(self._keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state, for a checkpoint; to be taken directly after step(), before what `after_step` does."""
+        """This worker's state, for a checkpoint; to be taken directly after step(), before what `on_resume` does."""
         return {
             "step": self._num_steps,
             "position": self._position.state_dict(),
@@ -112,7 +121,7 @@ class Recovery:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on where state_dict() was taken, after what `after_step` does."""
+        """Goes on where state_dict() was taken, after what `on_resume` does."""
         if saved["state"].keys() != self._state.keys():
             raise RuntimeError(
                 f"the state of step {saved['step']} has {sorted(saved['state'])}, Recovery was given "
@@ -127,8 +136,8 @@ class Recovery:
         for name, each in self._state.items():
             each.load_state_dict(saved["state"][name])
         _generators.load_state_dict(saved["generators"])
-        if self._after_step is not None:
-            self._after_step()
+        if self._on_resume is not None:
+            self._on_resume()
         self._resumed_generators = _generators.state_dict()
         place = self._position
         logger.info("goes on from step %d, epoch %d, batch %d", self.step, place.epoch, place.num_batches)
@@ -154,6 +163,7 @@ class Recovery:
 
     def _count_step(self, *_: object) -> None:
         self._num_steps += 1
+        self._forgotten.look()
 
     def _keep(self) -> None:
         """Gives this worker's state to the memory devices, before any update of the step can begin."""
@@ -163,6 +173,36 @@ class Recovery:
         state = to_json({**self.state_dict(), "step": num_steps}, translate=as_small_tensor)
         kept = json.dumps({"update": self._num_updates, "state": state})
         self._model.keep_state(self._num_updates, kept.encode())
+
+
+class _ForgottenSchedule:
+    """Warns of a learning-rate schedule that is stepped on resuming alone, where the loop should do so at every step.
+
+    Args:
+        on_resume: As for Recovery.
+    """
+
+    _ENOUGH_STEPS = 3  # one or two may be left out, as where GradScaler skips the optimizer's step
+
+    def __init__(self, on_resume: Callable[[], object] | None) -> None:
+        owner = getattr(on_resume, "__self__", None)
+        self._schedule = owner if isinstance(owner, torch.optim.lr_scheduler.LRScheduler) else None
+        self._begun_at = 0 if self._schedule is None else self._schedule.last_epoch
+        self._num_looks = 0
+
+    def look(self) -> None:
+        """Called in each step()."""
+        self._num_looks += 1
+        schedule = self._schedule
+        if schedule is None or self._num_looks != self._ENOUGH_STEPS + 1:
+            return
+        if schedule.last_epoch == self._begun_at:
+            warnings.warn(
+                f"the {type(schedule).__name__} that Recovery steps on resuming was not stepped by the loop in "
+                f"{self._ENOUGH_STEPS} steps of the optimizer: the learning rate stands still. Call schedule.step() "
+                "after optimizer.step() as without Recovery; on_resume is called after a restart alone",
+                stacklevel=4,
+            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class SnapshotSaves:
         which = self._offloaded.which_have_state()
         if which != self._prepared_for:
             self._prepared_for = which
-            self._request(self._beside.take())
+            self._request(self._take_beside())
 
     def begin(self, step: int, details: SaveDetails) -> SnapshotWriting:
         """Takes a snapshot and has it written; between two steps.
@@ -88,7 +88,7 @@ class SnapshotSaves:
         """
         snapshot = self._offloaded.snapshot()
         try:
-            beside = {name: tensor.to("cpu", copy=True) for name, tensor in self._beside.take().items()}
+            beside = {name: tensor.to("cpu", copy=True) for name, tensor in self._take_beside().items()}
             request = self._request(beside)
             numbers = dict(self._offloaded.counts())
         except BaseException:
@@ -104,6 +104,14 @@ class SnapshotSaves:
             return snapshot.write({**request.message, "step": step, **fields}, sent)
 
         return SnapshotWriting(step, snapshot, ask)
+
+    def _take_beside(self) -> dict[str, torch.Tensor]:
+        """What the memory devices do not hold, by names in the checkpoint: also the state of empty parameters."""
+        beside = self._beside.take()
+        for parameter, state in self._offloaded.empty.state():
+            for name, value in state.items():
+                beside[f"{OPTIMIZER_PREFIX}{name}.{self._names[parameter][0]}"] = torch.as_tensor(value)
+        return beside
 
     def _request(self, beside: Mapping[str, torch.Tensor]) -> _Request:
         described_beside = [described(name, tensor) for name, tensor in beside.items()]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from optimizer_scenarios import Make, offload
+from optimizer_scenarios import Make, WithEmptyParameters, offload
 from scenario import Context, Scenario, raises, scenario
 from torch import nn
 
@@ -441,6 +441,28 @@ def what_is_restored_does_not_get_into_a_snapshot(context: Context) -> None:
             if snapshot is not None:
                 assert all(bytes(snapshot.read(tensor, array)) == data for tensor, array, data in expected)
             dist.barrier()
+
+
+@checkpoint_scenario
+def empty_parameters_come_back_with_their_state(context: Context) -> None:
+    """Memory devices have nothing of them; a checkpoint has their number of updates."""
+    from coarse.torch.checkpoint import Checkpointer
+
+    def make() -> tuple[Any, Any]:
+        model = context.wrap(WithEmptyParameters(), find_unused_parameters=True)
+        return model, offload(context, torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+
+    with shared_folder(context) as folder:
+        model, optimizer = make()
+        steps(context, model, optimizer, 0, 2)
+        with Checkpointer(folder, model, optimizer, first_step=2) as checkpointer:
+            checkpointer.save()
+        resumed, other = make()
+        with Checkpointer(folder, resumed, other) as checkpointer:
+            assert checkpointer.restore() == 2
+        saved, loaded = optimizer.state_dict()["state"], other.state_dict()["state"]
+        assert saved.keys() == loaded.keys() == {0, 2, 3}  # the parameter that is left out has none
+        assert equal(saved, loaded), (saved, loaded)
 
 
 @checkpoint_scenario

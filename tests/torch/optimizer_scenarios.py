@@ -694,6 +694,49 @@ def schedulers_and_hooks_of_the_optimizer_that_was_given(context: Context) -> An
     return everything(module, optimizer)
 
 
+class WithEmptyParameters(nn.Module):
+    """Parameters without elements beside others, as a LoRA of rank 0 has them; one is left out of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.layer = nn.Linear(8, 4)
+        self.left_out = nn.Parameter(torch.empty(2, 0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) + self.empty.sum()
+
+
+def train_with_empty_parameters(context: Context, make: Make, *, overlap: bool) -> Any:
+    """They have state as under torch's optimizers, from the first gradient on, and it can be loaded."""
+    module = WithEmptyParameters()
+    model = context.wrap(module, find_unused_parameters=True)
+    optimizer = offload(context, make(model.parameters()), model, overlap=overlap)
+    saved = []
+    for step in range(5):
+        if step == 3:
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        optimizer.zero_grad()
+        model(context.inputs(step, 4, 8)).square().mean().backward()
+        optimizer.step()
+        saved.append(copy.deepcopy(optimizer.state_dict()))
+    return everything(module, optimizer)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def empty_parameters_have_state_in_step(context: Context) -> Any:
+    return train_with_empty_parameters(
+        context, lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True), overlap=False
+    )
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def empty_parameters_have_state_overlapped(context: Context) -> Any:
+    return train_with_empty_parameters(
+        context, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), overlap=True
+    )
+
+
 # ---- state dicts ----
 
 
@@ -1194,6 +1237,51 @@ def overlapped_updates_by_a_scaled_loss_are_refused(context: Context) -> None:
                 scaler.step(optimizer)
         else:
             scaler.step(optimizer)
+
+
+@offloaded_scenario(compare=False)
+def what_needs_gradients_after_an_overlapped_update_is_refused(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    for step in range(2):
+        loss_of(model, context, step).backward()
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with raises(RuntimeError, "no gradient to clip", "max_grad_norm=", "overlap=False"):
+                clip(model.parameters(), 1.0)
+        scaler = torch.amp.GradScaler(context.device.type)
+        scaler.scale(torch.ones((), device=context.device))
+        with raises(RuntimeError, "no gradient to clip, scale", "overlap=False"):
+            scaler.unscale_(optimizer)
+        assert all(p.grad.shape == p.shape and "used up" in repr(p.grad) for p in module.parameters())
+        assert all(p.grad is None for p in copy.deepcopy(module).parameters())
+        optimizer.step()
+        assert all(p.grad is None for p in module.parameters())
+    loss_of(model, context, 2).backward()
+    model.close()
+    assert all(p.grad is None for p in module.parameters())
+
+
+@offloaded_scenario(compare=False)
+def a_schedule_that_the_loop_forgets_is_told(context: Context) -> None:
+    """Recovery steps it when a worker was restarted, and never else."""
+    from coarse.torch import Recovery
+
+    for is_stepped in (True, False):
+        model = context.wrap(mlp())
+        optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        Recovery(model, optimizer, state={"schedule": schedule}, on_resume=schedule.step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(6):
+                loss_of(model, context, step).backward()
+                optimizer.step()
+                if is_stepped:
+                    schedule.step()
+        told = [str(each.message) for each in caught if "the learning rate stands still" in str(each.message)]
+        assert len(told) == (not is_stepped), caught
+        model.close()
 
 
 @offloaded_scenario(compare=False)

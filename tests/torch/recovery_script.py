@@ -66,7 +66,7 @@ def main() -> None:
     overlap = "overlap" in sys.argv[2:]
     optimizer = coarse.torch.DistributedOptimizer(optimizer, model, overlap=overlap)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    recovery = coarse.torch.Recovery(model, optimizer, state={"schedule": schedule}, after_step=schedule.step)
+    recovery = coarse.torch.Recovery(model, optimizer, state={"schedule": schedule}, on_resume=schedule.step)
     step = recovery.step
     if step:
         print(f"worker {rank}: from step {step}", flush=True)

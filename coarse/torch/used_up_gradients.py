@@ -1,0 +1,67 @@
+"""Stands in `.grad` between an overlapped backward and its step(), where memory devices have used the gradient up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
+    """A gradient without values: whoever wants to clip it, scale it or look at it is told that it is too late.
+
+    `None` would have torch.nn.utils.clip_grad_norm_() clip nothing and say nothing. What it is like may be asked for.
+
+    Args:
+        parameter: Whose gradient it was.
+    """
+
+    _ANSWERED = frozenset(
+        {"shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "ndim"}
+    )
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> UsedUpGradient:
+        made: UsedUpGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in ("size", "dim", "numel", "is_floating_point") or (
+            name == "__get__" and (attribute in cls._ANSWERED or attribute.startswith("is_"))
+        ):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise _too_late()
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise _too_late()
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        return "<gradient that an overlapped update has used up>"
+
+    def __deepcopy__(self, _: Any) -> None:
+        return None  # a copy of a parameter has no gradient yet
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise _too_late()
+
+
+def _too_late() -> RuntimeError:
+    return RuntimeError(
+        "overlap=True has memory devices update each parameter during backward(), so that between backward() and "
+        "step() there is no gradient to clip, scale, add to or look at. To clip by the norm, make "
+        "DistributedOptimizer(..., max_grad_norm=) with overlap=False, which clips within the update; for "
+        "clip_grad_value_() and whatever else needs gradients, pass overlap=False. Call step() after each backward()"
+    )
