@@ -47,7 +47,10 @@ def _guard(callback_class: Any, method: str, strategy_class: Any) -> None:
             if method == "set_model":
                 self._model = model
             return None
-        return original(self, *arguments, **keywords)
+        if not isinstance(strategy, strategy_class):
+            return original(self, *arguments, **keywords)
+        with strategy.extended._alone():
+            return original(self, *arguments, **keywords)
 
 
 def share_restored(callback_list_class: Any, strategy_class: Any) -> None:

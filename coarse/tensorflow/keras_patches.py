@@ -6,6 +6,7 @@ Each is changed for models of coarse.tensorflow.Strategy only, once per process,
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -47,11 +48,14 @@ def apply(strategy_class: Any) -> None:
     _patch_shuffling(trainer.TFEpochIterator, strategy_class)
     for method in ("fit", "train_on_batch"):
         _patch_training(trainer.TensorFlowTrainer, method, strategy_class)
+    for method in ("evaluate", "predict"):
+        _patch_inference(trainer.TensorFlowTrainer, method, strategy_class)
     _patch_compile(Trainer, strategy_class)
     _patch_build(trainer.TensorFlowTrainer, strategy_class)
     _patch_gradients(keras.optimizers.Optimizer, strategy_class)
     _patch_loss_scale(keras.optimizers.LossScaleOptimizer, strategy_class)
     _patch_empty_losses(loss, strategy_class)
+    _patch_loss_weights(loss, strategy_class)
     guard(keras.callbacks, strategy_class)
     share_restored(CallbackList, strategy_class)
     write_whole_files(strategy_class)
@@ -94,10 +98,14 @@ def _is_number(value: Any) -> bool:
 def _patch_metrics(trainer_class: Any, strategy_class: Any) -> None:
     """Steps of one's own that are as in Keras's guide return compiled metrics under one name, which Keras takes for
     none of its metrics: epochs then log what replicas returned last, means of what each made of its own rows.
+
+    And an epoch ends with statistics of all workers' rows: before validation, and before callbacks save them.
     """
 
     @replaces(trainer_class, "_get_metrics_result_or_logs")
     def get_metrics_result_or_logs(original: Any, self: Any, logs: Any) -> Any:
+        if getattr(self, "_averages_at_epochs", False):
+            _average_statistics(self, strategy_class)
         if isinstance(self._distribute_strategy, strategy_class) and isinstance(logs, dict):
             compiled = logs.get("compile_metrics")
             if isinstance(compiled, dict):
@@ -124,6 +132,7 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
     And fit() ends when all workers are through: what callbacks of the first one wrote is there then, and what they
     removed is gone.
     """
+    shows_at = _place_of_verbose(getattr(trainer_class, method))
 
     @replaces(trainer_class, method)
     def train(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -131,10 +140,69 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
             _tell_of_scope(self, tf.distribute.get_strategy(), strategy_class)
         elif isinstance(self._distribute_strategy, strategy_class):
             _check_compilable(self)
-        returned = original(self, *arguments, **keywords)
-        if method == "fit" and isinstance(self._distribute_strategy, strategy_class):
+        if method == "train_on_batch":
+            self._has_own_statistics = True
+            return original(self, *arguments, **keywords)
+        self._averages_at_epochs = True
+        try:
+            if len(arguments) < shows_at:
+                keywords = _quieted(self, keywords, strategy_class)
+            returned = original(self, *arguments, **keywords)
+        finally:
+            self._averages_at_epochs = False
+        if isinstance(self._distribute_strategy, strategy_class):
             self._distribute_strategy.extended._meet("ending fit()")
         return returned
+
+
+def _place_of_verbose(method: Any) -> int:
+    """How many positional arguments of a method include `verbose`; more than there can be if it has none."""
+    names = list(inspect.signature(method).parameters)
+    return names.index("verbose") if "verbose" in names else len(names)
+
+
+def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> None:
+    """Evaluates and predicts by statistics of all workers' rows, also behind train_on_batch()."""
+    shows_at = _place_of_verbose(getattr(trainer_class, method))
+
+    @replaces(trainer_class, method)
+    def infer(original: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if getattr(self, "_has_own_statistics", False):
+            _average_statistics(self, strategy_class)
+            self._has_own_statistics = False
+        if len(arguments) < shows_at:
+            keywords = _quieted(self, keywords, strategy_class)
+        averages, self._averages_at_epochs = getattr(self, "_averages_at_epochs", False), False
+        try:
+            return original(self, *arguments, **keywords)
+        finally:
+            self._averages_at_epochs = averages
+
+
+def _average_statistics(model: Any, strategy_class: Any) -> None:
+    """Makes what layers gather of the rows they see the mean over the workers. Collective.
+
+    That is what BatchNormalization keeps for inference, and every other weight of a layer that is not trained. Added
+    up in double precision, weights that are equal stay as they are.
+    """
+    strategy = model._distribute_strategy
+    if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
+        return
+    gathered = [weight for weight in model.non_trainable_weights if tf.as_dtype(weight.dtype).is_floating]
+    if not gathered:
+        return
+    own = [tf.cast(tf.convert_to_tensor(weight.value), tf.float64) for weight in gathered]
+    for weight, mean in zip(gathered, strategy.reduce("MEAN", own, axis=None), strict=True):
+        weight.assign(tf.cast(mean, weight.dtype))
+
+
+def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
+    """Keywords by which the first worker alone shows progress, unless the others are asked to."""
+    strategy = model._distribute_strategy
+    is_first = not isinstance(strategy, strategy_class) or strategy.rank == 0
+    if is_first or keywords.get("verbose", "auto") != "auto":
+        return keywords
+    return keywords | {"verbose": 0}
 
 
 def _tell_of_scope(model: Any, current: Any, strategy_class: Any) -> None:
@@ -194,9 +262,18 @@ def _patch_build(trainer_class: Any, strategy_class: Any) -> None:
         strategy = self._distribute_strategy
         if not isinstance(strategy, strategy_class):
             return original(self, iterator, data_batch)
+        if _has_no_call(self):
+            return None  # its train_step() makes what it needs, as without a strategy
         with strategy.scope():
             self._symbolic_build(_one_batch(self.name, iterator, strategy), data_batch)
         _check_metrics(self, strategy)
+
+
+def _has_no_call(model: Any) -> bool:
+    """Whether it cannot be called, as models whose train_step() calls their parts."""
+    import keras
+
+    return type(model).call is keras.Model.call
 
 
 def _one_batch(model: str, epoch_iterator: Any, strategy: Any) -> Iterator[tuple[int, int, list[Any]]]:
@@ -243,6 +320,34 @@ def _patch_empty_losses(losses: Any, strategy_class: Any) -> None:
         return original(values, sample_weight, reduction)
 
 
+def _patch_loss_weights(losses: Any, strategy_class: Any) -> None:
+    """Keras gives the mean of each worker's rows the weight of one of so many workers, which may have unlike rows."""
+
+    @replaces(losses, "scale_loss_for_distribution")
+    def scale_loss_for_distribution(original: Any, value: Any) -> Any:
+        context = _step_of_several(strategy_class)
+        if context is None:
+            return original(value)
+        value = tf.convert_to_tensor(value)
+        return tf.math.multiply_no_nan(value, tf.cast(context.row_fraction(), value.dtype))
+
+    @replaces(losses, "unscale_loss_for_distribution")
+    def unscale_loss_for_distribution(original: Any, value: Any) -> Any:
+        context = _step_of_several(strategy_class)
+        if context is None:
+            return original(value)
+        value = tf.convert_to_tensor(value)
+        return tf.math.divide_no_nan(value, tf.cast(context.row_fraction(), value.dtype))
+
+
+def _step_of_several(strategy_class: Any) -> Any:
+    """The replica context, in a step of a strategy of several workers; else None."""
+    context = tf.distribute.get_replica_context()
+    if context is None or not isinstance(context.strategy, strategy_class):
+        return None
+    return context if context.num_replicas_in_sync > 1 else None
+
+
 def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
     """Shapes of gradients are often not known in graphs whose batches have any size: they are those of variables.
 
@@ -260,8 +365,26 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
         if context is None or not isinstance(context.strategy, strategy_class):
             _tell_of_run(self, strategy_class)
             return original(self, grads_and_vars)
+        if context.num_replicas_in_sync > 1 and not context.has_weighed_a_loss:
+            _tell_of_sums(self, context.num_replicas_in_sync)
         with context.reducing_for_updates():
             return original(self, grads_and_vars)
+
+
+def _tell_of_sums(optimizer: Any, num_workers: int) -> None:
+    """Gradients are added up over the workers, and no loss of Keras's has made its share of this step's."""
+    if getattr(optimizer, "_is_told_of_sums_by_coarse", False):
+        return
+    optimizer._is_told_of_sums_by_coarse = True
+    logger.warning(
+        "coarse.tensorflow: optimizer %r adds up the gradients of %d workers, and the loss was not divided among "
+        "them, as under Keras's own strategies: a loss that is the mean of a worker's rows counts %d times. Use "
+        "model.compute_loss() or a loss of keras.losses, or divide the loss by strategy.num_replicas_in_sync; a loss "
+        "that is a sum over rows is right.",
+        optimizer.name,
+        num_workers,
+        num_workers,
+    )
 
 
 def _tell_of_run(optimizer: Any, strategy_class: Any) -> None:

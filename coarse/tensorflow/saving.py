@@ -1,4 +1,4 @@
-"""Files of models that several workers save at once under one name: whichever comes last, it is whole."""
+"""Files of models: any worker may save, without the others, or several under one name at once: the last is whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ def _write_whole(module: Any, name: str, strategy_class: Any) -> None:
     @replaces(module, name)
     def save(original: Any, model: Any, filepath: Any, *arguments: Any, **keywords: Any) -> Any:
         strategy = getattr(model, "_distribute_strategy", None)
-        if not isinstance(strategy, strategy_class) or not _is_file_of_folder(filepath, keywords):
+        if not isinstance(strategy, strategy_class):
+            return original(model, filepath, *arguments, **keywords)
+        with strategy.extended._alone():
+            return save_whole(original, model, filepath, *arguments, **keywords)
+
+    def save_whole(original: Any, model: Any, filepath: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not _is_file_of_folder(filepath, keywords):
             return original(model, filepath, *arguments, **keywords)
         folder, file = os.path.split(os.path.abspath(filepath))
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as beside:

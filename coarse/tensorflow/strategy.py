@@ -123,7 +123,41 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc,unused-ignore]
 
 
 class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unused-ignore]
+    """One step of one worker.
+
+    Args:
+        strategy: It is part of.
+        rank: Of this worker.
+        arguments: Of the step, with the rows that this worker was dealt.
+    """
+
     _is_for_updates = False
+
+    def __init__(self, strategy: Strategy, rank: int, arguments: Any) -> None:
+        super().__init__(strategy, rank)
+        self._arguments = arguments
+        self._fraction: Any = None
+
+    @property
+    def has_weighed_a_loss(self) -> bool:
+        """Whether this step has asked for row_fraction()."""
+        return self._fraction is not None
+
+    def row_fraction(self) -> Any:
+        """This worker's rows over those of all workers: the weight of its mean in the mean of all rows.
+
+        Collective at its first call in a step. A float32 scalar; one of so many workers where the step has no rows.
+        """
+        if self._fraction is None:
+            self._fraction = self._measure_fraction()
+        return self._fraction
+
+    def _measure_fraction(self) -> Any:
+        rows = _num_rows(self._arguments)
+        if rows is None:
+            return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
+        of_all = self._strategy.extended._reduce_nested(reduce_util.ReduceOp.SUM, rows)
+        return tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(of_all, tf.float32))
 
     @contextlib.contextmanager
     def reducing_for_updates(self) -> Iterator[None]:
@@ -158,9 +192,12 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         self._operations: Operations | None = None
         self._collectives: Collectives | None = None
         self._kernel: ReduceKernel | None = None
+        self._is_alone = False
         super().__init__(strategy, device)
         self._default_device = self._device
         self.experimental_enable_get_next_as_optional = True
+        self._cluster_resolver = _cluster_resolver(session)
+        self._task_type, self._task_id = self._cluster_resolver.task_type, self._cluster_resolver.task_id
         if self._identity.world_size > 1:
             self._collectives = Collectives(session)
             self._kernel = self._kernel_of_all(load_kernel(self._collectives, number))
@@ -230,6 +267,19 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             tf.random.set_seed(own)
             runtime._rng = generator
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Has nothing wait for other workers: for what only some of them do, such as saving and callbacks that write.
+
+        Variables that are made start with this worker's values, and those that are read over all workers give this
+        worker's share.
+        """
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
     def _meet(self, what: str) -> None:
         """Waits until all workers are here.
 
@@ -276,7 +326,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         return True
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with tf.device(self._device), _ReplicaContext(self._container_strategy(), self._identity.rank):
+        step = _ReplicaContext(self._container_strategy(), self._identity.rank, (args, kwargs))
+        with tf.device(self._device), step:
             return fn(*distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs))
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
@@ -286,7 +337,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         operations = self._operations
-        if operations is not None:
+        if operations is not None and not self._is_alone:
             kwargs["initial_value"] = _first_workers(operations, kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
         aggregation = kwargs.get("aggregation")
@@ -320,7 +371,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         return self._reduce_nested(reduce_op, value)
 
     def _reduce_nested(self, reduce_op: Any, value: Any, name: str = "") -> Any:
-        if self._operations is None:
+        if self._operations is None or self._is_alone:
             return value
         flat = tf.nest.flatten(value)
         dense = [i for i, each in enumerate(flat) if not isinstance(each, tf.IndexedSlices)]
@@ -414,6 +465,18 @@ def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[
     return value
 
 
+def _num_rows(arguments: Any) -> Any:
+    """The first dimension of the first argument that has one, an int64 scalar; None if none has."""
+    for each in tf.nest.flatten(distribute_utils.select_replica(0, arguments), expand_composites=False):
+        if isinstance(each, tf.RaggedTensor):
+            return tf.cast(each.nrows(), tf.int64)
+        if isinstance(each, tf.SparseTensor):
+            return tf.cast(each.dense_shape[0], tf.int64)
+        if isinstance(each, (tf.Tensor, np.ndarray)) and each.ndim:
+            return tf.shape(each, out_type=tf.int64)[0]
+    return None
+
+
 def _require_per_worker(options: Any) -> None:
     per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
     if options is not None and options.experimental_replication_mode == per_replica:
@@ -446,6 +509,20 @@ def _next_number() -> int:
     global _num_strategies
     _num_strategies += 1
     return _num_strategies - 1
+
+
+def _cluster_resolver(session: Session) -> Any:
+    """What tells libraries who is first: that of TF_CONFIG, or all as tasks "worker", numbered by rank.
+
+    Without a TF_CONFIG nobody serves TensorFlow's own protocol: addresses are names.
+    """
+    identity = session.identity
+    if os.environ.get("TF_CONFIG") and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    workers = [f"worker{rank}:0" for rank in range(identity.world_size)]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": workers}), task_type="worker", task_id=identity.rank
+    )
 
 
 def _device(session: Session) -> str:

@@ -152,6 +152,100 @@ def fewer_rows_than_workers(strategy: Any) -> dict[str, Any]:
     }
 
 
+class Halves(keras.Model):
+    """A model with a step of its own and no call(), as Keras's examples of VAEs and GANs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = keras.layers.Dense(2), keras.layers.Dense(8)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        rows, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=rows, y_pred=self.decoder(self.encoder(rows)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def uneven_rows(strategy: Any) -> dict[str, Any]:
+    """One batch of 51 rows, and batches of one row, of which a worker has none: by SGD, which shows every factor."""
+    found: dict[str, Any] = {}
+    x, y = inputs()
+    y = y + 10 * (np.arange(len(y))[:, None] > 25)  # the shares of the workers differ
+    for name, rows, batch in (("odd", 51, 64), ("none", 5, 1)):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, kernel_regularizer="l2")])
+            model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        history = model.fit(x[:rows], y[:rows], batch_size=batch, epochs=2, shuffle=False, verbose=0).history
+        found[name] = {
+            "weights": np.concatenate([weight.ravel() for weight in model.get_weights()]).tolist(),
+            "loss": [float(each) for each in history["loss"]],
+            "mae": [float(each) for each in history["mae"]],
+        }
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = Halves()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    model.fit(x[:51], batch_size=64, epochs=2, shuffle=False, verbose=0)
+    found["without call"] = {
+        "weights": np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
+    }
+    return found
+
+
+def one_alone(strategy: Any) -> dict[str, Any]:
+    """What one worker does by itself inside scope(), and what libraries ask to find out which one it is."""
+    x, y = inputs()
+    with tempfile.TemporaryDirectory() as folder, strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        path = os.path.join(folder, "checkpoint.keras")
+        backup = keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))
+        callbacks = [keras.callbacks.ModelCheckpoint(path), backup]
+        model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+        found: dict[str, Any] = {"checkpoint": os.path.exists(path)}
+        if strategy.rank == 0:
+            model.save(os.path.join(folder, "own.keras"))
+            model.save_weights(os.path.join(folder, "own.weights.h5"))
+            found["saved"] = sorted(name for name in os.listdir(folder) if name.startswith("own"))
+    resolver = strategy.cluster_resolver
+    found["task"] = [resolver.task_type, resolver.task_id, strategy.extended._task_id]
+    found["tasks"] = len(resolver.cluster_spec().as_dict()["worker"])
+    return found
+
+
+def statistics_of_batches(strategy: Any) -> dict[str, Any]:
+    """BatchNormalization's, behind fit() and behind train_on_batch()."""
+    x, y = inputs()
+    with strategy.scope():
+        model = perceptron(keras.layers.BatchNormalization())
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    seen: list[str] = []
+    saved = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(digest(model)))
+    with saying_on_stdout() as printed:
+        model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x, y), callbacks=[saved])
+    share = slice(strategy.rank * 8, strategy.rank * 8 + 8)
+    model.train_on_batch(x[share], y[share])
+    before = digest(model)
+    loss = float(model.evaluate(x, y, verbose=0))
+    return {
+        "at epochs": seen,
+        "behind train_on_batch": digest(model),
+        "evaluated": loss,
+        "had own": before != digest(model),
+        "shows progress": "Epoch 1/2" in printed.getvalue(),
+    }
+
+
+@contextlib.contextmanager
+def saying_on_stdout() -> Iterator[io.StringIO]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield printed
+
+
 def rows_of_tables(strategy: Any) -> dict[str, Any]:
     """Rows of two tables, one of which travels twice, and what comes of them in graphs and eagerly."""
     rank = strategy.rank
@@ -962,6 +1056,9 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         embedding_and_accumulation,
         embedding,
         fewer_rows_than_workers,
+        uneven_rows,
+        one_alone,
+        statistics_of_batches,
         rows_of_tables,
         offloaded_optimizers,
         offloaded_fit,

@@ -362,6 +362,38 @@ def test_workers_may_have_unlike_numbers_of_rows_or_none(results):
         assert np.isfinite([*worker["eager"]["loss"], *worker["eager"]["mae"]]).all()
 
 
+def test_every_row_of_uneven_batches_counts_alike_in_weights_losses_and_metrics(results):
+    alone, workers = scenario_of(results, "uneven_rows")
+    for worker in workers:
+        for name, expected in alone.items():
+            for kind, values in expected.items():
+                assert worker[name][kind] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, kind)
+
+
+def test_one_worker_saves_in_scope_without_the_others(results):
+    alone, workers = scenario_of(results, "one_alone")
+    assert workers[0]["saved"] == ["own.keras", "own.weights.h5"]
+    assert [each["checkpoint"] for each in (alone, workers[0])] == [True, True]
+
+
+def test_libraries_are_told_which_worker_this_is(results):
+    _, workers = scenario_of(results, "one_alone")
+    assert [worker["task"] for worker in workers] == [["worker", rank, rank] for rank in range(WORKERS)]
+    assert [worker["tasks"] for worker in workers] == [WORKERS] * WORKERS
+
+
+def test_all_workers_evaluate_and_save_by_the_same_statistics_of_batches(results):
+    _, (first, second) = scenario_of(results, "statistics_of_batches")
+    assert first["had own"]  # so that there was something to average
+    for name in ("at epochs", "behind train_on_batch", "evaluated"):
+        assert first[name] == second[name]
+
+
+def test_the_first_worker_alone_shows_progress(results):
+    alone, workers = scenario_of(results, "statistics_of_batches")
+    assert [each["shows progress"] for each in (alone, *workers)] == [True, True, False]
+
+
 def test_an_unknown_operation_is_refused_in_replicas_too(results):
     _, workers = scenario_of(results, "scope_missing")
     for said in workers:
