@@ -96,6 +96,9 @@ class GradientSynchroniser:
             travel_dtype=travel_dtype,
         )
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
+        del (
+            registered
+        )  # this frame may live on: in tracebacks of what torch.compiler.disable() imports at first
         self._failpoints = session.failpoints
         self._updates: DeviceUpdates | None = None
         self._updates_in_backward: DeviceUpdates | None = None  # the same, if backward makes them

@@ -39,15 +39,23 @@ class SlotTurns:
         return all(self._sent[p] and not self._path.is_late(p) for p in self._predecessors[index])
 
     def take(self, index: int) -> None:
-        """Sends a gradient, if its slot is free, and those that it was in the way of; else it waits."""
-        if not self.is_free(index):
-            bisect.insort(self._waiting, index, key=operator.neg)
+        """Sends a gradient if its slot is free, else it waits; and sends those whose slots have become free."""
+        bisect.insort(self._waiting, index, key=operator.neg)
+        has_sent = False
+        # Each time anew: a slot becomes free by what memory devices do meanwhile, and gradients that wait pile up.
+        while self._waiting and self.is_free(self._waiting[0]):
+            self._go(self._waiting.pop(0))
+            has_sent = True
+        if self.is_free(index) and not self._sent[index]:
+            self._waiting.remove(index)
+            self._go(index)
+            has_sent = True
+        if has_sent:
+            for waiting in [each for each in self._waiting if self.is_free(each)]:
+                self._waiting.remove(waiting)
+                self._go(waiting)
+        if self._waiting:
             self._path.flush()  # nobody is to wait for what is held back here
-            return
-        self._go(index)
-        for waiting in [each for each in self._waiting if self.is_free(each)]:
-            self._waiting.remove(waiting)
-            self._go(waiting)
 
     def finish(self) -> None:
         """Waits for one slot after the other; all workers do in the same order, so that it ends."""
