@@ -8,11 +8,13 @@ the scenario's tolerance.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
 from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
 from comparison import assert_equal_results, run_under_both
+from launching import COARSE_RUN, launch
 from narrow_optimizer_scenarios import NARROW_SCENARIOS
 from optimizer_scenarios import OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
@@ -178,6 +180,11 @@ def test_trains_bert_as_torch_does(name: str, ddp_pool: WorkerPool, coarse_pool:
 def test_updates_16_bit_bert_as_exactly_as_float32(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)
     coarse_pool.collect()
+
+
+@pytest.mark.parametrize("arguments", [(), pytest.param(("overlap",), marks=pytest.mark.slow)])
+def test_what_the_wrapper_registered_is_freed_without_a_collection(arguments: tuple[str, ...]) -> None:
+    launch(COARSE_RUN, Path(__file__).parent / "freed_memory_script.py", arguments)
 
 
 @pytest.mark.parametrize("name", COARSE_ONLY)

@@ -1,0 +1,46 @@
+"""The first model of a process: its gradients' slots, and its own parameters, go as the optimizer takes over.
+
+    freed_memory_script.py [overlap]
+
+Run by a launcher, with two workers. The garbage collector is off from the start: the first wrapping imports modules
+that keep tracebacks, and so frames of whoever imports them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import coarse.torch
+
+
+def slot_mappings() -> set[str]:
+    """The lines of /proc/self/maps that are of models' gradients."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if "memfd:coarse-gradients of model" in line}
+
+
+gc.disable()
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+expected = [parameter.detach().clone() for parameter in module.parameters()]
+own = [StorageWeakRef(parameter.untyped_storage()) for parameter in module.parameters()]
+model = coarse.torch.DistributedDataParallel(module)
+wrapped = slot_mappings()
+if not wrapped:
+    sys.exit("the wrapper has no slots")
+adam = torch.optim.AdamW(model.parameters())
+optimizer = coarse.torch.DistributedOptimizer(adam, model, overlap="overlap" in sys.argv)
+if left := wrapped & slot_mappings():
+    sys.exit(f"slots of the wrapper are still mapped: {left}")
+if not all(storage.expired() for storage in own):
+    sys.exit("this worker's own parameters are still there")
+if not all(torch.equal(p.detach(), value) for p, value in zip(module.parameters(), expected, strict=True)):
+    sys.exit("parameters have other values than before")
+model(torch.ones(2, 512)).sum().backward()
+optimizer.step()
