@@ -119,12 +119,30 @@ def address_of_this_node(settings: Settings) -> str:
             if settings.node_address:
                 return str(target[0])
             probe.connect(target)  # sends nothing; chooses the interface
-            return str(probe.getsockname()[0])
+            found = str(probe.getsockname()[0])
     except OSError as error:
         raise RendezvousError(
             f"no interface of this node leads to {master!r} ({error}); set COARSE_NODE_ADDRESS to an address of "
             "this node that the others can reach"
         ) from None
+    # Debian's /etc/hosts gives a machine's own name the address 127.0.1.1, which leads no other node here.
+    if _is_loopback(found) and not _is_loopback(master) and master != "localhost":
+        return _address_of_default_route() or found
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
+
+
+def _address_of_default_route() -> str:
+    """That of the interface which leads to other networks; "" if none does."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); sends nothing
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
 
 
 def try_address_of_this_node(settings: Settings) -> str:
@@ -216,8 +234,7 @@ class _Linking:
             doorman.close()
 
     def _check_reachable(self, node: int, address: NodeAddress) -> None:
-        is_loopback = address.host.startswith("127.") or address.host == "::1"
-        if is_loopback and self._nodes.boots[node] != self._nodes.boots[self._node]:
+        if _is_loopback(address.host) and self._nodes.boots[node] != self._nodes.boots[self._node]:
             raise RendezvousError(
                 f"{self._nodes.describe(node)} listens on {address.host}, which no other machine can reach. Set "
                 "MASTER_ADDR to an address of worker 0's machine that is none of its loopback addresses, or "
