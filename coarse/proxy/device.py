@@ -170,6 +170,7 @@ class MemoryDevice:
         self._share()
         while not self._is_over():
             self._loop.run_once(_TICK_S)
+            self._workers.drop_silent()
             self._progress()
 
     def _turn_away(self, reason: Exception) -> None:
@@ -178,6 +179,7 @@ class MemoryDevice:
         self._abort(loss)
         while not self._is_over():
             self._loop.run_once(_TICK_S)
+            self._workers.drop_silent()
 
     @property
     def _is_aborted(self) -> bool:

@@ -27,6 +27,11 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_DESCRIPTORS = 250  # the kernel's own limit per message is 253
 
+UNPROVED_MESSAGE_BYTES = 64 << 10
+"""The longest message of a peer that has not shown the session's token."""
+UNPROVED_DESCRIPTORS = 1
+"""The most descriptors that come with it: "replace" has one."""
+
 _MOST_KEY_CHARACTERS = 1000
 
 _MAGIC = b"COAR"
@@ -62,10 +67,14 @@ class Channel:
 
     Args:
         connection: A connected SEQPACKET socket; the channel owns it.
+        is_proved: Whether the peer is known to belong to the session; if not, it can make this end hold little until
+            trust().
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, is_proved: bool = True) -> None:
         self.socket = connection
+        self._most_bytes = MAX_MESSAGE_BYTES if is_proved else UNPROVED_MESSAGE_BYTES
+        self._most_descriptors = MAX_DESCRIPTORS if is_proved else UNPROVED_DESCRIPTORS
         self._outgoing: deque[tuple[bytes, list[int]]] = deque()
         self._incoming = bytearray()
         self._incoming_fds: list[int] = []
@@ -74,6 +83,10 @@ class Channel:
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self.socket.fileno()
+
+    def trust(self) -> None:
+        """Takes messages of any length that the format allows from now on."""
+        self._most_bytes, self._most_descriptors = MAX_MESSAGE_BYTES, MAX_DESCRIPTORS
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queues `message` and sends what the socket takes; descriptors are duplicated, so the caller keeps its own.
@@ -119,7 +132,7 @@ class Channel:
             CoarseError: If this process may have no more descriptors; the same holds.
             BlockingIOError: If the socket is non-blocking and nothing is there.
         """
-        frame, fds = _receive_frame(self.socket)
+        frame, fds = _receive_frame(self.socket, self._most_descriptors)
         self._incoming_fds += fds
         if not frame:
             raise EOFError("the peer closed the control connection")
@@ -149,7 +162,7 @@ class Channel:
             raise ProtocolError(
                 f"a control frame of version {version} came, this is version {PROTOCOL_VERSION}"
             )
-        if announced_fds != num_fds or total > MAX_MESSAGE_BYTES:
+        if announced_fds != num_fds or total > self._most_bytes:
             raise ProtocolError("a control frame announces what it does not carry")
         fragment = memoryview(frame)[_HEADER.size :]
         if not fragment or (num_fds and offset):
@@ -186,19 +199,20 @@ def _too_many_open_files() -> CoarseError:
     )
 
 
-def _receive_frame(connection: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_frame(connection: socket.socket, most_descriptors: int) -> tuple[bytes, list[int]]:
     descriptors = array.array("i")
-    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
+    space = socket.CMSG_SPACE(most_descriptors * descriptors.itemsize)
     frame, ancillary, flags, _ = connection.recvmsg(
         _HEADER.size + _FRAGMENT_BYTES, space, socket.MSG_CMSG_CLOEXEC
     )
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    # The space is rounded up, so that more may have come than asked for.
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(descriptors) > most_descriptors:
         for fd in descriptors:
             os.close(fd)
-        if flags & socket.MSG_CTRUNC and len(descriptors) < MAX_DESCRIPTORS:
+        if flags & socket.MSG_CTRUNC and len(descriptors) < most_descriptors:
             raise _too_many_open_files()  # the kernel drops what it cannot give a number
         raise ProtocolError("a control frame is larger than the format allows")
     return frame, list(descriptors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -23,6 +24,10 @@ from coarse.proxy.socket_directory import OwnSocket, socket_path
 
 logger = logging.getLogger(__name__)
 
+_MOST_UNPROVED = 64
+_HELLO_TIMEOUT_S = 30.0
+_WARNING_INTERVAL_S = 5.0
+
 
 class WorkerConnection:
     """A connection that may become a worker's: it has to say hello first."""
@@ -34,6 +39,12 @@ class WorkerConnection:
         self.client = -1
         self.pidfd = -1
         self.has_left = False
+        self.opened_s = time.monotonic()
+
+    @property
+    def is_unproved(self) -> bool:
+        """Whether it has not said hello, so that it may be anybody's of this user."""
+        return self.client < 0
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Tells the worker; one that is gone is noticed by its pidfd, one that has left gets what fits."""
@@ -101,6 +112,11 @@ class Workers:
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}
         self._processes: list[int] = []  # pidfds of those that were let in, where another attempt may follow
+        self._spare_fd = os.open(
+            os.devnull, os.O_RDONLY | os.O_CLOEXEC
+        )  # to turn somebody away without any other
+        self._warned_s = -_WARNING_INTERVAL_S
+        self._num_unwarned = 0
         loop.watch(self._listener.fileno(), self._accept)
 
     @property
@@ -168,23 +184,64 @@ class Workers:
         for worker in self._connections:
             worker.close()
         self._listener.close()
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
         self.socket.close()
+
+    def drop_silent(self) -> None:
+        """Drops connections that have not said hello in time."""
+        limit_s = time.monotonic() - _HELLO_TIMEOUT_S
+        for worker in [each for each in self._connections if each.is_unproved and each.opened_s < limit_s]:
+            self._drop(worker, f"said no hello within {_HELLO_TIMEOUT_S:.0f} s")
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
             return
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", credentials)
         if uid != os.geteuid():
-            logger.warning("[md%s] refused a connection of user %s", self._job.device, uid)
+            self._warn(f"refused a connection of user {uid}")
             connection.close()
             return
         connection.setblocking(False)
-        worker = WorkerConnection(self._loop, Channel(connection), pid)
+        worker = WorkerConnection(self._loop, Channel(connection, is_proved=False), pid)
+        unproved = [each for each in self._connections if each.is_unproved]
+        if len(unproved) >= _MOST_UNPROVED:
+            self._drop(unproved[0], f"said no hello, and {len(unproved)} others neither")
         self._connections.append(worker)
         self._loop.watch(connection.fileno(), lambda: self._read(worker))
+
+    def _turn_away(self) -> None:
+        """Takes and closes a connection where there is no descriptor for it: it would be announced for ever."""
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            connection.close()
+        self._spare_fd = -1
+        with contextlib.suppress(OSError):
+            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._warn("turned a connection away, for this process may have no more open files")
+
+    def _drop(self, worker: WorkerConnection, why: str) -> None:
+        """Closes a connection that has not said hello, and says why."""
+        self._warn(f"dropped a connection of process {worker.pid}: {why}")
+        self._lose(worker)
+
+    def _warn(self, text: str) -> None:
+        """Logs what strangers do, not more often than somebody reads."""
+        now_s = time.monotonic()
+        if now_s - self._warned_s < _WARNING_INTERVAL_S:
+            self._num_unwarned += 1
+            return
+        more = f" (and {self._num_unwarned} more times something of the kind)" if self._num_unwarned else ""
+        logger.warning("[md%s] %s%s", self._job.device, text, more)
+        self._warned_s, self._num_unwarned = now_s, 0
 
     def _read(self, worker: WorkerConnection) -> bool:
         """Serves the next frame of a worker; False if there is none."""
@@ -200,15 +257,19 @@ class Workers:
         except (EOFError, OSError):
             self._lose(worker)
             return False
-        except ProtocolError as error:
-            if worker.client >= 0:
-                self._handler.worker_misbehaved(worker, f"broke the control protocol: {error}")
-            else:
-                logger.warning(
-                    "[md%s] dropped a connection of process %s: %s", self._job.device, worker.pid, error
-                )
-                self._lose(worker)
+        except Exception as error:  # of one peer; the others are served
+            self._reject(worker, error)
         return True
+
+    def _reject(self, worker: WorkerConnection, error: Exception) -> None:
+        """Does without a peer that sent what cannot be served."""
+        if worker.is_unproved:
+            self._drop(worker, str(error))
+        elif isinstance(error, ProtocolError):
+            self._handler.worker_misbehaved(worker, f"broke the control protocol: {error}")
+        else:
+            logger.exception("[md%s] a request of process %s failed", self._job.device, worker.pid)
+            self._handler.worker_misbehaved(worker, f"asked for something that failed: {error}")
 
     def _take(self, worker: WorkerConnection, received: Received) -> None:
         if worker.client >= 0:
@@ -234,6 +295,7 @@ class Workers:
         if client in self._admitted:
             raise ProtocolError(f"worker {self._job.rank(client)} is here already")
         worker.client = client
+        worker.channel.trust()
         self._admitted[client] = worker
         # A forked child of the worker keeps the socket open, so its closing alone would not tell of the death.
         with contextlib.suppress(OSError):

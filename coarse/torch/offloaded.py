@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.empty_parameters import EmptyParameters
 from coarse.torch.layout import copy_all, forget_values, same_memory, slot_tensor
+from coarse.torch.lent_state import LentState
 from coarse.torch.mirrored_parameters import MirroredParameters
 from coarse.torch.update_rules import UpdateRule
 
@@ -56,6 +57,7 @@ class OffloadedParameters:
         self._are_states_zero = True
         self._is_shared = self._is_cached = self._is_expected = False
         self._mirror: MirroredParameters | None = None
+        self._lent: LentState | None = None
         self._settle_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
         self.recovered_step = 0 if group.recovered is None else group.recovered.step
@@ -139,6 +141,7 @@ class OffloadedParameters:
         """
         self._check_places()
         self._publish()
+        self._take_lent()
         self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
             numbers = self._num_updates[members] + 1
@@ -213,6 +216,7 @@ class OffloadedParameters:
             loaded: What takes its place; None for nothing.
         """
         self._finish_update()
+        self._lent = None
         state: LoadedState = self._optimizer.state if loaded is None else loaded
         for index, parameter in enumerate(self._parameters):
             mine: Mapping[str, Any] = state.get(parameter, {})
@@ -225,8 +229,30 @@ class OffloadedParameters:
             self._are_states_zero = False
         self._optimizer.state.clear()
 
+    def lend(self) -> MutableMapping[torch.nn.Parameter, dict[str, Any]]:
+        """The state as torch's mapping: a copy, whose changes the next update takes over. The same until then.
+
+        Every worker has to make the same changes; those of each node's first worker count.
+        """
+        if self._lent is None:
+            names = {name for kept in self._kept_names for name in kept}
+            self._lent = LentState(self.state(), names | self._rule.counted(1).keys())
+        return self._lent.mapping
+
+    def _take_lent(self) -> None:
+        """Has the memory devices hold what was changed in the state that was lent; no update is under way."""
+        lent, self._lent = self._lent, None
+        if lent is not None and lent.is_changed():
+            self.keep_snapshots()
+            self.adopt_state(lent.mapping)
+
     def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """A copy of the state as torch's optimizer would have it: nothing for what was never updated."""
+        """The state as torch's optimizer would have it: nothing for what was never updated.
+
+        A copy, or what lend() has given away.
+        """
+        if self._lent is not None:
+            return {parameter: values for parameter, values in self._lent.mapping.items() if values}
         self._finish_update()
         held = {
             parameter: {
@@ -266,6 +292,7 @@ class OffloadedParameters:
         """
         self._finish_update()
         self._publish()
+        self._take_lent()
         return self._group.snapshot()
 
     @property

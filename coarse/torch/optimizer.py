@@ -170,8 +170,15 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """That of each parameter; a copy where memory devices have it. Assign it alike on every worker."""
-        return self._optimizer.state if self._offloaded is None else self._offloaded.state()
+        """The state of each parameter, as torch's.
+
+        Where memory devices have it, this is a copy, whose changes the next update takes over: assigning, taking out,
+        putting in and writing in place count, if every worker does the same. Read it anew after each step().
+
+        Raises:
+            RuntimeError: By the next update, if something was put in that memory devices cannot keep.
+        """
+        return self._optimizer.state if self._offloaded is None else self._offloaded.lend()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:

@@ -8,6 +8,8 @@ import ctypes
 import json
 import os
 import random
+import resource
+import select
 import socket
 import struct
 
@@ -127,6 +129,48 @@ def test_descriptors_of_strangers_are_closed(job, device_socket):
                 stranger.sendmsg([frame(payload, num_fds=200, total=total, offset=1)], ancillary)
             assert is_dropped(stranger)
     assert open_descriptors(pid) == before
+
+
+def test_strangers_who_flood_a_device_with_descriptors_end_nothing(device_socket):
+    """The device's own limit of open files is a thousand: a hundred messages of 200 would be more."""
+    path, _ = device_socket
+    with open("/dev/null") as null:
+        attached = array.array("i", [null.fileno()] * 200)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, attached)]
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(connect(path)) for _ in range(101)]
+            for stranger in strangers:
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # the first ones are dropped
+                    stranger.sendmsg([frame(b"{", num_fds=200, total=100)], ancillary)
+            assert all(map(is_dropped, strangers))
+
+
+def test_of_many_who_say_nothing_the_first_are_dropped_and_those_who_say_much(device_socket):
+    path, _ = device_socket
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(path)) for _ in range(70)]
+        assert all(map(is_dropped, silent[:6]))  # 64 may wait
+        talker = stack.enter_context(connect(path))
+        talker.send(frame(b" " * 1000, total=(64 << 10) + 1))
+        assert is_dropped(talker)
+
+
+def test_out_of_descriptors_a_device_turns_connections_away(job, device_socket):
+    path, _ = device_socket
+    (pid,) = job.device_pids()
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    numbers = [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(numbers) + 1, before[1]))
+    assert max(numbers) + 1 - len(numbers) < 50, "there are more free numbers than connections below"
+    try:
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(connect(path)) for _ in range(60)]
+            poll = select.poll()
+            for stranger in strangers:
+                poll.register(stranger, select.POLLIN)
+            assert poll.poll(1000 * LIMIT_S), "none was turned away"
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

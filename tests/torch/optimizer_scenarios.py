@@ -694,6 +694,71 @@ def schedulers_and_hooks_of_the_optimizer_that_was_given(context: Context) -> An
     return everything(module, optimizer)
 
 
+def _cleared(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _without_one(optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+
+def _in_place(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        for value in optimizer.state[parameter].values():
+            if torch.is_tensor(value) and value.ndim:
+                value.mul_(0.5)
+
+
+def _other_values(optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        state = optimizer.state[parameter]
+        for name, value in list(state.items()):
+            if torch.is_tensor(value) and value.ndim:
+                state[name] = torch.full_like(value, 0.25)
+
+
+def train_with_changed_state(context: Context, make: Make, *, overlap: bool = False) -> Any:
+    """As ReLoRA, warm restarts, Lookahead and pruning do: what is done to `optimizer.state` counts."""
+    found = []
+    for change in (_cleared, _without_one, _in_place, _other_values):
+        module = mlp()
+        model = context.wrap(module)
+        optimizer = offload(context, make(model.parameters()), model, overlap=overlap)
+        found.append([dict(optimizer.state[parameter]) for parameter in module.parameters()])  # none yet
+        for step in range(4):
+            if step == 2:
+                change(optimizer)
+            optimizer.zero_grad()
+            loss_of(model, context, step).backward()
+            optimizer.step()
+        found.append(everything(module, optimizer))
+    return found
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def changes_of_the_state_count_in_step(context: Context) -> Any:
+    return train_with_changed_state(context, lambda p: torch.optim.Adam(p, lr=1e-2))
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def changes_of_the_state_count_overlapped(context: Context) -> Any:
+    return train_with_changed_state(
+        context, lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), overlap=True
+    )
+
+
+@offloaded_scenario(compare=False)
+def state_that_memory_devices_cannot_keep_is_refused(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.Adam(model.parameters(), lr=1e-2), model)
+    loss_of(model, context, 0).backward()
+    optimizer.state[next(module.parameters())]["slow_weights"] = torch.zeros(1)
+    with raises(RuntimeError, "'slow_weights'", "cannot keep", "exp_avg"):
+        optimizer.step()
+    model.close()
+
+
 class WithEmptyParameters(nn.Module):
     """Parameters without elements beside others, as a LoRA of rank 0 has them; one is left out of the loss."""
 
