@@ -19,7 +19,7 @@ from tensorflow.python.distribute import distribute_lib, distribute_utils, input
 from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import context
-from tensorflow.python.framework import random_seed
+from tensorflow.python.framework import ops, random_seed
 
 from coarse.launch import Launch
 from coarse.session import Session
@@ -137,25 +137,34 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
         super().__init__(strategy, rank)
         self._arguments = arguments
         self._fraction: Any = None
+        self._has_weighed = False
+        self._graph = _graph_of_now()
 
     @property
     def has_weighed_a_loss(self) -> bool:
         """Whether this step has asked for row_fraction()."""
-        return self._fraction is not None
+        return self._has_weighed
 
     def row_fraction(self) -> Any:
         """This worker's rows over those of all workers: the weight of its mean in the mean of all rows.
 
         Collective at its first call in a step. A float32 scalar; one of so many workers where the step has no rows.
         """
+        self._has_weighed = True
+        if _graph_of_now() is not self._graph:
+            # A function within the step, whose graph serves other steps too, cannot see the rows of this one.
+            return self._same_for_all()
         if self._fraction is None:
             self._fraction = self._measure_fraction()
         return self._fraction
 
+    def _same_for_all(self) -> Any:
+        return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
+
     def _measure_fraction(self) -> Any:
         rows = _num_rows(self._arguments)
         if rows is None:
-            return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
+            return self._same_for_all()
         of_all = self._strategy.extended._reduce_nested(reduce_util.ReduceOp.SUM, rows)
         return tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(of_all, tf.float32))
 
@@ -463,6 +472,11 @@ def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[
         return operations.broadcast(f"creating variable {name!r}", tensor)
 
     return value
+
+
+def _graph_of_now() -> Any:
+    """The graph that is being built; None where operations run at once."""
+    return None if tf.executing_eagerly() else ops.get_default_graph()
 
 
 def _num_rows(arguments: Any) -> Any:
