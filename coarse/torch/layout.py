@@ -79,7 +79,9 @@ def forget_values(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Gives parameters in host memory new memory of the same layout, which holds nothing and takes no pages yet."""
     for parameter in parameters:
         if parameter.is_cpu:
-            parameter.data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            parameter.data = torch.empty_strided(
+                parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
+            )
 
 
 def _flat_tensor(memory: TensorBytes) -> torch.Tensor:

@@ -55,8 +55,10 @@ class OffloadedParameters:
         self._writes = writes
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
-        self._is_shared = self._is_cached = self._is_expected = False
+        self._is_shared = self._is_expected = False
         self._mirror: MirroredParameters | None = None
+        self._cached: CachedParameters | None = None
+        self._moved: list[int] = []
         self._lent: LentState | None = None
         self._settle_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
@@ -99,10 +101,15 @@ class OffloadedParameters:
         forget_values(
             self._parameters
         )  # views, on the worker that has written; the copies are pulled at once
-        self._is_shared = self._is_cached = True
-        return CachedParameters(
-            self._parameters, self._views, staleness=staleness, finish_update=self._finish_update
+        self._cached = CachedParameters(
+            self._parameters,
+            self._views,
+            staleness=staleness,
+            finish_update=self._finish_update,
+            keep_snapshots=self._group.keep_snapshots,
         )
+        self._is_shared = True
+        return self._cached
 
     def mirror(self, settle: Callable[[], None]) -> MirroredParameters:
         """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share().
@@ -124,6 +131,7 @@ class OffloadedParameters:
     def release(self) -> None:
         """Gives every parameter memory of its own again, with the values of now."""
         self._is_shared = False
+        self._cached = None
         self._finish_update = lambda: 0  # it refers to this in turn; whoever releases waits by himself
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
@@ -137,9 +145,8 @@ class OffloadedParameters:
             gradient_scale: What gradients are multiplied with, the same on every worker.
 
         Raises:
-            RuntimeError: If a parameter has been given other memory than the memory devices'.
+            RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
         """
-        self._check_places()
         self._publish()
         self._take_lent()
         self._are_states_zero = False
@@ -155,27 +162,35 @@ class OffloadedParameters:
         if present is not None:
             self._settings["has_gradient"] = present
 
-    def _check_places(self) -> None:
-        if not self._is_shared or self._is_cached or self._mirror is not None:
-            return
+    def _values_elsewhere(self) -> list[int]:
+        """Which parameters have been given other memory than the memory devices', as by `parameter.data = tensor`.
+
+        Raises:
+            RuntimeError: If their values cannot be taken over.
+        """
+        elsewhere = []
         for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            if parameter.data_ptr() != view.data_ptr():
+            if parameter.data_ptr() == view.data_ptr():
+                continue
+            if not _can_be_taken_over(parameter, view):
                 raise RuntimeError(
-                    f"parameter {index} of shape {tuple(parameter.shape)} no longer lies in the memory devices, "
-                    "which update it there: something gave it other memory after DistributedOptimizer was made, such "
-                    "as module.to(), double(), vector_to_parameters() or share_memory(), which torch.multiprocessing "
-                    "calls for what it sends. Convert the model before it is wrapped, write values by "
-                    "parameter.data.copy_(), and send copies (parameter.detach().clone())"
+                    f"parameter {index} was {_described(view)} when DistributedOptimizer was made, and is "
+                    f"{_described(parameter)} now, so that the memory devices cannot go on with its values. "
+                    "Convert and move the model before it is wrapped; in place of share_memory(), and of what "
+                    "torch.multiprocessing sends, take copies (parameter.detach().clone())"
                 )
+            elsewhere.append(index)
+        return elsewhere
 
     def expect(self) -> None:
         """Notes that whatever the current stream is given next uses updated parameters; finish() comes later."""
+        self._return_moved()
         self._note_update(range(len(self._parameters)))
         self._is_expected = True
 
     def expect_one(self, index: int) -> None:
         """Notes that one parameter may be updated from now on, while backward still runs."""
-        if not self._is_cached:
+        if self._cached is None:
             # What comes later in this backward and has saved it, detached from the graph, must not read it.
             torch.autograd.graph.increment_version(self._parameters[index])
 
@@ -185,6 +200,7 @@ class OffloadedParameters:
 
     def finish(self, contributors: Sequence[int]) -> None:
         """Notes that parameters with contributors were updated."""
+        self._return_moved()
         updated = np.asarray(contributors) > 0
         self._num_updates += updated
         if not self._is_expected:
@@ -194,20 +210,42 @@ class OffloadedParameters:
     def _note_update(self, indices: Sequence[int]) -> None:
         if self._mirror is not None:
             self._mirror.note_update(indices)
-        elif not self._is_cached:
+        elif self._cached is None:
             # They changed in place: a graph that saved them before must not be run backward any more.
             torch.autograd.graph.increment_version([self._parameters[index] for index in indices])
 
     def _publish(self) -> None:
-        """Gives what somebody has written to copies to the memory devices; no update is under way."""
-        if self._mirror is None:
+        """Gives what somebody has written to parameters elsewhere to the memory devices; no update is under way."""
+        if not self._is_shared:
             return
-        if changed := self._mirror.changed():
+        if self._cached is not None:
+            self._cached.publish_changes()
+        elif self._mirror is None:
+            self._publish_moved()
+        elif changed := self._mirror.changed():
             self._settle_gradients()
             if self._writes:
                 self._group.keep_snapshots()
             self._mirror.publish(changed)
             self._settle()
+
+    def _publish_moved(self) -> None:
+        """Takes the values of parameters over that were given other memory.
+
+        Until the next update is complete, this worker goes on with that memory: the one that writes may not have
+        written yet.
+        """
+        self._moved = self._values_elsewhere()
+        if self._moved and self._writes:
+            self._group.keep_snapshots()
+            copy_all([self._views[i] for i in self._moved], [self._parameters[i] for i in self._moved])
+            self._settle()
+
+    def _return_moved(self) -> None:
+        """Makes parameters whose values were taken over views of the shared memory again."""
+        for index in self._moved:
+            self._parameters[index].data = same_memory(self._views[index])
+        self._moved = []
 
     def adopt_state(self, loaded: LoadedState | None = None) -> None:
         """Moves the optimizer's own state, if it has any, to the memory devices.
@@ -351,3 +389,18 @@ class OffloadedParameters:
 
     def _state_tensor(self, index: int, number: int) -> torch.Tensor:
         return slot_tensor(self._group.state(index, number), self._parameters[index], torch.float32)
+
+
+def _can_be_taken_over(parameter: torch.Tensor, view: torch.Tensor) -> bool:
+    is_alike = (parameter.shape, parameter.dtype, parameter.device) == (view.shape, view.dtype, view.device)
+    return is_alike and not _is_shared_by_torch(parameter)
+
+
+def _is_shared_by_torch(tensor: torch.Tensor) -> bool:
+    """Whether other processes may have it from torch.multiprocessing, and would not see what becomes of it."""
+    return bool(tensor.is_cpu and tensor.is_shared())
+
+
+def _described(tensor: torch.Tensor) -> str:
+    place = "memory of share_memory()" if _is_shared_by_torch(tensor) else str(tensor.device)
+    return f"{tensor.dtype} {list(tensor.shape)} in {place}"

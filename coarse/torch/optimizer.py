@@ -56,9 +56,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           end of a worker's step() and the beginning of its next one (with overlap=True: of its next backward()). A
           thread of its own that reads during step() may see some tensors, or parts of one, from before and some
           from after.
+        - `parameter.data = tensor` of the same shape and type is taken over by the next update, the tensor of the
+          node's first worker for all. Until then each worker has the one that it assigned. What `parameter.data` was
+          before is not kept apart: updates go on writing to it.
         - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
           update brings anew. What is written to them between two steps has to be written by all workers alike, and
-          not to `parameter.data`, which torch does not count.
+          not in place to `parameter.data`, which torch does not count.
         - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
         - `state` has copies of the state, as state_dict() does; what is written to them is lost, and a mapping that

@@ -144,21 +144,97 @@ def parameters_that_nobody_made_equal_become_the_first_workers(context: Context)
 
 
 @offloaded_scenario(compare=False)
-def parameters_that_were_moved_away_are_told(context: Context) -> None:
-    def replace(module: nn.Module) -> None:
-        values = nn.utils.parameters_to_vector(module.parameters()).detach()
-        nn.utils.vector_to_parameters(values, module.parameters())
+def parameters_whose_values_cannot_be_taken_over_are_told(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    module.share_memory()  # as torch.multiprocessing does to tensors that it sends
+    model(context.inputs(0, 4, 8)).square().mean().backward()
+    with raises(RuntimeError, "parameter 0 was torch.float32 [16, 8]", "memory of share_memory()", "clone()"):
+        optimizer.step()
 
-    # torch.multiprocessing does the second to tensors that it sends.
-    for move in (replace, nn.Module.share_memory):
-        module = mlp()
-        model = context.wrap(module)
-        optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
-        move(module)
-        model(context.inputs(0, 4, 8)).square().mean().backward()
-        with raises(RuntimeError, "parameter 0 of shape (16, 8) no longer lies in the memory devices"):
-            optimizer.step()
-        dist.barrier()
+
+class AveragedWeights:
+    """The class that many scripts have: weights are swapped by assigning to `.data`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._shadow = {name: p.data.clone() for name, p in module.named_parameters()}
+        self._backup: dict[str, torch.Tensor] = {}
+
+    def update(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            self._shadow[name] = 0.9 * self._shadow[name] + 0.1 * parameter.data
+
+    def apply(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            self._backup[name] = parameter.data
+            parameter.data = self._shadow[name]
+
+    def restore(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            parameter.data = self._backup[name]
+
+
+def average_over_workers(context: Context, module: nn.Module) -> None:
+    """As Accelerate's LocalSGD."""
+    for parameter in module.parameters():
+        mean = parameter.data.clone()
+        dist.all_reduce(mean)
+        parameter.data = mean / context.world_size
+
+
+def shrink_as_one_vector(module: nn.Module) -> None:
+    """As torch's model averagers write: views of one tensor become the parameters."""
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(0.5 * vector, module.parameters())
+
+
+def train_with_assigned_parameters(context: Context, **options: Any) -> Any:
+    module = wide_mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.AdamW(model.parameters(), lr=1e-3), model, **options)
+    average = AveragedWeights(module)
+    evaluations = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, context, step).backward()
+        optimizer.step()
+        average.update()
+        if step % 3 == 1:
+            average_over_workers(context, module)
+        if step % 3 == 2:
+            shrink_as_one_vector(module)
+        average.apply()
+        with torch.no_grad():
+            evaluations.append(loss_of(module, context, step))
+        average.restore()
+    return everything(module, optimizer), evaluations
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def parameters_that_are_assigned_in_step(context: Context) -> Any:
+    return train_with_assigned_parameters(context)
+
+
+@offloaded_scenario(tolerance=TOLERANCE)
+def parameters_that_are_assigned_overlapped(context: Context) -> Any:
+    return train_with_assigned_parameters(context, overlap=True)
+
+
+@offloaded_scenario(compare=False)
+def a_snapshot_has_parameters_that_were_assigned(context: Context) -> None:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(context, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss_of(model, context, 0).backward()
+    optimizer.step()
+    module[0].weight.data = torch.full_like(module[0].weight.data, 0.25)
+    if context.rank == 0:
+        with optimizer.offloaded.snapshot() as snapshot:
+            kept = torch.frombuffer(bytearray(snapshot.read(0, 0)), dtype=torch.float32)
+        assert bool((kept[: module[0].weight.numel()] == 0.25).all())
+    dist.barrier()
 
 
 @offloaded_scenario(compare=False)

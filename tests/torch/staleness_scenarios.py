@@ -136,6 +136,22 @@ def what_is_loaded_goes_to_the_memory_devices(context: Context) -> Any:
 
 
 @holds
+def what_is_written_to_copies_goes_to_the_memory_devices(context: Context) -> Any:
+    module = mlp()
+    model = context.wrap(module)
+    optimizer = offload(model, torch.optim.SGD(model.parameters(), lr=0.0), staleness=2)
+    for step in range(4):
+        loss_of(model, context, step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            module[0].weight.fill_(step)
+        module[2].weight.data = torch.full_like(module[2].weight, -step)
+    optimizer.pull()
+    assert bool((module[0].weight == 3).all())
+    assert bool((module[2].weight == -3).all())
+
+
+@holds
 def digits_are_learned_with_parameters_of_two_updates_ago(context: Context) -> Any:
     from sklearn.datasets import load_digits
 

@@ -36,6 +36,7 @@ IN_EVERY_RUN = [
     "adamw_float16_overlapped",
     "accumulates_gradients_overlapped",
     "leaves_unused_parameters_alone_overlapped",
+    "parameters_that_are_assigned_overlapped",
 ]
 ON_A_GPU_IN_EVERY_RUN = [
     "sgd_with_momentum_in_step",
@@ -49,6 +50,7 @@ COPIED_TO_A_GPU_IN_EVERY_RUN = [
     "adamw_overlapped",
     "adamw_bfloat16_in_step",
     "unscales_and_clips_within_the_update",
+    "parameters_that_are_assigned_in_step",
 ]
 CHECKPOINTS_ON_A_GPU = [
     "adamw_resumed_in_memory_devices",
