@@ -76,10 +76,14 @@ class ProcessPool:
             ScenarioError: If it raised in one of them, or did not end in time.
         """
         replies = self._receive(SCENARIO_TIMEOUT_S, ranks)
-        for rank, (kind, value) in replies.items():
-            if kind == "error":
-                self.close()
-                raise ScenarioError(f"{self._name}, rank {rank}: {value}")
+        errors = [
+            f"{self._name}, rank {rank}: {value}"
+            for rank, (kind, value) in replies.items()
+            if kind == "error"
+        ]
+        if errors:
+            self.dismiss()
+            raise ScenarioError("\n".join([*errors, _told(self._stop(timeout_s=20.0))]))
         return [value for _, value in replies.values()]
 
     def dismiss(self) -> None:

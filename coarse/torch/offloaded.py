@@ -98,9 +98,7 @@ class OffloadedParameters:
 
     def cache(self, *, staleness: int) -> CachedParameters:
         """Makes every parameter a copy that may be `staleness` updates old, instead of share()."""
-        forget_values(
-            self._parameters
-        )  # views, on the worker that has written; the copies are pulled at once
+        self._take_own_memory()
         self._cached = CachedParameters(
             self._parameters,
             self._views,
@@ -111,6 +109,10 @@ class OffloadedParameters:
         self._is_shared = True
         return self._cached
 
+    def _take_own_memory(self) -> None:
+        """Has no parameter lie in shared memory, as those that _move() has moved do; copies of them are to come."""
+        forget_values(self._parameters)
+
     def mirror(self, settle: Callable[[], None]) -> MirroredParameters:
         """Makes every parameter a copy on the model's GPU, where memory devices have theirs elsewhere; as share().
 
@@ -118,6 +120,7 @@ class OffloadedParameters:
             settle: Waits for what this worker has pushed: then the others have fetched what they pushed before.
         """
         self._settle_gradients = settle
+        self._take_own_memory()
         self._mirror = MirroredParameters(self._parameters, self._views, writes=self._writes)
         self._is_shared = True
         return self._mirror

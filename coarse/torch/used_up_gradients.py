@@ -20,6 +20,21 @@ class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
     _ANSWERED = frozenset(
         {"shape", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "grad", "ndim"}
     )
+    _MOVES = frozenset(
+        {
+            "to",
+            "cpu",
+            "cuda",
+            "float",
+            "double",
+            "half",
+            "bfloat16",
+            "type",
+            "requires_grad_",
+            "share_memory_",
+        }
+    )
+    """Of a module, which moves its gradients too; the clean-up after an exception may be what moves it."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> UsedUpGradient:
@@ -42,6 +57,10 @@ class UsedUpGradient(torch.Tensor):  # type: ignore[misc]
             name == "__get__" and (attribute in cls._ANSWERED or attribute.startswith("is_"))
         ):
             return super().__torch_function__(func, types, args, kwargs or {})
+        if name in cls._MOVES or (name == "__set__" and attribute == "data" and args[0] is args[1]):
+            return args[0]
+        if name == "_has_compatible_shallow_copy_type":
+            return True
         raise _too_late()
 
     @classmethod

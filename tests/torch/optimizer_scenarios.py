@@ -1396,6 +1396,7 @@ def what_needs_gradients_after_an_overlapped_update_is_refused(context: Context)
             scaler.unscale_(optimizer)
         assert all(p.grad.shape == p.shape and "used up" in repr(p.grad) for p in module.parameters())
         assert all(p.grad is None for p in copy.deepcopy(module).parameters())
+        module.to(context.device)  # as the clean-up after an exception does
         optimizer.step()
         assert all(p.grad is None for p in module.parameters())
     loss_of(model, context, 2).backward()
