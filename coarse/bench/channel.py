@@ -9,7 +9,7 @@ import json
 import socket
 from typing import Any
 
-from coarse.proxy.socket_directory import short_address
+from coarse import local_sockets
 
 _CHUNK_BYTES = 1 << 16
 
@@ -30,12 +30,10 @@ class Channel:
         """Connects to the driver that listens at `path`.
 
         Raises:
+            RendezvousError: If that is another user.
             OSError: If nobody listens there.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with short_address(path) as address:
-            connection.connect(address)
-        return cls(connection)
+        return cls(local_sockets.connect(path, socket.SOCK_STREAM))
 
     def fileno(self) -> int:
         """File descriptor, for selectors."""

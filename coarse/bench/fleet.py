@@ -21,7 +21,7 @@ from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
-from coarse.proxy.socket_directory import short_address
+from coarse.local_sockets import short_address
 from coarse.scratch import Scratch
 
 START_TIMEOUT_S = 120.0

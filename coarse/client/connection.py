@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import select
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from coarse import local_sockets
 from coarse.errors import (
     CoarseError,
     MemoryDeviceLostError,
@@ -19,7 +19,6 @@ from coarse.errors import (
     told_error,
 )
 from coarse.proxy.protocol import Channel, Message, Received
-from coarse.proxy.socket_directory import short_address
 
 _SILENCE_S = 0.25
 
@@ -33,6 +32,7 @@ class DeviceConnection:
 
     Raises:
         MemoryDeviceLostError: If nobody listens there.
+        RendezvousError: If another user does, or could.
     """
 
     def __init__(self, device: int, path: str) -> None:
@@ -42,12 +42,9 @@ class DeviceConnection:
         self._sending = (
             threading.Lock()
         )  # a message may take several frames, and snapshots are asked for in a thread
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with short_address(path) as address:
-                connection.connect(address)
+            connection = local_sockets.connect(path)
         except OSError as error:
-            connection.close()
             raise MemoryDeviceLostError(f"memory device md{device} cannot be reached: {error}") from error
         self._channel = Channel(connection)
 

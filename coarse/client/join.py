@@ -107,7 +107,7 @@ def provide_devices(joining: Joining) -> NodeDevices:
     """
     if joining.identity.rank != joining.leader:
         return _find_devices(joining)
-    store, settings, keeping = joining.store, joining.settings, joining.keeping
+    store, settings = joining.store, joining.settings
     try:
         table = _choose_table(joining)
         emulation = choose_emulation(
@@ -116,7 +116,7 @@ def provide_devices(joining: Joining) -> NodeDevices:
             time_dilation=settings.time_dilation,
             num_logged=settings.transfer_log,
         )
-        processes = _start_missing(joining, table, emulation)
+        directory, processes = _start_missing(joining, table, emulation)
     except (OSError, ValueError, CoarseError) as error:
         store.set(_announcement_key(joining.node), json.dumps({"error": str(error)}).encode())
         if isinstance(error, ValueError | CoarseError):
@@ -124,7 +124,6 @@ def provide_devices(joining: Joining) -> NodeDevices:
         raise MemoryDeviceLostError(
             f"worker {joining.leader} could not start memory devices: {error}"
         ) from error
-    directory = str(keeping.directory) if keeping is not None else processes.directory if processes else ""
     announcement = {
         "directory": directory,
         "workers": [device.workers for device in table.devices],
@@ -161,12 +160,13 @@ def _choose_table(joining: Joining) -> PartitionTable:
 
 def _start_missing(
     joining: Joining, table: PartitionTable, emulation: Emulation | None
-) -> DeviceProcesses | None:
-    """Starts those memory devices of `table` that were not kept; returns None if all were."""
+) -> tuple[str, DeviceProcesses | None]:
+    """Starts those memory devices of `table` that were not kept; returns where all listen, and None if all were."""
     settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
-    lost = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
-    if lost is not None and not lost:
-        return None
+    found = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
+    if found is not None and not found.lost:
+        return str(found.directory), None
+    lost = None if found is None else found.lost
     for device, memory in enumerate(table.memories):
         if lost is None or device in lost:
             try_memory(memory)
@@ -176,9 +176,9 @@ def _start_missing(
             "but by NCCL",
             ", ".join(distant),
         )
-    kept_in = None
-    if keeping is not None:
-        kept_in = keeping.directory if lost else make_session_directory(keeping.attempt.job, keeping.session)
+    kept_in = None if found is None else found.directory
+    if keeping is not None and found is None:
+        kept_in = make_session_directory(keeping.attempt.job, keeping.session)
     with link_nodes(
         nodes,
         node,
@@ -187,7 +187,7 @@ def _start_missing(
         settings=settings,
         watch=joining.watch,
     ) as links:
-        return DeviceProcesses(
+        processes = DeviceProcesses(
             table=table,
             settings=settings,
             nodes=nodes,
@@ -198,6 +198,7 @@ def _start_missing(
             replaces=lost,
             introduce=introducer(str(kept_in), settings, joining.watch),
         )
+    return processes.directory, processes
 
 
 def _find_devices(joining: Joining) -> NodeDevices:

@@ -12,7 +12,8 @@ from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.env import Attempt
 from coarse.errors import MemoryDeviceLostError, RendezvousError
 from coarse.machine.partition_table import PartitionTable
-from coarse.proxy.kept_directory import KeptDevices, require_private_root, session_directory
+from coarse.private_directories import entered
+from coarse.proxy.kept_directory import KeptDevices, find_session_directory
 from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import PeerWatch
 from coarse.settings import Settings
@@ -34,13 +35,25 @@ class Keeping:
     session: str
     attempt: Attempt
 
-    @property
-    def directory(self) -> Path:
-        """Where they listen."""
-        return session_directory(self.attempt.job, self.session)
+    def find_directory(self) -> Path | None:
+        """Where they listen; None if there are none."""
+        return find_session_directory(self.attempt.job, self.session)
 
 
-def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> frozenset[int] | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevices:
+    """Memory devices that wait for this attempt.
+
+    Args:
+        directory: Where they listen.
+        lost: Those that have ended, and whose places new ones are to take.
+    """
+
+    directory: Path
+    lost: frozenset[int]
+
+
+def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> FoundDevices | None:
     """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
 
     Args:
@@ -49,22 +62,19 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0
         replicas: How many of them may be lost.
 
     Returns:
-        Those that are lost, and whose places new ones are to take; None if no device waits.
+        None if no device waits.
 
     Raises:
-        RendezvousError: If they are for other workers than `table` has, or still have workers; or another user has
-            a hand in where they are looked for.
+        RendezvousError: If they are for other workers than `table` has, or still have workers.
     """
-    require_private_root()
-    kept = KeptDevices.read(keeping.directory)
-    is_first = keeping.attempt.number == 0
-    if kept is not None and is_first:
-        _dismiss(keeping.directory, kept)
+    directory = keeping.find_directory()
+    kept = None if directory is None else KeptDevices.read(directory)
+    if keeping.attempt.number == 0:
+        if directory is not None and kept is not None:
+            _dismiss(directory, kept)
         return None
-    if is_first:
-        return None
-    lost = frozenset() if kept is None else _find_lost(keeping.directory, kept)
-    if kept is None or len(lost) > replicas:
+    lost = frozenset() if directory is None or kept is None else _find_lost(directory, kept)
+    if directory is None or kept is None or len(lost) > replicas:
         logger.warning(
             "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
             keeping.attempt.number,
@@ -81,7 +91,7 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0
             f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
             f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
         )
-    return lost
+    return FoundDevices(directory=directory, lost=lost)
 
 
 def _find_lost(directory: Path, kept: KeptDevices) -> frozenset[int]:
@@ -144,9 +154,16 @@ def read_token(directory: str) -> str:
 
     Raises:
         MemoryDeviceLostError: If they have ended.
+        RendezvousError: If another user could have prepared the directory.
     """
     try:
-        return (Path(directory) / TOKEN_FILE).read_text()
+        with entered(directory) as own:
+            return (own / TOKEN_FILE).read_text()
+    except PermissionError as error:
+        raise RendezvousError(
+            f"refused to join memory devices: {error}. Either the temporary directory keeps no owners and modes (set "
+            "TMPDIR to one that does), or another user has written to the store by which the workers meet."
+        ) from error
     except FileNotFoundError:
         raise MemoryDeviceLostError(
             "the memory devices have ended before all workers had joined them"

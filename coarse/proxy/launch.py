@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coarse.env import own_process_environment
+from coarse.local_sockets import short_address
 from coarse.machine.emulation import Emulation
 from coarse.machine.host import count_granted_cores
 from coarse.machine.out_of_memory import OutOfMemoryWatch
@@ -24,7 +25,7 @@ from coarse.proxy.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.kept_directory import KeptDevices
 from coarse.proxy.node_links import NodeLinks
-from coarse.proxy.socket_directory import TOKEN_FILE, short_address, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, socket_path
 from coarse.rendezvous import NodeMap
 from coarse.scratch import Scratch
 from coarse.settings import Settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 TOKEN_FILE = "token"
@@ -14,21 +13,6 @@ KEPT_FILE = "kept.json"
 def socket_path(directory: str | os.PathLike[str], device: int) -> str:
     """Where memory device `device` of the session in `directory` listens."""
     return str(Path(directory) / f"md{device}.sock")
-
-
-@contextlib.contextmanager
-def short_address(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Another name of a socket's place, while it is bound or connected to: its own may be too long for an address.
-
-    Raises:
-        OSError: If there is no such directory.
-    """
-    place = Path(path)
-    directory_fd = os.open(place.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory_fd}/{place.name}"
-    finally:
-        os.close(directory_fd)
 
 
 class OwnSocket:

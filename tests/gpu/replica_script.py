@@ -22,7 +22,7 @@ from coarse.client.tensor_bytes import gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.machine.memory_name import MemoryName
-from coarse.proxy.kept_directory import KeptDevices, session_directory
+from coarse.proxy.kept_directory import KeptDevices, find_session_directory
 from coarse.session import Session
 from coarse.store import DirectoryStore
 
@@ -51,7 +51,8 @@ def main() -> None:
     def reach(group: object, step: int, at: str) -> None:
         if death and [str(me.rank), str(step), at] == death[1:]:
             os.kill(
-                KeptDevices.read(session_directory("test", "session")).pids[int(death[0])], signal.SIGKILL
+                KeptDevices.read(find_session_directory("test", "session")).pids[int(death[0])],
+                signal.SIGKILL,
             )
             assert me.session is not None
             me.session.barrier()  # to which the other one never comes

@@ -12,7 +12,7 @@ from harness import LIMIT_S, job_of_test
 from kept_training import STEPS, WORKERS, finish, join, register, take_step, train
 
 from coarse.errors import MemoryDeviceLostError
-from coarse.proxy.kept_directory import KeptDevices, session_directory
+from coarse.proxy.kept_directory import KeptDevices, find_session_directory
 from coarse.settings import Settings
 
 REPLICATED = {"replicas": 1}
@@ -27,7 +27,7 @@ def undisturbed():
 
 def kept_devices():
     """Of the session that is under way; in a worker."""
-    return KeptDevices.read(session_directory("test", "session"))
+    return KeptDevices.read(find_session_directory("test", "session"))
 
 
 def kills(device, rank, step, place):

@@ -26,7 +26,8 @@ LAYERS = (
     ("proxy",),
     ("profiler", "checkpoint", "rendezvous"),
     ("kernels", "env", "settings", "socket_store"),
-    ("machine", "schema", "store", "failpoints"),
+    ("machine", "schema", "store", "failpoints", "local_sockets"),
+    ("private_directories",),
     ("errors", "scheduling", "scratch", "presence"),
 )
 """Packages and modules of coarse: each imports from those below it only."""

@@ -1,8 +1,9 @@
-"""Where kept memory devices are found: in directories of this user alone, which nobody else can have prepared."""
+"""Where kept memory devices are found: in directories of this user alone, whatever others have prepared."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -11,17 +12,17 @@ import pytest
 
 from coarse.client.kept_devices import Keeping, find_kept_devices
 from coarse.env import Attempt
-from coarse.errors import RendezvousError
+from coarse.local_sockets import short_address
 from coarse.machine.partition_table import PartitionTable
 from coarse.proxy.kept_directory import (
     KeptDevices,
+    find_session_directory,
     forget_job,
     kept_pids,
     leave_session_directory,
     make_session_directory,
-    session_directory,
 )
-from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, short_address, socket_path
+from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, socket_path
 from coarse.scratch import hold
 from coarse.settings import Settings
 
@@ -33,7 +34,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def test_sessions_of_jobs_have_directories_of_their_own():
-    found = {session_directory(job, session) for job in "ab" for session in "cd"}
+    found = {make_session_directory(job, session) for job in "ab" for session in "cd"}
     assert len(found) == 4
 
 
@@ -81,33 +82,79 @@ def test_what_a_job_has_left_that_was_killed_goes_with_the_next_one(temporary):
     os.close(lock)
 
 
-@pytest.mark.parametrize("kind", ["open to others", "link"])
-def test_a_directory_that_others_can_enter_is_refused(temporary, kind):
-    root = temporary / f"coarse-{os.geteuid()}"
-    if kind == "link":
-        (temporary / "theirs").mkdir(mode=0o700)
-        root.symlink_to(temporary / "theirs")
-    else:
-        root.mkdir()
-        root.chmod(0o755)
-    table = PartitionTable.even(num_workers=2, num_devices=2)
-    with pytest.raises(RendezvousError, match="no directory of this user alone"):
-        make_session_directory("job", "session")
-    with pytest.raises(RendezvousError, match="no directory of this user alone"):
-        find_kept_devices(Keeping(session="session", attempt=Attempt(job="job", number=1)), table)
+def open_to_others(root, theirs):
+    root.mkdir()
+    root.chmod(0o755)
 
 
-def test_nothing_is_removed_through_a_directory_of_somebody_else(temporary):
+def a_link(root, theirs):
+    theirs.chmod(0o700)
+    root.symlink_to(theirs)
+
+
+def of_another_user(root, theirs):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a directory to another user")
+    root.mkdir(mode=0o700)
+    os.chown(root, 65534, 65534)
+
+
+def a_file(root, theirs):
+    root.touch()
+
+
+@pytest.fixture(params=[open_to_others, a_link, of_another_user, a_file])
+def taken(request, temporary):
+    """The usual name, which somebody else has taken, with a session of this user's job prepared behind it."""
     root, theirs = temporary / f"coarse-{os.geteuid()}", temporary / "theirs"
+    real = make_session_directory("job", "session")
+    name = real.relative_to(root)
+    shutil.rmtree(root)
     (theirs / "folder").mkdir(parents=True)
     (theirs / "folder" / "file").touch()
     os.utime(theirs / "folder", (1, 1))
-    root.mkdir()
-    root.chmod(0o755)
-    (root / "job").symlink_to(theirs)
-    with pytest.raises(RendezvousError, match="no directory of this user alone"):
-        make_session_directory("job", "session")
-    assert (theirs / "folder" / "file").exists()
+    request.param(root, theirs)
+    if root.is_dir():
+        (root / name).mkdir(parents=True, mode=0o700)
+        KeptDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(1, 1)).write(root / name)
+        (root / "old").symlink_to(theirs)
+    return root
+
+
+def test_a_name_that_another_user_has_taken_stops_nobody(taken, temporary, caplog):
+    """Devices are kept elsewhere, and the attempt after finds them there."""
+    table = PartitionTable.even(num_workers=2, num_devices=2)
+    keeping = Keeping(session="session", attempt=Attempt(job="job", number=1))
+    assert find_session_directory("job", "session") is None, "what another user has prepared is nobody's"
+    assert kept_pids("job") == set()
+    assert find_kept_devices(keeping, table) is None
+    directory = make_session_directory("job", "session")
+    root = directory.parent.parent
+    assert root != taken
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert f"{taken} " in caplog.text
+    assert f"{root} takes its place" in caplog.text
+    kept = KeptDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(11, 12))
+    kept.write(directory)
+    assert find_session_directory("job", "session") == directory
+    assert kept_pids("job") == {11, 12}
+    assert make_session_directory("other job", "session").parent.parent == root
+    for job in ("job", "other job"):
+        forget_job(job)
+    assert not root.exists()
+    assert (temporary / "theirs" / "folder" / "file").exists(), (
+        "nothing is removed through another user's link"
+    )
+
+
+def test_devices_that_are_kept_are_found_after_the_usual_name_is_free_again(taken):
+    directory = make_session_directory("job", "session")
+    if taken.is_dir() and not taken.is_symlink():
+        shutil.rmtree(taken)
+    else:
+        taken.unlink()
+    make_session_directory("another job", "session")
+    assert find_session_directory("job", "session") == directory
 
 
 def test_a_job_is_named_by_its_launcher():
