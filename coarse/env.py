@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.errors import RendezvousError
+from coarse.job_secret import JobSecret
+
+_LEAST_SECRET_BYTES = 16
 
 MOST_WORKERS_OF_A_NODE = 256
 """As many as a memory device serves."""
@@ -114,6 +117,22 @@ def master_address(environ: Mapping[str, str] | None = None) -> str:
     """MASTER_ADDR, where the launcher says that worker 0 can be reached; "" if it says nothing."""
     environ = os.environ if environ is None else environ
     return environ.get("MASTER_ADDR", "")
+
+
+def job_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
+    """COARSE_JOB_SECRET, which the launcher gives all workers of a job; one without value if it gives none.
+
+    Raises:
+        RendezvousError: If it is too short for a secret.
+    """
+    environ = os.environ if environ is None else environ
+    value = environ.get("COARSE_JOB_SECRET", "").encode()
+    if value and len(value) < _LEAST_SECRET_BYTES:
+        raise RendezvousError(
+            f"COARSE_JOB_SECRET has {len(value)} characters, which can be guessed; give all workers of the job the "
+            f"same {_LEAST_SECRET_BYTES} random ones or more, such as `openssl rand -hex 32` prints"
+        )
+    return JobSecret(value)
 
 
 def own_process_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -149,7 +149,7 @@ def _slurm(environ: MutableMapping[str, str]) -> dict[str, str]:
     rank, size, local_rank, per_node = (environ[name] for name in _SLURM)
     counts = list(_tasks_of_nodes(per_node))
     found = _ranks(rank, size, local_rank, str(counts[int(environ.get("SLURM_NODEID", "0"))]))
-    nodes = environ.get("SLURM_STEP_NODELIST", "" if len(counts) > 1 else "127.0.0.1")
+    nodes = environ.get("SLURM_STEP_NODELIST", "") if len(counts) > 1 else "127.0.0.1"
     # Steps of a job may run side by side, and jobs are numbered one after the other: far from each other.
     number = int(environ.get("SLURM_JOB_ID", "0")) + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])
     return found | ({"MASTER_ADDR": _first_host(nodes), "MASTER_PORT": _port(number)} if nodes else {})

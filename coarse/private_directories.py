@@ -73,10 +73,13 @@ def entered(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Another name of a private directory, which leads to the one that was checked, whatever becomes of its path.
 
     Raises:
-        PermissionError: If it is another user's, or others can enter it.
-        OSError: If there is no such directory.
+        PermissionError: If it is another user's, others can enter it, or it is no directory.
+        OSError: If there is nothing of that name.
     """
-    directory_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        directory_fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        raise PermissionError(f"{os.fspath(path)} is a symbolic link or a file, not a directory") from None
     try:
         found = os.fstat(directory_fd)
         if not _is_private(found):

@@ -1,33 +1,46 @@
-"""A rendezvous store that one process serves over a socket, where no framework brings one.
-
-A request is a header (operation, lengths of key and value), the key and the value; the answer a header and a value.
-Lengths are capped, and whoever does not keep to this is dropped. Nothing that is received is ever executed.
-"""
+"""A rendezvous store that worker 0 serves over a socket, where no framework brings one (coarse.store_server)."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
+import shutil
 import socket
-import socketserver
-import struct
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
+from coarse import local_sockets, private_directories
 from coarse.errors import RendezvousError
+from coarse.job_secret import PROOF_BYTES, JobSecret
+from coarse.listening import listen_for_workers, meeting_host
+from coarse.scratch import hold
 from coarse.store import Store
+from coarse.store_server import (
+    ADD,
+    ANSWER,
+    COUNT,
+    GET,
+    GREETING,
+    MAGIC,
+    NONCE_BYTES,
+    REFUSED,
+    REQUEST,
+    SET,
+    VALUE,
+    WELCOME,
+    StoreServer,
+)
 
-_REQUEST = struct.Struct("!cHI")
-_ANSWER = struct.Struct("!?I")
-_SET, _GET, _ADD = b"S", b"G", b"A"
-_COUNT = struct.Struct("!q")
-_MOST_VALUE_BYTES = 16 << 20
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
-_PEER_CREDENTIALS = struct.Struct("3i")
 _CONNECT_ATTEMPT_S = 5.0
+_MOST_TRIES = 100
+_DIRECTORY_OF_STORES = "stores"
+_SOCKET = "socket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +61,7 @@ class TcpAddress:
 
 @dataclass(frozen=True, slots=True)
 class LocalAddress:
-    """Where a store is served for workers of one node and one user: an abstract Unix socket, which leaves no file.
+    """Where a store is served for workers of one node and one user: a Unix socket in a private directory.
 
     Args:
         name: Of the job.
@@ -57,61 +70,113 @@ class LocalAddress:
     name: str
 
     def __str__(self) -> str:
-        return f"@coarse/{os.getuid()}/{self.name}"
+        return f"{_DIRECTORY_OF_STORES}/{self.name}"
 
 
 Address = TcpAddress | LocalAddress
 
 
-class StoreServer:
-    """Serves a store until close(), in threads of its own.
+def serve(address: Address, *, secret: JobSecret | None = None, timeout_s: float = 600.0) -> StoreServer:
+    """Serves a store.
+
+    Args:
+        address: Where.
+        secret: Of the job; without one everybody who reaches the address may read and write.
+        timeout_s: How long a peer may take to send a request, or to take an answer.
 
     Raises:
-        OSError: If the address is taken, or not this machine's.
+        OSError: If the address is taken.
     """
+    secret = secret or JobSecret()
+    if isinstance(address, TcpAddress):
+        return StoreServer(_TcpDoor(address), secret=secret, timeout_s=timeout_s)
+    return StoreServer(_LocalDoor(address), secret=secret, timeout_s=timeout_s, user=os.geteuid())
 
-    def __init__(self, address: Address) -> None:
-        server = _TcpServer if isinstance(address, TcpAddress) else _LocalServer
-        place: Any = ("", address.port) if isinstance(address, TcpAddress) else _abstract(address)
-        self._server = server(place, _Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
 
-    @property
-    def port(self) -> int:
-        """Of a TcpAddress, also where 0 was asked for."""
-        address: Any = self._server.server_address
-        return int(address[1])
+class _TcpDoor:
+    def __init__(self, address: TcpAddress) -> None:
+        self.listener = listen_for_workers(address.host, address.port)
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Does nothing: nothing leads there but the socket itself."""
+
+
+class _LocalDoor:
+    """A socket in a directory that goes with it.
+
+    An abstract name could be taken in advance by another user, and leaves no file; this one leaves none once the
+    workers are in.
+    """
+
+    def __init__(self, address: LocalAddress) -> None:
+        self._pid = os.getpid()
+        private_directories.remove_abandoned()
+        self._directory = _make_directory(address)
+        self._lock_fd = hold(self._directory)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with local_sockets.short_address(self._directory / _SOCKET) as place:
+            self.listener.bind(place)
+        self.listener.listen(128)
+
+    def close(self) -> None:
+        if self._lock_fd < 0 or os.getpid() != self._pid:
+            return
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+        for path in (self._directory.parent, self._directory.parent.parent):
+            with contextlib.suppress(OSError):  # not empty, or gone
+                path.rmdir()
+
+
+def _make_directory(address: LocalAddress) -> Path:
+    """Makes the directory of a store, empty.
+
+    Raises:
+        OSError: If it cannot be made, or another process serves a store there.
+    """
+    for attempt in range(_MOST_TRIES):
+        try:
+            if (before := private_directories.find(str(address))) is not None:
+                with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):  # its process was killed
+                    local_sockets.connect(before / _SOCKET, socket.SOCK_STREAM).close()
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+                shutil.rmtree(before, ignore_errors=True)
+            directory = private_directories.make_root() / str(address)
+            directory.parent.mkdir(mode=0o700, exist_ok=True)
+            directory.mkdir(mode=0o700)
+            break
+        except FileNotFoundError:  # one that ended at this moment has removed the parent
+            if attempt == _MOST_TRIES - 1:
+                raise
+    return directory
 
 
 class SocketStore:
-    """A coarse.store.Store that a StoreServer serves. Threads take turns.
+    """A coarse.store.Store that serve() serves. Threads take turns.
 
     Args:
         address: Of the server.
-        timeout_s: How long to wait until it is there.
+        timeout_s: How long to wait until it is there, and for each of its answers.
+        secret: Of the job, which the server has to know.
 
     Raises:
-        RendezvousError: If it does not come.
+        RendezvousError: If it does not come, or is a stranger.
     """
 
-    def __init__(self, address: Address, *, timeout_s: float) -> None:
+    def __init__(self, address: Address, *, timeout_s: float, secret: JobSecret | None = None) -> None:
         self._address = address
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._socket = _connect(address, timeout_s)
+        self._socket = _connect(address, timeout_s, secret or JobSecret())
 
     def set(self, key: str, value: bytes) -> None:
-        self._ask(_SET, key, value)
+        self._ask(SET, key, value)
 
     def get(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_POLL_S
-        while (value := self._ask(_GET, key, b"")) is None:
+        while (value := self._ask(GET, key, b"")) is None:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
             time.sleep(pause_s)
@@ -119,9 +184,9 @@ class SocketStore:
         return value
 
     def add(self, key: str, amount: int) -> int:
-        value = self._ask(_ADD, key, _COUNT.pack(amount))
+        value = self._ask(ADD, key, COUNT.pack(amount))
         assert value is not None
-        return int(_COUNT.unpack(value)[0])
+        return int(COUNT.unpack(value)[0])
 
     def close(self) -> None:
         """Leaves the store. Idempotent."""
@@ -131,15 +196,29 @@ class SocketStore:
         name = key.encode()
         with self._lock:
             try:
-                self._socket.sendall(_REQUEST.pack(operation, len(name), len(value)) + name + value)
-                is_there, length = _ANSWER.unpack(_receive(self._socket, _ANSWER.size))
-                answer = _receive(self._socket, length)
+                self._socket.settimeout(self._timeout_s)
+                self._socket.sendall(REQUEST.pack(operation, len(name), len(value)) + name + value)
+                status, length = ANSWER.unpack(_receive(self._socket, ANSWER.size, self._timeout_s))
+                answer = _receive(self._socket, length, self._timeout_s)
             except OSError as error:
-                raise RendezvousError(
-                    f"worker 0, which served {self._address} for the workers to find each other, is gone ({error}). "
-                    "Look at its output."
-                ) from error
-        return answer if is_there else None
+                self._socket.close()  # what comes later is no answer to what is asked next
+                raise self._loss(error) from error
+        if status == REFUSED:
+            raise RendezvousError(
+                f"worker 0, which serves {self._address}, refused {key!r}: {answer.decode()}"
+            )
+        return answer if status == VALUE else None
+
+    def _loss(self, error: OSError) -> RendezvousError:
+        if isinstance(error, TimeoutError):
+            return RendezvousError(
+                f"worker 0, which serves {self._address} for the workers to find each other, has not answered within "
+                f"{self._timeout_s:.1f} s. It is stopped, or cannot be reached any more."
+            )
+        return RendezvousError(
+            f"worker 0, which served {self._address} for the workers to find each other, is gone ({error}). Look at "
+            "its output."
+        )
 
 
 class PrefixStore:
@@ -164,68 +243,12 @@ class PrefixStore:
         return self._store.add(f"{self._prefix}/{key}", amount)
 
 
-class _Values:
-    """What a store holds. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[bytes, bytes] = {}
-        self._counters: dict[bytes, int] = {}
-
-    def answer(self, operation: bytes, key: bytes, value: bytes) -> bytes | None:
-        with self._lock:
-            if operation == _SET:
-                self._values[key] = value
-                return b""
-            if operation == _GET:
-                return self._values.get(key)
-            self._counters[key] = self._counters.get(key, 0) + _COUNT.unpack(value)[0]
-            return _COUNT.pack(self._counters[key])
-
-
-class _TcpServer(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any) -> None:
-        self.values = _Values()
-        super().__init__(*arguments)
-
-
-class _LocalServer(socketserver.ThreadingUnixStreamServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any) -> None:
-        self.values = _Values()
-        super().__init__(*arguments)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        return _user_at(request) == os.getuid()
-
-
-class _Handler(socketserver.BaseRequestHandler):
-    server: _TcpServer | _LocalServer
-
-    def handle(self) -> None:
-        with contextlib.suppress(OSError, struct.error):
-            while True:
-                header = _receive(self.request, _REQUEST.size)
-                operation, key_bytes, value_bytes = _REQUEST.unpack(header)
-                if operation not in (_SET, _GET, _ADD) or value_bytes > _MOST_VALUE_BYTES:
-                    return
-                key = _receive(self.request, key_bytes)
-                answer = self.server.values.answer(operation, key, _receive(self.request, value_bytes))
-                self.request.sendall(_ANSWER.pack(answer is not None, len(answer or b"")) + (answer or b""))
-
-
-def _connect(address: Address, timeout_s: float) -> socket.socket:
+def _connect(address: Address, timeout_s: float, secret: JobSecret) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = max(0.1, deadline - time.monotonic())
         try:
-            return _try_to_connect(address, min(_CONNECT_ATTEMPT_S, left_s))
+            return _try_to_connect(address, min(_CONNECT_ATTEMPT_S, left_s), secret)
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RendezvousError(
@@ -235,35 +258,46 @@ def _connect(address: Address, timeout_s: float) -> socket.socket:
         time.sleep(_LONGEST_POLL_S)
 
 
-def _try_to_connect(address: Address, timeout_s: float) -> socket.socket:
+def _try_to_connect(address: Address, timeout_s: float, secret: JobSecret) -> socket.socket:
     if isinstance(address, TcpAddress):
-        connected = socket.create_connection((address.host, address.port), timeout_s)
+        connected = socket.create_connection((meeting_host(address.host), address.port), timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     else:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connected.connect(_abstract(address))
-            if _user_at(connected) != os.getuid():
-                raise PermissionError("another user serves it")
-        except OSError:
-            connected.close()
-            raise
-    connected.settimeout(None)
+        directory = private_directories.find(str(address))
+        if directory is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        connected = local_sockets.connect(directory / _SOCKET, socket.SOCK_STREAM, timeout_s=timeout_s)
+    try:
+        _greet(connected, address, timeout_s, secret)
+    except BaseException:
+        connected.close()
+        raise
     return connected
 
 
-def _abstract(address: LocalAddress) -> str:
-    return "\0" + str(address)[1:]
+def _greet(connected: socket.socket, address: Address, timeout_s: float, secret: JobSecret) -> None:
+    """The handshake: both ends prove that they know the job's secret."""
+    greeting = GREETING.pack(MAGIC, secrets.token_bytes(NONCE_BYTES))
+    connected.sendall(greeting)
+    answer = _receive(connected, NONCE_BYTES + PROOF_BYTES, timeout_s)
+    challenge = greeting + answer[:NONCE_BYTES]
+    if not secret.is_proof(answer[NONCE_BYTES:], b"store server", challenge):
+        raise RendezvousError(
+            f"refused to meet other workers at {address}: the process that listens there does not know this job's "
+            "COARSE_JOB_SECRET. It is a stranger's, or worker 0 was started with another secret or none."
+        )
+    connected.sendall(secret.prove(b"store client", challenge))
+    if _receive(connected, len(WELCOME), timeout_s) != WELCOME:
+        raise RendezvousError(
+            f"the process that listens at {address} speaks another protocol; it is no worker 0"
+        )
 
 
-def _user_at(peer: socket.socket) -> int:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    return int(_PEER_CREDENTIALS.unpack(credentials)[1])
-
-
-def _receive(peer: socket.socket, num_bytes: int) -> bytes:
+def _receive(peer: socket.socket, num_bytes: int, timeout_s: float) -> bytes:
+    deadline = time.monotonic() + timeout_s
     received = bytearray()
     while len(received) < num_bytes:
+        peer.settimeout(max(0.001, deadline - time.monotonic()))
         piece = peer.recv(num_bytes - len(received))
         if not piece:
             raise ConnectionResetError("the connection was closed")

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from coarse.cli.arguments import num_workers, seconds, whole_number
 from coarse.cli.master_port import MasterPort
+from coarse.env import job_secret
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
@@ -215,6 +216,10 @@ def environments_of(
     common.setdefault("OMP_NUM_THREADS", str(threads_per_worker(read_cpu().num_cores_granted, num_workers)))
     common["MASTER_ADDR"] = arguments.master_addr or "127.0.0.1"
     common["MASTER_PORT"] = str(master_port)
+    if (
+        arguments.nnodes == 1
+    ):  # launchers of several nodes have nothing in common but what the user gives them
+        common.setdefault("COARSE_JOB_SECRET", secrets.token_hex(32))
     common["TORCHELASTIC_RUN_ID"] = secrets.token_hex(8)
     common["TORCHELASTIC_RESTART_COUNT"] = "0"
     common["TORCHELASTIC_MAX_RESTARTS"] = str(arguments.max_restarts)
@@ -267,6 +272,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
     """Says once what every worker would say."""
     try:
         settings = Settings.from_environment(environment)
+        job_secret(environment)
         if settings.machine:
             load_machine(settings.machine)
         if settings.profile not in (OFF, CACHED, AUTO, REFRESH) and not Path(settings.profile).is_file():

@@ -1,8 +1,9 @@
 """Connects the memory devices of the nodes of a job: done by the leader of each node before it starts its devices.
 
 Each node listens on one address for a while, publishes it in the rendezvous store, and connects to every node of a
-lower number. Both ends prove that they know the job's secret, which goes through the store and never over these
-connections; whoever cannot is turned away. docs/design/nodes.md has the handshake.
+lower number. Both ends prove that they know a secret, which is made of the job's and of a random one that goes
+through the store and never over these connections; whoever cannot is turned away. docs/design/nodes.md has the
+handshake.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from coarse.env import master_address
+from coarse.env import job_secret, master_address
 from coarse.errors import RendezvousError
 from coarse.rendezvous import PROGRESS_INTERVAL_S, NodeMap, PeerWatch
 from coarse.settings import Settings
@@ -217,7 +218,8 @@ class _Linking:
         self._next_report = self._started + PROGRESS_INTERVAL_S
 
     def run(self, listener: socket.socket, own: NodeAddress) -> None:
-        secret = self._await_key("node secret", 0)
+        # Torch's stores let everybody read: whoever has this half still lacks the other one, if the job has a secret.
+        secret = job_secret().prove(b"node links", self._await_key("node secret", 0))
         doorman = _Doorman(listener, self._node, secret)
         try:
             for node in range(self._nodes.num_nodes):

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import logging
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from coarse.errors import ProtocolError
+from coarse.local_sockets import peer_of
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.protocol import Channel, Message, Received, int_field
 from coarse.proxy.socket_directory import OwnSocket, socket_path
+from coarse.strangers import Acceptor, RareWarnings
 
 logger = logging.getLogger(__name__)
 
 _MOST_UNPROVED = 64
 _HELLO_TIMEOUT_S = 30.0
-_WARNING_INTERVAL_S = 5.0
 
 
 class WorkerConnection:
@@ -105,19 +104,14 @@ class Workers:
         self._job = job
         self._loop = loop
         self._handler = handler
-        self._listener = socket.socket(fileno=job.listen_fd)
-        self._listener.setblocking(False)
+        self._warnings = RareWarnings(logger, f"[md{job.device}]")
+        self._acceptor = Acceptor(socket.socket(fileno=job.listen_fd), self._warnings)
         self.socket = OwnSocket(Path(socket_path(job.directory, job.device)))
         """Where workers connect."""
         self._connections: list[WorkerConnection] = []
         self._admitted: dict[int, WorkerConnection] = {}
         self._processes: list[int] = []  # pidfds of those that were let in, where another attempt may follow
-        self._spare_fd = os.open(
-            os.devnull, os.O_RDONLY | os.O_CLOEXEC
-        )  # to turn somebody away without any other
-        self._warned_s = -_WARNING_INTERVAL_S
-        self._num_unwarned = 0
-        loop.watch(self._listener.fileno(), self._accept)
+        loop.watch(self._acceptor.fileno(), self._accept)
 
     @property
     def is_complete(self) -> bool:
@@ -183,10 +177,7 @@ class Workers:
             os.close(self._processes.pop())
         for worker in self._connections:
             worker.close()
-        self._listener.close()
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
-            self._spare_fd = -1
+        self._acceptor.close()
         self.socket.close()
 
     def drop_silent(self) -> None:
@@ -196,16 +187,12 @@ class Workers:
             self._drop(worker, f"said no hello within {_HELLO_TIMEOUT_S:.0f} s")
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._turn_away()
+        connection = self._acceptor.accept()
+        if connection is None:
             return
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", credentials)
-        if uid != os.geteuid():
-            self._warn(f"refused a connection of user {uid}")
+        pid, user = peer_of(connection)
+        if user != os.geteuid():
+            self._warnings.warn(f"refused a connection of process {pid} of user {user}")
             connection.close()
             return
         connection.setblocking(False)
@@ -216,32 +203,10 @@ class Workers:
         self._connections.append(worker)
         self._loop.watch(connection.fileno(), lambda: self._read(worker))
 
-    def _turn_away(self) -> None:
-        """Takes and closes a connection where there is no descriptor for it: it would be announced for ever."""
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
-            connection.close()
-        self._spare_fd = -1
-        with contextlib.suppress(OSError):
-            self._spare_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._warn("turned a connection away, for this process may have no more open files")
-
     def _drop(self, worker: WorkerConnection, why: str) -> None:
         """Closes a connection that has not said hello, and says why."""
-        self._warn(f"dropped a connection of process {worker.pid}: {why}")
+        self._warnings.warn(f"dropped a connection of process {worker.pid}: {why}")
         self._lose(worker)
-
-    def _warn(self, text: str) -> None:
-        """Logs what strangers do, not more often than somebody reads."""
-        now_s = time.monotonic()
-        if now_s - self._warned_s < _WARNING_INTERVAL_S:
-            self._num_unwarned += 1
-            return
-        more = f" (and {self._num_unwarned} more times something of the kind)" if self._num_unwarned else ""
-        logger.warning("[md%s] %s%s", self._job.device, text, more)
-        self._warned_s, self._num_unwarned = now_s, 0
 
     def _read(self, worker: WorkerConnection) -> bool:
         """Serves the next frame of a worker; False if there is none."""
@@ -304,7 +269,7 @@ class Workers:
             if self._job.keep_s:
                 self._processes.append(os.dup(worker.pidfd))
         if self._job.keep_s and self.is_complete:
-            self._loop.unwatch(self._listener.fileno())  # whoever connects now belongs to the next attempt
+            self._loop.unwatch(self._acceptor.fileno())  # whoever connects now belongs to the next attempt
         self._handler.worker_admitted(worker)
 
     def _check_token(self, message: Message) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, job_secret
 from coarse.errors import RendezvousError
+from coarse.job_secret import JobSecret
 from coarse.launch import Launch
 from coarse.rendezvous import WorkerAddress, gather_workers
 from coarse.session import Session
 from coarse.settings import Settings
-from coarse.socket_store import Address, PrefixStore, SocketStore, StoreServer
+from coarse.socket_store import Address, PrefixStore, SocketStore, serve
+from coarse.store_server import StoreServer
 
 
 def join_session(launch: Launch, number: int) -> Session:
@@ -31,6 +34,7 @@ def join_session(launch: Launch, number: int) -> Session:
     addresses = gather_workers(
         launch.identity, PrefixStore(store, "join"), timeout_s=settings.timeout_s, node=settings.node
     )
+    _shut_door(launch)
     return Session.join(
         identity=_with_neighbours(launch.identity, addresses), store=store, settings=settings, name=name
     )
@@ -44,18 +48,28 @@ def _store_of_process(launch: Launch, settings: Settings) -> SocketStore:
     assert launch.address is not None
     key = (os.getpid(), launch.address)
     if key not in _STORES:
-        server = _serve(launch.address) if launch.identity.rank == 0 else None
+        timeout_s, secret = settings.timeout_s, job_secret()
+        server = _serve(launch.address, secret, timeout_s) if launch.identity.rank == 0 else None
         try:
-            store = SocketStore(launch.address, timeout_s=settings.timeout_s)
+            store = SocketStore(launch.address, timeout_s=timeout_s, secret=secret)
         except RendezvousError as error:
             raise RendezvousError(f"worker {launch.identity.rank}: {error}") from error
         _STORES[key] = store, server
     return _STORES[key][0]
 
 
-def _serve(address: Address) -> StoreServer:
+def _shut_door(launch: Launch) -> None:
+    """Lets nobody into the store any more: all workers are there, and each of them has one connection."""
+    assert launch.address is not None
+    if (server := _STORES[os.getpid(), launch.address][1]) is not None:
+        server.shut_door()
+
+
+def _serve(address: Address, secret: JobSecret, timeout_s: float) -> StoreServer:
     try:
-        return StoreServer(address)
+        server = serve(address, secret=secret, timeout_s=timeout_s)
+        atexit.register(server.shut_door)
+        return server
     except OSError as error:
         raise RendezvousError(
             f"worker 0 cannot serve {address}: {error}. Either it is taken or another process has rank 0; choose a "

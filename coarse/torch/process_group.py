@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import time
@@ -15,11 +16,13 @@ import torch.distributed as dist
 from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
 from coarse.launch import meeting_place
+from coarse.listening import meeting_host
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
 from coarse.torch.meeting import fresh_part
+from coarse.torch.store import serve_store
 
 logger = logging.getLogger(__name__)
 
@@ -102,23 +105,17 @@ def _destroy(owner_pid: int) -> None:
 def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
     """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
     host, port = meeting_place(identity, environ)
+    address = meeting_host(host)
     served_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = identity.rank == 0 and not served_by_agent
     started = time.monotonic()
     while True:
         attempted = time.monotonic()
         remaining_s = timeout_s - (attempted - started)
+        timeout = timedelta(seconds=max(0.1, min(_REPORT_INTERVAL_S, remaining_s)))
         try:
-            store = dist.TCPStore(
-                host,
-                port,
-                identity.world_size,
-                serve,
-                timeout=timedelta(seconds=max(0.1, min(_REPORT_INTERVAL_S, remaining_s))),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+            store = _serve(address, port, timeout) if serve else _open(address, port, False, timeout)
+        except (OSError, RuntimeError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             elapsed_s = time.monotonic() - started
             if serve:
                 raise RendezvousError(
@@ -139,6 +136,21 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
             continue
         store.set_timeout(timedelta(seconds=timeout_s))
         return store
+
+
+def _serve(host: str, port: int, timeout: timedelta) -> Any:
+    try:
+        return serve_store(host, port, timeout=timeout)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return _open(host, port, True, timeout)  # this process itself may serve a store there
+
+
+def _open(host: str, port: int, serve: bool, timeout: timedelta) -> Any:
+    return dist.TCPStore(
+        host, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from coarse.env import job_secret
+from coarse.job_secret import JobSecret
+from coarse.listening import listen_for_workers, meeting_host
 from coarse.settings import Settings
 
 _FIRST_POLL_S = 0.001
@@ -23,16 +26,22 @@ class TorchStore:
     caller at a time, so that a blocked wait would hold up other threads of the process that use the same
     store.
 
+    Values come with a proof of the job's secret, where it has one: torch's stores let everybody read and write. What
+    has none is refused with RendezvousError. Counters have none.
+
     Args:
         store: The torch store to use.
         prefix: Put before every key, so that nobody else's keys are touched.
+        secret: Of the job; that of the environment if not given.
     """
 
-    def __init__(self, store: Any, *, prefix: str) -> None:
+    def __init__(self, store: Any, *, prefix: str, secret: JobSecret | None = None) -> None:
         self._store = dist.PrefixStore(prefix, store)
+        self._prefix = prefix
+        self._secret = job_secret() if secret is None else secret
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._store.set(key, self._secret.seal(f"{self._prefix}/{key}", value))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
@@ -42,7 +51,7 @@ class TorchStore:
                 raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        return bytes(self._store.get(key))
+        return self._secret.open(f"{self._prefix}/{key}", bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))
@@ -71,13 +80,38 @@ def _serve_store(process_group: Any) -> Any:
     server: list[Any] = [None]
     store = None
     if dist.get_rank(process_group) == 0:
-        host = _reachable_host()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        host = meeting_host(_reachable_host())
+        store = serve_store(host, 0, timeout=timeout)
         server[0] = (host, store.port)
     dist.broadcast_object_list(server, src=dist.get_global_rank(process_group, 0), group=process_group)
     if store is None:
         host, port = server[0]
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return store
+
+
+def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
+    """A TCPStore that this process serves at the address that it is for; torch's own listen on all interfaces.
+
+    Args:
+        host: By meeting_host().
+        port: 0 for a free one.
+        timeout: Of its waits.
+
+    Raises:
+        OSError, RuntimeError: If the address is taken.
+    """
+    with listen_for_workers(host, port) as listener:
+        store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store's by now
     return store
 
 

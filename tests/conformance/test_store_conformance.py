@@ -7,7 +7,7 @@ import os
 import pytest
 from store_suite import run_store_suite
 
-from coarse.socket_store import LocalAddress, PrefixStore, SocketStore, StoreServer, TcpAddress
+from coarse.socket_store import LocalAddress, PrefixStore, SocketStore, TcpAddress, serve
 from coarse.store import DirectoryStore
 
 
@@ -26,7 +26,7 @@ def test_torch_store():
 @pytest.mark.parametrize("kind", ["tcp", "local"])
 def test_socket_store(kind):
     address = TcpAddress("127.0.0.1", 0) if kind == "tcp" else LocalAddress(f"test-{os.getpid()}")
-    server = StoreServer(address)
+    server = serve(address)
     stores = []
 
     def open_store():

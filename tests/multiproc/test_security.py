@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import select
+import signal
 import socket
 import struct
 
@@ -19,10 +20,15 @@ from harness import LIMIT_S, open_descriptors
 from test_start import joining
 
 from coarse.schema import TensorSpec
+from coarse.store import DirectoryStore
 
 HEADER = struct.Struct(
     "<4sHHII"
 )  # docs/design/control-protocol.md: magic, version, descriptors, length, offset
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+NOBODY = 65534
 
 
 def frame(payload, *, magic=b"COAR", version=1, num_fds=0, total=None, offset=0):
@@ -173,7 +179,7 @@ def test_out_of_descriptors_a_device_turns_connections_away(job, device_socket):
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 def test_another_user_is_refused(device_socket):
     path, token = device_socket
     path.parent.parent.parent.chmod(0o755)
@@ -205,6 +211,97 @@ def test_another_user_is_refused(device_socket):
         finally:
             os._exit(code)
     assert os.waitpid(child, 0) == (child, 0), "and if it does not, the device does"
+    path.parent.chmod(0o700)  # or the workers refuse it
+
+
+# ---- who serves a worker ----
+
+
+@contextlib.contextmanager
+def another_user(prepare):
+    """A process of another user that listens on the socket which `prepare` returns; `prepare` runs as this user."""
+    listener = prepare()
+    ready, at_work = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            listener.listen()  # from now on its peers see that user
+            os.write(at_work, b"1")
+            signal.pause()
+        finally:
+            os._exit(0)
+    os.close(at_work)
+    try:
+        assert os.read(ready, 1) == b"1"
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        listener.close()
+
+
+def bound_to(path):
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    return listener
+
+
+def announce(job, directory):
+    """Starts two workers, and has the second one find memory devices in `directory`; returns how they end."""
+    workers = [job.start_worker(rank, 2, joining({1: "get devices/0"}, memory_devices=1)) for rank in (0, 1)]
+    assert workers[1].hear() == "get devices/0"
+    store = DirectoryStore(job.directory / "store")
+    announced = json.loads(store.get("devices/0", LIMIT_S))
+    store.set("devices/0", json.dumps({**announced, "directory": str(directory)}).encode())
+    workers[1].tell()
+    return [running.finish() for running in workers]
+
+
+@needs_root
+def test_a_directory_of_another_user_in_the_store_is_refused(job):
+    """Somebody writes `devices/0`, and serves a memory device in a directory of his own."""
+    theirs = job.directory / "theirs"
+    theirs.mkdir(mode=0o700)
+    with another_user(lambda: bound_to(theirs / "md0.sock")):
+        (theirs / "token").write_text("0" * 64)
+        os.chown(theirs, NOBODY, NOBODY)
+        first, second = announce(job, theirs)
+    assert second.error == "RendezvousError", second
+    assert f"{theirs} is a directory of user {NOBODY} with mode 700" in second.message
+    assert "another user has written to the store" in second.message
+    assert first.error == "WorkerLostError", first
+
+
+@needs_root
+def test_a_socket_that_another_user_serves_is_refused(job):
+    """Even in a directory of this user."""
+    own = job.directory / "own"
+    own.mkdir(mode=0o700)
+    (own / "token").write_text("0" * 64)
+    with another_user(lambda: bound_to(own / "md0.sock")) as stranger:
+        _, second = announce(job, own)
+    assert second.error == "RendezvousError", second
+    assert f"process {stranger} of user {NOBODY} listens there, not one of user 0" in second.message
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
+def test_memory_devices_are_looked_for_in_private_directories_only(job, kind):
+    place = job.directory / "place"
+    if kind == "a link":
+        place.symlink_to(job.temporary)
+    elif kind == "a file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o711)
+    _, second = announce(job, place)
+    assert second.error == "RendezvousError", second
+    reason = "with mode 711" if kind == "open to others" else "is a symbolic link or a file"
+    assert f"refused to join memory devices: {place} " in second.message
+    assert reason in second.message
 
 
 # ---- a worker that has been let in ----

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from coarse.cli.master_port import MasterPort
+
 TIMEOUT_S = 120
 ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -177,6 +179,32 @@ def test_a_master_that_does_not_answer_is_named() -> None:
     [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
     assert status != 0
     assert f"nobody answered at localhost:{port}" in errors.splitlines()[-1]
+
+
+def test_what_a_stranger_writes_to_the_store_is_refused(job: dict[str, str]) -> None:
+    """Where the workers have been told a secret that the stranger does not know."""
+    store = dist.TCPStore("localhost", int(job["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    store.set("coarse/door/name/1/1", b"a part of the store that the stranger has prepared")
+    [(status, _, errors)] = run([(TRAIN, {**job, "RANK": "1", "COARSE_JOB_SECRET": "s" * 32})])
+    assert status != 0
+    assert "RendezvousError: refused 'coarse/door/name/1/1'" in errors.splitlines()[-1]
+    assert "Somebody outside of the job has written it" in errors.splitlines()[-1]
+    del store
+
+
+def test_the_store_of_one_node_can_be_reached_on_that_node_alone(job: dict[str, str]) -> None:
+    script = TRAIN + (
+        "import socket\n"
+        "try: socket.create_connection(('127.0.0.2', int(os.environ['MASTER_PORT'])))\n"
+        "except ConnectionRefusedError: print(model.module.weight.grad.tolist())\n"
+    )
+    with MasterPort(None) as port:
+        variables = {**job, "MASTER_PORT": str(port.number), "COARSE_JOB_SECRET": "s" * 32}
+        del variables["TORCHELASTIC_USE_AGENT_STORE"]
+        scripts = [(script, {**variables, "RANK": str(rank)}) for rank in range(2)]
+        for status, output, errors in run(scripts):
+            assert status == 0, errors
+            assert output.strip() == f"{[[1.5] * 4] * 2}"
 
 
 def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> None:

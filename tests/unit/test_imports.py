@@ -26,9 +26,10 @@ LAYERS = (
     ("proxy",),
     ("profiler", "checkpoint", "rendezvous"),
     ("kernels", "env", "settings", "socket_store"),
-    ("machine", "schema", "store", "failpoints", "local_sockets"),
+    ("store_server",),
+    ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
     ("private_directories",),
-    ("errors", "scheduling", "scratch", "presence"),
+    ("errors", "scheduling", "scratch", "presence", "listening", "strangers"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from coarse.errors import RendezvousError
 from coarse.launch import Launch, adopt_launcher
-from coarse.socket_store import LocalAddress, SocketStore, StoreServer, TcpAddress
+from coarse.socket_store import LocalAddress, SocketStore, TcpAddress, serve
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 AGENT = {**RANKS, "LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
@@ -77,12 +77,12 @@ def test_what_cannot_be_is_refused(variables, said):
 
 
 def test_a_store_that_nobody_serves_is_missed_by_name():
-    with pytest.raises(RendezvousError, match=r"nobody answered at @coarse/.*/nobody within 0 s"):
+    with pytest.raises(RendezvousError, match="nobody answered at stores/nobody within 0 s"):
         SocketStore(LocalAddress("nobody"), timeout_s=0.05)
 
 
 def test_a_store_that_is_gone_is_told():
-    server = StoreServer(TcpAddress("127.0.0.1", 0))
+    server = serve(TcpAddress("127.0.0.1", 0))
     store = SocketStore(TcpAddress("127.0.0.1", server.port), timeout_s=20.0)
     store.set("key", b"value")
     store.close()

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from coarse.cli.master_port import MasterPort
-from coarse.socket_store import SocketStore, StoreServer, TcpAddress
+from coarse.socket_store import SocketStore, TcpAddress, serve
 
 
 def listen(port: int, *, shares: bool) -> socket.socket:
@@ -33,7 +33,7 @@ def test_others_cannot_take_it_until_it_is_given_back():
 def test_worker_0_serves_its_store_there_meanwhile():
     with MasterPort(None) as port:
         address = TcpAddress("127.0.0.1", port.number)
-        server = StoreServer(address)
+        server = serve(address)
         client = SocketStore(address, timeout_s=60.0)
         client.set("key", b"value")
         assert client.get("key", 60.0) == b"value"

@@ -6,12 +6,12 @@ import hmac
 import os
 import secrets
 import socket
-import struct
 import time
 from typing import TYPE_CHECKING, Any
 
 from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
+from coarse.local_sockets import peer_of
 from coarse.proxy.node_links import NodeLinks, link_nodes
 from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
 from coarse.settings import Settings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from coarse.store import Store
 
 _TOKEN_BYTES = 32
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 _ANSWER_TIMEOUT_S = 5.0
 _LOOK_INTERVAL_S = 0.25
 _LARGEST_BUFFER_BYTES = 512 << 10
@@ -135,23 +134,34 @@ def _hand_out(
         listener.bind(name)
         listener.listen(max(1, num_peers))
         store.set(door, token + name.encode())
+        listener.settimeout(_LOOK_INTERVAL_S)
         served = 0
         while served < num_peers:
-            listener.settimeout(_LOOK_INTERVAL_S)
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"rank {leader}: {num_peers - served} rank(s) did not come for the group's memory in time"
+                )
             try:
                 visitor = listener.accept()[0]
             except TimeoutError:
                 watch.check()
-                if time.monotonic() > deadline:
-                    raise RendezvousError(
-                        f"rank {leader}: {num_peers - served} rank(s) did not come for the group's memory in time"
-                    ) from None
                 continue
             with visitor:
-                visitor.settimeout(_ANSWER_TIMEOUT_S)
-                if _is_of_this_user(visitor) and hmac.compare_digest(visitor.recv(_TOKEN_BYTES), token):
-                    socket.send_fds(visitor, [b"\1"], [fd])
-                    served += 1
+                served += _serve(visitor, fd, token)
+
+
+def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
+    """Hands the descriptor to a rank of this user that knows the token; whether this was one."""
+    if peer_of(visitor)[1] != os.geteuid():
+        return False
+    visitor.settimeout(_ANSWER_TIMEOUT_S)
+    try:
+        if not hmac.compare_digest(visitor.recv(_TOKEN_BYTES), token):
+            return False
+        socket.send_fds(visitor, [b"\1"], [fd])
+    except OSError:  # it says nothing, or is gone
+        return False
+    return True
 
 
 def _await_door(store: Store, watch: PeerWatch, door: str, rank: int, leader: int, deadline: float) -> bytes:
@@ -169,9 +179,11 @@ def _receive_descriptor(door: bytes, leader: int) -> int:
         connection.settimeout(_ANSWER_TIMEOUT_S)
         try:
             connection.connect(name)
-            if not _is_of_this_user(connection):
+            pid, user = peer_of(connection)
+            if user != os.geteuid():
                 raise RendezvousError(
-                    "the group's memory is offered by another user of this machine; refused"
+                    f"refused the group's memory: process {pid} of user {user} offers it, not rank {leader} of user "
+                    f"{os.geteuid()}. Somebody else has written to the store by which the ranks meet."
                 )
             connection.sendall(token)
             _, fds, _, _ = socket.recv_fds(connection, 1, 1)
@@ -182,8 +194,3 @@ def _receive_descriptor(door: bytes, leader: int) -> int:
     if len(fds) != 1:
         raise RendezvousError(f"rank {leader} did not hand out the group's memory")
     return fds[0]
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1]) == os.getuid()
