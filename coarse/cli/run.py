@@ -227,9 +227,19 @@ def environments_of(
     common["LOCAL_WORLD_SIZE"] = str(num_workers)
     first_rank = _first_rank(arguments)
     return tuple(
-        {**common, "RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+        {
+            **_quieter(first_rank + local_rank),
+            **common,
+            "RANK": str(first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+        }
         for local_rank in range(num_workers)
     )
+
+
+def _quieter(rank: int) -> dict[str, str]:
+    """Has TensorFlow tell of the processor on worker 0 alone: the others print warnings and errors."""
+    return {} if rank == 0 else {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 
 def restart_variables(master_port: MasterPort, attempt: int) -> dict[str, str]:

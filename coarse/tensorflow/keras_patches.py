@@ -8,16 +8,24 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
+from coarse.errors import CoarseError
 from coarse.tensorflow.callbacks import guard, share_restored
 from coarse.tensorflow.replacing import replaces
 from coarse.tensorflow.saving import write_whole_files
 
 logger = logging.getLogger(__name__)
+
+_ERROR_OF_GRAPH = re.compile(
+    rf"^((?:{'|'.join(each.__name__ for each in CoarseError.__subclasses__())}): .*?)\s*(?:\[\[|\[Op:|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+"""What COARSE says within an error of TensorFlow's, up to the names of nodes."""
 
 _ADVICE = "Build the model and compile it within `with strategy.scope():`."
 
@@ -142,17 +150,31 @@ def _patch_training(trainer_class: Any, method: str, strategy_class: Any) -> Non
             _check_compilable(self)
         if method == "train_on_batch":
             self._has_own_statistics = True
-            return original(self, *arguments, **keywords)
+            with _told_shortly():
+                return original(self, *arguments, **keywords)
         self._averages_at_epochs = True
         try:
             if len(arguments) < shows_at:
                 keywords = _quieted(self, keywords, strategy_class)
-            returned = original(self, *arguments, **keywords)
+            with _told_shortly():
+                returned = original(self, *arguments, **keywords)
         finally:
             self._averages_at_epochs = False
         if isinstance(self._distribute_strategy, strategy_class):
             self._distribute_strategy.extended._meet("ending fit()")
         return returned
+
+
+@contextlib.contextmanager
+def _told_shortly() -> Iterator[None]:
+    """Removes TensorFlow's traceback of the graph from an error of COARSE, which starts the message then."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        said = _ERROR_OF_GRAPH.search(str(error.message))
+        if said is None:
+            raise
+        raise type(error)(error.node_def, error.op, said.group(1)) from None
 
 
 def _place_of_verbose(method: Any) -> int:
@@ -174,7 +196,8 @@ def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> No
             keywords = _quieted(self, keywords, strategy_class)
         averages, self._averages_at_epochs = getattr(self, "_averages_at_epochs", False), False
         try:
-            return original(self, *arguments, **keywords)
+            with _told_shortly():
+                return original(self, *arguments, **keywords)
         finally:
             self._averages_at_epochs = averages
 
@@ -182,18 +205,31 @@ def _patch_inference(trainer_class: Any, method: str, strategy_class: Any) -> No
 def _average_statistics(model: Any, strategy_class: Any) -> None:
     """Makes what layers gather of the rows they see the mean over the workers. Collective.
 
-    That is what BatchNormalization keeps for inference, and every other weight of a layer that is not trained. Added
-    up in double precision, weights that are equal stay as they are.
+    Added up in double precision, weights that are equal stay as they are.
     """
     strategy = model._distribute_strategy
     if not isinstance(strategy, strategy_class) or strategy.num_replicas_in_sync == 1:
         return
-    gathered = [weight for weight in model.non_trainable_weights if tf.as_dtype(weight.dtype).is_floating]
+    gathered = _gathered_weights(model)
     if not gathered:
         return
     own = [tf.cast(tf.convert_to_tensor(weight.value), tf.float64) for weight in gathered]
     for weight, mean in zip(gathered, strategy.reduce("MEAN", own, axis=None), strict=True):
         weight.assign(tf.cast(mean, weight.dtype))
+
+
+def _gathered_weights(model: Any) -> list[Any]:
+    """What layers change without training it, as BatchNormalization its statistics; not what is merely frozen.
+
+    Frozen weights, maybe a whole pretrained model, are alike on all workers: they need not travel.
+    """
+    found = {
+        id(weight): weight
+        for layer in model._flatten_layers()
+        for weight in layer._non_trainable_variables
+        if tf.as_dtype(weight.dtype).is_floating
+    }
+    return list(found.values())
 
 
 def _quieted(model: Any, keywords: dict[str, Any], strategy_class: Any) -> dict[str, Any]:
@@ -365,17 +401,23 @@ def _patch_gradients(optimizer_class: Any, strategy_class: Any) -> None:
         if context is None or not isinstance(context.strategy, strategy_class):
             _tell_of_run(self, strategy_class)
             return original(self, grads_and_vars)
-        if context.num_replicas_in_sync > 1 and not context.has_weighed_a_loss:
-            _tell_of_sums(self, context.num_replicas_in_sync)
+        if context.num_replicas_in_sync > 1:
+            _tell_of_sums(self, context)
         with context.reducing_for_updates():
             return original(self, grads_and_vars)
 
 
-def _tell_of_sums(optimizer: Any, num_workers: int) -> None:
-    """Gradients are added up over the workers, and no loss of Keras's has made its share of this step's."""
-    if getattr(optimizer, "_is_told_of_sums_by_coarse", False):
+def _tell_of_sums(optimizer: Any, context: Any) -> None:
+    """Gradients are added up over the workers, and no loss of Keras's has made its share of this step's.
+
+    An optimizer's first step tells: in later ones the losses may be in functions that were traced then.
+    """
+    if getattr(optimizer, "_is_checked_for_sums_by_coarse", False):
         return
-    optimizer._is_told_of_sums_by_coarse = True
+    optimizer._is_checked_for_sums_by_coarse = True
+    if context.has_weighed_a_loss:
+        return
+    num_workers = context.num_replicas_in_sync
     logger.warning(
         "coarse.tensorflow: optimizer %r adds up the gradients of %d workers, and the loss was not divided among "
         "them, as under Keras's own strategies: a loss that is the mean of a worker's rows counts %d times. Use "

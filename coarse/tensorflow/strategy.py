@@ -20,6 +20,7 @@ from tensorflow.python.distribute import values as distributed_values
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from coarse.launch import Launch
 from coarse.session import Session
@@ -128,43 +129,48 @@ class _ReplicaContext(distribute_lib.ReplicaContext):  # type: ignore[misc,unuse
     Args:
         strategy: It is part of.
         rank: Of this worker.
-        arguments: Of the step, with the rows that this worker was dealt.
+        rows: A variable that holds how many rows this worker was dealt; None where the step has none. Functions that
+            were traced in an earlier step read those of this one.
     """
 
     _is_for_updates = False
 
-    def __init__(self, strategy: Strategy, rank: int, arguments: Any) -> None:
+    def __init__(self, strategy: Strategy, rank: int, rows: Any) -> None:
         super().__init__(strategy, rank)
-        self._arguments = arguments
-        self._fraction: Any = None
-        self._has_weighed = False
-        self._graph = _graph_of_now()
+        self._rows = rows
+        self._entry = ops.get_default_graph()
+        self._fractions: dict[Any, Any] = {}
 
     @property
     def has_weighed_a_loss(self) -> bool:
         """Whether this step has asked for row_fraction()."""
-        return self._has_weighed
+        return bool(self._fractions)
 
     def row_fraction(self) -> Any:
         """This worker's rows over those of all workers: the weight of its mean in the mean of all rows.
 
-        Collective at its first call in a step. A float32 scalar; one of so many workers where the step has no rows.
+        Collective at its first call in each function of a step; branches and loops of a function share the value.
+        A float32 scalar; one of so many workers where the step has no rows.
         """
-        self._has_weighed = True
-        if _graph_of_now() is not self._graph:
-            # A function within the step, whose graph serves other steps too, cannot see the rows of this one.
-            return self._same_for_all()
-        if self._fraction is None:
-            self._fraction = self._measure_fraction()
-        return self._fraction
+        graph = self._function_graph()
+        if graph not in self._fractions:
+            with contextlib.nullcontext() if graph is None else graph.as_default():
+                self._fractions[graph] = self._measure_fraction()
+        return self._fractions[graph]
 
-    def _same_for_all(self) -> Any:
-        return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
+    def _function_graph(self) -> Any:
+        """The graph of the function that is traced now, or of the loop within which the step began; None outside."""
+        if not ops.inside_function():
+            return None
+        graph = ops.get_default_graph()
+        while graph is not self._entry and isinstance(graph, ControlFlowFuncGraph):
+            graph = graph.outer_graph
+        return graph
 
     def _measure_fraction(self) -> Any:
-        rows = _num_rows(self._arguments)
-        if rows is None:
-            return self._same_for_all()
+        if self._rows is None:
+            return tf.constant(1 / self._strategy.num_replicas_in_sync, tf.float32)
+        rows = self._rows.read_value()
         of_all = self._strategy.extended._reduce_nested(reduce_util.ReduceOp.SUM, rows)
         return tf.math.divide_no_nan(tf.cast(rows, tf.float32), tf.cast(of_all, tf.float32))
 
@@ -202,6 +208,7 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         self._collectives: Collectives | None = None
         self._kernel: ReduceKernel | None = None
         self._is_alone = False
+        self._rows: Any = None
         super().__init__(strategy, device)
         self._default_device = self._device
         self.experimental_enable_get_next_as_optional = True
@@ -211,6 +218,8 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
             self._collectives = Collectives(session)
             self._kernel = self._kernel_of_all(load_kernel(self._collectives, number))
             self._operations = Operations(self._collectives, self._kernel)
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._rows = tf.Variable(0, dtype=tf.int64, trainable=False, name="rows_of_step")
 
     def _kernel_of_all(self, own: ReduceKernel | None) -> ReduceKernel | None:
         """The op, if every worker has it: by which the others reduce depends on it. Collective."""
@@ -335,9 +344,17 @@ class CoarseExtended(OneDeviceExtended):  # type: ignore[misc,unused-ignore]
         return True
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        step = _ReplicaContext(self._container_strategy(), self._identity.rank, (args, kwargs))
-        with tf.device(self._device), step:
+        rows = self._rows_of((args, kwargs))
+        with tf.device(self._device), _ReplicaContext(self._container_strategy(), self._identity.rank, rows):
             return fn(*distribute_utils.select_replica(0, args), **distribute_utils.select_replica(0, kwargs))
+
+    def _rows_of(self, arguments: Any) -> Any:
+        """The variable, which now holds the number of rows among a step's arguments; None if they have no rows."""
+        rows = None if self._rows is None else _num_rows(arguments)
+        if rows is None:
+            return None
+        self._rows.assign(rows)
+        return self._rows
 
     def _local_results(self, value: Any) -> tuple[Any, ...]:
         return (distribute_utils.select_replica(0, value),)
@@ -472,11 +489,6 @@ def _first_workers(operations: Operations, kwargs: dict[str, Any]) -> Callable[[
         return operations.broadcast(f"creating variable {name!r}", tensor)
 
     return value
-
-
-def _graph_of_now() -> Any:
-    """The graph that is being built; None where operations run at once."""
-    return None if tf.executing_eagerly() else ops.get_default_graph()
 
 
 def _num_rows(arguments: Any) -> Any:

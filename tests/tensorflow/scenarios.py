@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import coarse.tensorflow
+from coarse.tensorflow import keras_patches
 
 ROWS, BATCH = (
     90,
@@ -168,6 +169,56 @@ class Halves(keras.Model):
         return {"loss": loss}
 
 
+class InFunctions(keras.Model):
+    """A model whose step takes losses within functions of its own and within branches, as GANs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (keras.layers.Dense(1, name=name) for name in ("first", "second"))
+        self.error = keras.losses.MeanSquaredError()
+
+    def share(self, layer: Any, x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = self.error(y, layer(x))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    @tf.function
+    def share_of_first(self, x: Any, y: Any) -> Any:
+        return self.share(self.first, x, y)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        outer = self.share(self.second, x, y)
+        inner = self.share_of_first(x, y)
+        either = tf.cond(
+            tf.size(self.first.bias) > 0,  # alike on all workers, and not known when the function is traced
+            lambda: self.share(self.second, x, y),
+            lambda: self.share(self.second, x, 2 * y),
+        )
+        outer = [one + other for one, other in zip(outer, either, strict=True)]
+        weights = self.first.trainable_variables + self.second.trainable_variables
+        self.optimizer.apply([*inner, *outer], weights)
+        return {"steps": tf.cast(self.optimizer.iterations, tf.float32)}
+
+
+def losses_in_functions(strategy: Any) -> dict[str, Any]:
+    """Trained twice by a step that is traced anew while a function within it is not, and eagerly."""
+    x, y = inputs()
+    found: dict[str, Any] = {}
+    for runs_eagerly in (False, True):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = InFunctions()
+            for layer in (model.first, model.second):
+                layer.build((None, 8))
+        for rows in (51, 5):
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.01), run_eagerly=runs_eagerly)
+            model.fit(x[:rows], y[:rows], batch_size=32, epochs=1, shuffle=False, verbose=0)
+        found[str(runs_eagerly)] = np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
+    return found
+
+
 def uneven_rows(strategy: Any) -> dict[str, Any]:
     """One batch of 51 rows, and batches of one row, of which a worker has none: by SGD, which shows every factor."""
     found: dict[str, Any] = {}
@@ -235,8 +286,16 @@ def statistics_of_batches(strategy: Any) -> dict[str, Any]:
         "behind train_on_batch": digest(model),
         "evaluated": loss,
         "had own": before != digest(model),
+        "averaged": averaged_weights(),
         "shows progress": "Epoch 1/2" in printed.getvalue(),
     }
+
+
+def averaged_weights() -> list[str]:
+    """Names of the weights that workers average, of a model with a frozen layer."""
+    frozen = keras.layers.Dense(3, trainable=False)
+    model = keras.Sequential([keras.Input((8,)), frozen, keras.layers.BatchNormalization()])
+    return [weight.name for weight in keras_patches._gathered_weights(model)]
 
 
 @contextlib.contextmanager
@@ -1057,6 +1116,7 @@ SCENARIOS: dict[str, Callable[[Any], dict[str, Any]]] = {
         embedding,
         fewer_rows_than_workers,
         uneven_rows,
+        losses_in_functions,
         one_alone,
         statistics_of_batches,
         rows_of_tables,

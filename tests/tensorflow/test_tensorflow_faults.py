@@ -47,6 +47,12 @@ def test_a_worker_that_dies_in_fit_ends_it_on_the_others(said):
     assert said["over"] - said["died"] < 20.0  # a second, and what a busy machine takes
 
 
+def test_the_error_of_a_graph_says_what_happened_without_the_way_through_keras(said):
+    assert "Detected at node" not in said["fit"]
+    assert "{{node" not in said["fit"]
+    assert said["fit"].partition(": ")[2].startswith("WorkerLostError: worker 0: worker 1 ")
+
+
 def test_what_is_asked_for_later_says_the_same(said):
     assert "worker 1" in said["after"]
 

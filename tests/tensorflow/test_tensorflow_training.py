@@ -370,6 +370,19 @@ def test_every_row_of_uneven_batches_counts_alike_in_weights_losses_and_metrics(
                 assert worker[name][kind] == pytest.approx(values, rel=1e-5, abs=1e-6), (name, kind)
 
 
+def test_rows_count_alike_in_losses_within_functions_and_branches(results):
+    alone, workers = scenario_of(results, "losses_in_functions")
+    for worker in workers:
+        for name, weights in alone.items():
+            assert worker[name] == pytest.approx(weights, rel=1e-5, abs=1e-6), name
+
+
+def test_weights_that_are_merely_frozen_do_not_travel(results):
+    _, workers = scenario_of(results, "statistics_of_batches")
+    for worker in workers:
+        assert worker["averaged"] == ["moving_mean", "moving_variance"]
+
+
 def test_one_worker_saves_in_scope_without_the_others(results):
     alone, workers = scenario_of(results, "one_alone")
     assert workers[0]["saved"] == ["own.keras", "own.weights.h5"]

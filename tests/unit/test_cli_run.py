@@ -203,6 +203,13 @@ def test_a_thread_count_that_is_set_stays():
     assert environments_of(parse("-m", "train"), {"OMP_NUM_THREADS": "7"})[0]["OMP_NUM_THREADS"] == "7"
 
 
+def test_tensorflow_tells_of_its_start_on_worker_0_alone_unless_asked():
+    workers = environments_of(parse("-n", "2", "-m", "train"), {})
+    assert [worker.get("TF_CPP_MIN_LOG_LEVEL") for worker in workers] == [None, "1"]
+    asked = environments_of(parse("-n", "2", "-m", "train"), {"TF_CPP_MIN_LOG_LEVEL": "0"})
+    assert [worker["TF_CPP_MIN_LOG_LEVEL"] for worker in asked] == ["0", "0"]
+
+
 @pytest.mark.parametrize("flag", ["-n", "--nproc-per-node", "--nproc_per_node"])
 def test_the_number_of_workers_has_torchruns_names(flag):
     assert parse(flag, "2", "-m", "train").num_workers == 2
