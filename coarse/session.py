@@ -32,6 +32,7 @@ from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
 from coarse.proxy.launch import DeviceProcesses
 from coarse.proxy.node_links import try_address_of_this_node
+from coarse.proxy.registration import EAGER, WorkerMemory
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
@@ -147,13 +148,19 @@ class Session:
         return session
 
     def register(
-        self, name: str, specs: Sequence[TensorSpec], *, on_host: bool = False, gpu: str = ""
+        self,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        on_host: bool = False,
+        gpu: str = "",
+        memory: WorkerMemory = EAGER,
     ) -> AnyTensorGroup:
         """Registers tensors with the memory devices; every worker calls it alike.
 
         Args:
             name, specs: What for.
-            on_host, gpu: As for Client.register().
+            on_host, gpu, memory: As for Client.register().
 
         Raises:
             SchemaMismatchError: If workers differ; names the first difference.
@@ -166,7 +173,7 @@ class Session:
             return client.register(name, specs)
         planning = self._planning
         is_open = planning is not None and planning.may_reduce_on_host
-        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu)
+        group = client.register(name, specs, is_open=is_open, on_host=on_host, gpu=gpu, memory=memory)
         if planning is not None and not on_host:
             planning.watch(self, group, gpu)
         return group
@@ -201,6 +208,7 @@ class Session:
         state_names: Sequence[str],
         window_bytes: int = 0,
         gpu: str = "",
+        memory: WorkerMemory = EAGER,
     ) -> TensorGroup:
         """As register(), for gradients whose parameters and optimizer states lie in the memory devices too.
 
@@ -210,7 +218,7 @@ class Session:
             state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
             window_bytes: Tensors take turns in slots of so many bytes, from the last to the first: a tensor goes to
                 its slot when those before it that overlap with it have been pulled. 0 gives each one its own.
-            gpu: As for Client.register().
+            gpu, memory: As for Client.register().
 
         Raises:
             ValueError: Also if cannot_update() has a reason.
@@ -225,7 +233,7 @@ class Session:
                     f"the {spec.op} of {spec.dtype}"
                 )
         return self._linked().register(
-            name, specs, state_names=state_names, window_bytes=window_bytes, gpu=gpu
+            name, specs, state_names=state_names, window_bytes=window_bytes, gpu=gpu, memory=memory
         )
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:

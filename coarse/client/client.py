@@ -39,8 +39,10 @@ from coarse.proxy.launch import Pace
 from coarse.proxy.protocol import Message, Received
 from coarse.proxy.registration import (
     DTYPE_NUMBERS,
+    EAGER,
     OP_NUMBERS,
     GroupSchema,
+    WorkerMemory,
 )
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
@@ -178,6 +180,7 @@ class Client:
         on_host: bool = False,
         window_bytes: int = 0,
         gpu: str = "",
+        memory: WorkerMemory = EAGER,
     ) -> TensorGroup:
         """Registers tensors; every worker must do so with the same arguments.
 
@@ -189,6 +192,7 @@ class Client:
             window_bytes: With an optimizer, of the slots in which tensors take turns; 0 for a slot each.
             gpu: The GPU on which this worker has its tensors, by UUID; "" for none. Where its slots lie on the same
                 GPU, it sees them there (TensorGroup.is_on_gpu). Need not be the same on every worker.
+            memory: Whether this worker reserves the host's memory for them later; likewise.
 
         Raises:
             SchemaMismatchError: If another worker registered something else; names the first difference.
@@ -216,9 +220,9 @@ class Client:
             window_bytes=window_bytes,
             routes=routes,
         )
-        return self._register_along_routes(schema, gpu)
+        return self._register_along_routes(schema, gpu, memory)
 
-    def _register_along_routes(self, schema: GroupSchema, gpu: str) -> TensorGroup:
+    def _register_along_routes(self, schema: GroupSchema, gpu: str, memory: WorkerMemory) -> TensorGroup:
         """Registers a group, with simpler routes or none where memory devices refuse those that it has.
 
         Not all may reach all pieces of slots, or have room for more of them than the trial had.
@@ -226,13 +230,13 @@ class Client:
         of_one_proxy = tuple(table.to_one_proxy() for table in schema.routes)
         for routes in dict.fromkeys((schema.routes, of_one_proxy)):
             try:
-                return self._register(replace(schema, routes=routes), gpu)
+                return self._register(replace(schema, routes=routes), gpu, memory)
             except CoarseError as error:
                 if not routes or not is_refusal(error):
                     raise
                 what = f"{schema.name}: memory devices refuse the routes of its tensors, which get simpler"
                 logger.warning("%s: %s", what, error)
-        return self._register(replace(schema, routes=()), gpu)
+        return self._register(replace(schema, routes=()), gpu, memory)
 
     def _algorithm_of(self, *, on_host: bool) -> str:
         """How a group is reduced."""
@@ -461,9 +465,11 @@ class Client:
 
     # ---- private ----
 
-    def _register(self, schema: GroupSchema, gpu: str = "", *, is_for_gpu: bool = False) -> TensorGroup:
+    def _register(
+        self, schema: GroupSchema, gpu: str = "", memory: WorkerMemory = EAGER, *, is_for_gpu: bool = False
+    ) -> TensorGroup:
         self._check_usable()
-        return self._groups.register(self, schema, gpu, is_for_gpu=is_for_gpu)
+        return self._groups.register(self, schema, gpu, memory, is_for_gpu=is_for_gpu)
 
     def _staging_group(self) -> TensorGroup:
         if self._staging is None:

@@ -35,6 +35,10 @@ class OptimizerMemory:
         self._states = shared[STATES].duplicate() if STATES in shared else None
         self._states_on_gpu: TensorBytes | None = None
 
+    def parameter_offset(self, tensor: int) -> int:
+        """The first byte of a parameter, counted from the first one of all."""
+        return self._parameter_offsets[tensor]
+
     def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:
         """The parameter of a tensor."""
         start = self._parameter_offsets[tensor]

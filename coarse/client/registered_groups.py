@@ -10,6 +10,7 @@ from coarse.client.losses import Losses
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.questions import Questions
+from coarse.client.reservations import Reservations
 from coarse.client.row_memory import RowMemory
 from coarse.client.slot_opener import SlotOpener
 from coarse.client.tensor_group import TensorGroup
@@ -19,7 +20,14 @@ from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
 from coarse.proxy.memory import Segment, unpack
 from coarse.proxy.protocol import Message
-from coarse.proxy.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerPlaces, slots_of
+from coarse.proxy.registration import (
+    ROWS,
+    GroupSchema,
+    RecoveredUpdates,
+    WorkerMemory,
+    WorkerPlaces,
+    slots_of,
+)
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
@@ -57,14 +65,16 @@ class RegisteredGroups:
         """Those that there are now, also while some are released."""
         return iter(list(self._groups.values()))
 
-    def register(self, client: Client, schema: GroupSchema, gpu: str, *, is_for_gpu: bool) -> TensorGroup:
+    def register(
+        self, client: Client, schema: GroupSchema, gpu: str, memory: WorkerMemory, *, is_for_gpu: bool
+    ) -> TensorGroup:
         """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
         _native.cuda_unmap_unused()  # so that memory devices find room that closed models have had
         group, self._next_id = self._next_id, self._next_id + 1
         try:
             for connection in self._connections:
-                connection.send(schema.to_message(group) | self._tell_places(gpu))
-            shared, recovered, places = self._collect_memory(client, group, schema)
+                connection.send(schema.to_message(group) | self._tell_places(gpu) | memory.to_message())
+            shared, unreserved, recovered, places = self._collect_memory(client, group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
             raise self._losses.explain(error) from error
         except CoarseError:
@@ -83,6 +93,7 @@ class RegisteredGroups:
                 self._native.add_peers(group, peers)
             kept = None if schema.state_names is None else OptimizerMemory(plan, shared, gpu)
             rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
+            reservations = Reservations(schema.name, {name: shared[name] for name in unreserved})
         finally:
             for segment in shared.values():
                 segment.close()
@@ -98,6 +109,7 @@ class RegisteredGroups:
             rows,
             distant,
             places,
+            reservations,
         )
         self._partitions[group] = partition
         return self._groups[group]
@@ -135,7 +147,7 @@ class RegisteredGroups:
 
     def _collect_memory(
         self, client: Client, group: int, schema: GroupSchema
-    ) -> tuple[dict[str, Segment], RecoveredUpdates | None, WorkerPlaces]:
+    ) -> tuple[dict[str, Segment], list[str], RecoveredUpdates | None, WorkerPlaces]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
         try:
             replies = collect_replies(
@@ -156,15 +168,17 @@ class RegisteredGroups:
                 reply.close()
             raise
         shared: dict[str, Segment] = {}
+        unreserved: list[str] = []
         recovered, places = None, WorkerPlaces()
         for reply in replies.values():
             segments = unpack(reply.message["extents"], reply.fds)
             shared.update(zip(reply.message["fds"], segments, strict=True))
+            unreserved += reply.message["unreserved"]
             if "recovered" in reply.message:
                 recovered = RecoveredUpdates.from_message(reply.message["recovered"])
             if "on_gpu" in reply.message:
                 places = WorkerPlaces(on_gpu=reply.message["on_gpu"], with_nccl=reply.message["with_nccl"])
-        return shared, recovered, places
+        return shared, unreserved, recovered, places
 
     def _departed(self) -> set[int]:
         """Workers of other nodes that have closed the session, if the memory devices still live."""

@@ -12,6 +12,7 @@ from coarse.client.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
 from coarse.client.own_path import HostOwnPath, Meeting
+from coarse.client.reservations import Reservations
 from coarse.client.row_memory import RowMemory
 from coarse.client.slot_opener import DistantSlots
 from coarse.client.snapshots import PoolStatistics, Snapshot
@@ -19,7 +20,14 @@ from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context
 from coarse.errors import SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.registration import GroupSchema, RecoveredUpdates, WorkerPlaces
+from coarse.proxy.registration import (
+    PARAMETERS,
+    SLOTS,
+    STATES,
+    GroupSchema,
+    RecoveredUpdates,
+    WorkerPlaces,
+)
 from coarse.schema import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -84,6 +92,7 @@ class TensorGroup:
         rows: RowMemory | None = None,
         distant: DistantSlots | None = None,
         places: WorkerPlaces | None = None,
+        reservations: Reservations | None = None,
     ) -> None:
         self.id = group
         self.name = schema.name
@@ -108,6 +117,7 @@ class TensorGroup:
         self._kept = kept
         self._rows = rows
         self._distant = distant  # slots on another GPU
+        self._reservations = reservations
         self.places = places or WorkerPlaces()
         """How many workers of the node have these tensors on GPUs, and had claimed NCCL for another group then."""
 
@@ -165,6 +175,28 @@ class TensorGroup:
             )
         start = self._offsets[index]
         return self._slots[start : start + self.specs[index].nbytes]
+
+    def reserve_slots(self) -> None:
+        """Takes the memory of this worker's slots, where registration left it to the workers. Later calls do nothing.
+
+        To be called before the first push.
+
+        Raises:
+            OutOfDeviceMemoryError: If it is not to be had.
+        """
+        if self._reservations is not None:
+            self._reservations.reserve(SLOTS)
+
+    def reserve_parameter(self, index: int) -> None:
+        """The same of a parameter, before any worker writes it. Of a group with an optimizer."""
+        if self._reservations is not None:
+            begin = self._memory_kept().parameter_offset(index)
+            self._reservations.reserve_part(PARAMETERS, begin, begin + self.specs[index].nbytes)
+
+    def reserve_states(self) -> None:
+        """The same of all states, before the first update."""
+        if self._reservations is not None:
+            self._reservations.reserve(STATES)
 
     def parameter(self, index: int) -> TensorBytes:
         """The writable bytes of a parameter, which all workers of the node share. Of a group with an optimizer.
@@ -323,6 +355,17 @@ class TensorGroup:
             self._client.check(status, lambda: self._describe_wait(index))
         return self._native.contributors(self.id, index)
 
+    def is_complete_within(self, index: int, timeout_s: float) -> bool:
+        """Waits so long at most for the result of a pushed tensor; if it is there, it counts as pulled."""
+        if self._slots is None:
+            raise self._closed_error()
+        status = self._native.pull(self.id, index, 0, timeout_s)
+        if status == _native.WaitStatus.TIMED_OUT:
+            return False
+        if status != _native.WaitStatus.DONE:
+            self._client.check(status, lambda: self._describe_wait(index), timeout_s=timeout_s)
+        return True
+
     def pull_all(self, timeout_s: float = 0.0) -> list[int]:
         """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each.
 
@@ -457,7 +500,7 @@ class TensorGroup:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
             self.close_gpu_transfers()
-            self._slots = self._kept = self._rows = self._distant = None
+            self._slots = self._kept = self._rows = self._distant = self._reservations = None
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)

@@ -40,6 +40,7 @@ from coarse.proxy.registration import (
     GroupSchema,
     RecoveredUpdates,
     Registration,
+    WorkerMemory,
     WorkerPlaces,
     check_agreement,
     fd_of,
@@ -98,6 +99,7 @@ class Registrar:
         registration.places[client] = WorkerPlaces(
             on_gpu=message.get("is_on_gpu") is True, with_nccl=message.get("has_nccl") is True
         )
+        registration.memories[client] = WorkerMemory.from_message(message)
         if registration.refusal is not None:
             self._send(client, registration.refusal, ())
 
@@ -220,7 +222,7 @@ class Registrar:
         check_routes(schema, self._job, is_on_gpu=not self._memory_of(schema).is_mappable)
         if self._job.is_home:
             # Before the plan is made: that of a tensor beyond all memory would not fit either.
-            self._check_fits(schema)
+            self._check_fits(registration)
         plan = schema.partition()
         if self._job.is_home:
             self._reserve_log(registration, plan)
@@ -229,7 +231,7 @@ class Registrar:
         if self._job.is_home:
             if (kept := self._kept.find(schema)) is not None:
                 registration.recovered = kept.updates
-            shared = self._allocate_shared(schema, native_plan)
+            shared = self._allocate_shared(registration, native_plan)
         elif self._job.keeps_replica and self._is_replicated(schema):
             shared = self._allocate_replica(registration, native_plan)
         registration.shared.update(shared)
@@ -268,9 +270,19 @@ class Registrar:
             for place, piece in enumerate(pieces):
                 if piece.device == self._job.device:
                     label = f"gradients of {schema.name}"
-                    segment = self._memory_of(schema).allocate(label, piece.num_bytes)
+                    segment = self._allocate_tensors(
+                        registration, self._memory_of(schema), label, piece.num_bytes
+                    )
                     own[client, place] = registration.slot_pieces[client, place] = segment
         return own
+
+    def _allocate_tensors(
+        self, registration: Registration, memory: DeviceMemory, label: str, num_bytes: int
+    ) -> Segment:
+        """Memory for slots, parameters or states; its pages come later where workers reserve them."""
+        if registration.is_reserved_later and memory.takes_pages_later:
+            return memory.allocate_sparse(label, num_bytes)
+        return memory.allocate(label, num_bytes)
 
     def _reserve_log(self, registration: Registration, plan: PartitionPlan) -> None:
         """Has all shards that can be under way between devices fit into the logs by which these tell each other."""
@@ -308,8 +320,9 @@ class Registrar:
             return used
         return {name: segment for name, segment in used.items() if not segment.gpus}
 
-    def _allocate_shared(self, schema: GroupSchema, plan: _native.GroupPlan) -> dict[str, Segment]:
+    def _allocate_shared(self, registration: Registration, plan: _native.GroupPlan) -> dict[str, Segment]:
         """What a node has once for all its workers."""
+        schema = registration.schema
         num_bytes = {}
         if schema.state_names is not None:
             num_bytes[PARAMETERS] = plan.parameter_bytes
@@ -320,7 +333,7 @@ class Registrar:
         allocated = {
             name: found[name].duplicate()
             if name in found
-            else self._common.allocate(f"{name} of {schema.name}", length)
+            else self._allocate_tensors(registration, self._common, f"{name} of {schema.name}", length)
             for name, length in num_bytes.items()
         }
         if self._job.num_nodes > 1:
@@ -361,7 +374,14 @@ class Registrar:
         )
         return allocated
 
-    def _check_fits(self, schema: GroupSchema) -> None:
+    def _check_fits(self, registration: Registration) -> None:
+        """Raises OutOfDeviceMemoryError if a group will not fit when all of it is taken.
+
+        A group without an optimizer whose pages come later may never take any: an optimizer's may take its place.
+        """
+        schema = registration.schema
+        if registration.is_reserved_later and schema.state_names is None and self._common.takes_pages_later:
+            return
         # A slot for each worker of this memory, and what an optimizer keeps.
         tensor_bytes = sum(spec.slot_bytes for spec in schema.specs)
         largest = max(spec.slot_bytes for spec in schema.specs)
@@ -380,6 +400,8 @@ class Registrar:
             own += schema.kept_bytes
         if self._undoes(schema):
             common += schema.kept_bytes
+        if self._common.takes_pages_later:
+            common -= registration.moved_bytes
         memory, sent = self._memory_of(schema), self._sent_bytes(schema, tensor_bytes)
         if memory.is_mappable:
             own += sent
@@ -485,12 +507,24 @@ class Registrar:
             message["with_nccl"] = sum(place.with_nccl for place in places)
             if registration.recovered is not None:
                 message["recovered"] = registration.recovered.to_message()
+        message["unreserved"] = self._names_to_reserve(registration, client)
         if client in self._job.local_clients:
             own = {SLOTS: registration.slots, SETTINGS: registration.settings, ROWS: registration.rows}
             given |= {name: segments[client] for name, segments in own.items() if client in segments}
         message["fds"] = list(given)
         message["extents"], fds = pack(given.values())
         self._send(client, message, fds)
+
+    def _names_to_reserve(self, registration: Registration, client: int) -> list[str]:
+        """What a worker is given of this device whose pages it takes itself."""
+        if not registration.is_reserved_later:
+            return []
+        names = []
+        if client in self._job.local_clients and self._memory_of(registration.schema).takes_pages_later:
+            names.append(SLOTS)
+        if self._job.is_home and self._common.takes_pages_later:
+            names += [name for name in (PARAMETERS, STATES) if name in registration.shared]
+        return names
 
     def _open_slots(self, registration: Registration) -> dict[str, Segment]:
         """Of the clients of this device, for all workers to read, where they reduce tensors themselves."""
@@ -510,10 +544,18 @@ class Registrar:
         snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
         # In pages, which small tensors do not fill.
         whole_bytes = _native.snapshot_pool_bytes(plan) // _native.SNAPSHOT_PLACES
-        available_bytes = self._common.available_bytes()
-        snapshots.set_limit(choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, available_bytes))
+        available_bytes = self._common.available_bytes() - self._still_to_take(registration, plan)
+        limit_bytes = choose_pool_limit(self._job.snapshot_pool_bytes, whole_bytes, max(0, available_bytes))
+        snapshots.set_limit(limit_bytes)
         self._snapshots.add(registration.group, snapshots)
         return versions
+
+    def _still_to_take(self, registration: Registration, plan: _native.GroupPlan) -> int:
+        """Bytes of the host's memory that workers have not reserved yet when a group becomes active."""
+        if not registration.is_reserved_later or not self._common.takes_pages_later:
+            return 0
+        slot_bytes = plan.client_bytes * len(registration.slots)
+        return slot_bytes + registration.schema.kept_bytes - registration.moved_bytes
 
     def _refuse(self, registration: Registration, error: Exception) -> None:
         registration.refusal = {

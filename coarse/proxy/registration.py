@@ -289,6 +289,38 @@ class WorkerPlaces:
     with_nccl: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerMemory:
+    """What a worker says of the host's memory when it registers tensors.
+
+    Args:
+        reserves: Whether it reserves pages of slots, parameters and states itself before they are written: until then
+            they take nothing.
+        moved_bytes: Of its own memory, which it frees as the parameters move to the memory devices.
+    """
+
+    reserves: bool = False
+    moved_bytes: int = 0
+
+    def to_message(self) -> Message:
+        """The part of a control message that tells it."""
+        return {"reserves": self.reserves, "moved_bytes": self.moved_bytes}
+
+    @classmethod
+    def from_message(cls, message: Message) -> WorkerMemory:
+        """Reads to_message(); what is missing has its default.
+
+        Raises:
+            ProtocolError: If a number is none.
+        """
+        moved_bytes = int_field(message, "moved_bytes") if "moved_bytes" in message else 0
+        return cls(reserves=message.get("reserves") is True, moved_bytes=moved_bytes)
+
+
+EAGER = WorkerMemory()
+"""That of a worker for which pages are taken when it registers tensors."""
+
+
 @dataclass(slots=True)
 class Registration:
     """One tensor group on its way from the first worker's request to the last worker's goodbye."""
@@ -296,6 +328,7 @@ class Registration:
     group: int
     schemas: dict[int, GroupSchema] = field(default_factory=dict)
     places: dict[int, WorkerPlaces] = field(default_factory=dict)  # of each client alone
+    memories: dict[int, WorkerMemory] = field(default_factory=dict)  # likewise
     pieces: dict[int, list[SlotPiece]] = field(default_factory=dict)  # of the slots of each client
     slot_pieces: dict[tuple[int, int], Segment] = field(
         default_factory=dict
@@ -316,6 +349,16 @@ class Registration:
     def schema(self) -> GroupSchema:
         """What the first worker asked for, and all others when it is active."""
         return next(iter(self.schemas.values()))
+
+    @property
+    def is_reserved_later(self) -> bool:
+        """Whether all workers reserve pages themselves: one has no slots or parameters for another to fill."""
+        return all(memory.reserves for memory in self.memories.values())
+
+    @property
+    def moved_bytes(self) -> int:
+        """What all workers free as parameters move."""
+        return sum(memory.moved_bytes for memory in self.memories.values())
 
     @property
     def has_all_slots(self) -> bool:

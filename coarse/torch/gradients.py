@@ -60,6 +60,7 @@ class GradientSynchroniser:
         shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
             update_in_backward().
         tables: Parameters whose gradients are sparse.
+        moves: Whether this worker's parameters in host memory move to the memory devices, and are freed.
         travel_dtype: Type to which wider gradients are rounded before they are averaged, where no optimizer is in the
             memory devices; None for their own.
 
@@ -81,6 +82,7 @@ class GradientSynchroniser:
         shares_slots: bool = False,
         tables: Collection[torch.nn.Parameter] = (),
         travel_dtype: torch.dtype | None = None,
+        moves: bool = False,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
@@ -94,6 +96,7 @@ class GradientSynchroniser:
             shares_slots=shares_slots,
             tables=tables,
             travel_dtype=travel_dtype,
+            moves=moves,
         )
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         del (
@@ -109,7 +112,9 @@ class GradientSynchroniser:
         self._turns: SlotTurns | None = None
         if shares_slots:
             assert isinstance(self.group, TensorGroup)
-            self._turns = SlotTurns(self.group, self._path, self._send)
+            self._turns = SlotTurns(
+                self.group, self._path, self._send, most_waiting_bytes=self._most_waiting_bytes()
+            )
         self._find_unused = find_unused
         self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
@@ -130,6 +135,13 @@ class GradientSynchroniser:
         self._untraced_end = torch.compiler.disable(self._end_of_backward)
         self._untraced_finish = torch.compiler.disable(self._finish_backward)
         self._place = next(_places)
+
+    def _most_waiting_bytes(self) -> int | None:
+        """How many bytes of gradients may wait for slots: half of what slots have. On GPUs streams wait."""
+        if not all(parameter.is_cpu for parameter in self._parameters):
+            return None
+        assert isinstance(self.group, TensorGroup)
+        return max(end for _, end in map(self.group.slot, range(len(self._parameters)))) // 2
 
     def update(
         self,
@@ -164,6 +176,15 @@ class GradientSynchroniser:
         if self._updates_in_backward is not None:
             self._updates_in_backward.is_step_due = False
         self._drop_used_up()
+
+    def reserve(self) -> None:
+        """Takes the memory of the slots, before the first push. Later calls do nothing.
+
+        Raises:
+            OutOfDeviceMemoryError: If it is not to be had.
+        """
+        if isinstance(self.group, TensorGroup):
+            self.group.reserve_slots()
 
     def settle(self) -> None:
         """Waits for the averages of what was pushed."""
@@ -296,6 +317,7 @@ class GradientSynchroniser:
         """
         self.check_finished()
         self.finish_update()
+        self.reserve()
         self._restart()
         self._armed_in = None
         self._expecting = True
@@ -316,6 +338,7 @@ class GradientSynchroniser:
             raise gradient_errors.updated_in_backward(self._rank)
         self.check_finished()
         self.finish_update()
+        self.reserve()
         gradients = [parameter.grad for parameter in self._parameters]
         with self._lock:
             self._restart()
@@ -352,6 +375,7 @@ class GradientSynchroniser:
         """
         self.finish_shadow()
         self._path.settle()
+        self.reserve()
         self._is_shadowing = True
         for index in range(len(self._parameters)):
             if divide_by_initial_world_size:

@@ -29,12 +29,13 @@ class OffloadedParameters:
 
     Args:
         group: Registered with the rule's states.
-        parameters: In the order of the group; share(), mirror() or cache() makes them what the memory devices have.
-        optimizer: Its parameter groups have the settings, now and later. State that it has is moved to the memory
-            devices, unless these have kept a newer one.
+        parameters: In the order of the group; move(), then share(), mirror() or cache() makes them what the memory
+            devices have.
+        optimizer: Its parameter groups have the settings, now and later. take_over() moves state that it has to the
+            memory devices, unless these have kept a newer one.
         rule: What the optimizer does.
         writes: Whether this worker's values are those of the node: one worker's are. The others must not read
-            parameters before it has returned from here.
+            parameters before it has returned from take_over().
         finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
     """
 
@@ -75,26 +76,35 @@ class OffloadedParameters:
         self.empty = EmptyParameters(of_optimizer, rule, [self._names_kept_of(each) for each in of_optimizer])
         """What the optimizer holds beside, of which memory devices have nothing."""
         self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
-        if group.recovered is not None:
-            self._num_updates[:] = group.recovered.num_updates
-            self._are_states_zero = False
-            optimizer.state.clear()
-            return
-        if writes:
-            self._move(parameters)
-        self.adopt_state()
 
-    def _move(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Copies parameters to the memory devices, one by one; memory of the host is freed as its copy is there.
+    def move(self) -> None:
+        """Takes memory for what is kept, and copies this worker's parameters there if it is the one that writes.
 
-        Until share(), mirror() or cache() they are views of the shared memory where both are in the host's.
+        One by one: memory of the host is taken for each and freed as its copy is there. Until share(), mirror() or
+        cache() they are views of the shared memory where both are in the host's.
+
+        Raises:
+            OutOfDeviceMemoryError: If memory is not to be had. All parameters have their values still.
         """
-        for parameter, view in zip(parameters, self._views, strict=True):
+        if not self._writes or self._group.recovered is not None:
+            return
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            self._group.reserve_parameter(index)
             with torch.no_grad():
                 copy_all([view], [parameter])
             if parameter.is_cpu and view.is_cpu:
                 parameter.data = same_memory(view)
+        self._group.reserve_states()
         self._settle()
+
+    def take_over(self) -> None:
+        """Moves the optimizer's own state, or takes what the memory devices have kept. After move()."""
+        if self._group.recovered is None:
+            self.adopt_state()
+            return
+        self._num_updates[:] = self._group.recovered.num_updates
+        self._are_states_zero = False
+        self._optimizer.state.clear()
 
     def cache(self, *, staleness: int) -> CachedParameters:
         """Makes every parameter a copy that may be `staleness` updates old, instead of share()."""

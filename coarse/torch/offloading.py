@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from coarse.client.tensor_group import TensorGroup
-from coarse.errors import CoarseError, SessionClosedError, is_refusal
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedError, is_refusal
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.buffers import broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
@@ -112,12 +112,12 @@ class Offloading(Refusals):
                 measures=measures,
                 # Turns would have a worker wait for slower ones.
                 shares_slots=overlap and not staleness,
+                moves=writes,
             )
         except CoarseError as error:
             if is_refusal(error):
                 self._average_again(parameters)
             raise
-        self._take_gradients(gradients)
         assert isinstance(gradients.group, TensorGroup)
         offloaded = OffloadedParameters(
             gradients.group,
@@ -127,6 +127,9 @@ class Offloading(Refusals):
             writes=writes,
             finish_update=gradients.finish_update,
         )
+        self._move(offloaded, gradients, parameters)
+        self._take_gradients(gradients)
+        offloaded.take_over()
         updates = gradients.update(
             offloaded,
             before_backward=before_backward if overlap else None,
@@ -138,6 +141,32 @@ class Offloading(Refusals):
         self._follow_module(offloaded)
         self._watch_end()
         return self._offloaded
+
+    def _move(
+        self,
+        offloaded: OffloadedParameters,
+        gradients: GradientSynchroniser,
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        """Moves parameters to the memory devices and takes memory for the rest. Collective.
+
+        Raises:
+            OutOfDeviceMemoryError: On all workers, if one cannot have it; the model is as it was before.
+        """
+        shortage: OutOfDeviceMemoryError | None = None
+        try:
+            offloaded.move()
+            gradients.reserve()
+        except OutOfDeviceMemoryError as error:
+            shortage = error
+        if not self._is_true_anywhere(shortage is not None):
+            return
+        gradients.release()
+        self._average_again(parameters)
+        raise shortage or OutOfDeviceMemoryError(
+            f"{self._name}: another worker of the job cannot have the memory that its part needs, and says how "
+            "much; use fewer workers on its node, or a smaller model"
+        )
 
     def _narrow_gradients(self, dtype: torch.dtype) -> None:
         """From now on gradients are rounded to `dtype` before they are averaged. Collective."""
@@ -291,6 +320,7 @@ class Offloading(Refusals):
         *,
         measures: bool = False,
         shares_slots: bool = False,
+        moves: bool = False,
     ) -> GradientSynchroniser:
         gradients = GradientSynchroniser(
             self._session,
@@ -304,6 +334,7 @@ class Offloading(Refusals):
             shares_slots=shares_slots,
             tables=self.tables,
             travel_dtype=self._travel_dtype,
+            moves=moves,
         )
         self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
         return gradients

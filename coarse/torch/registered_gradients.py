@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 import torch
 
 from coarse.client.tensor_group import TensorGroup
+from coarse.proxy.registration import WorkerMemory
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.gpu_gradients import try_gpu
 from coarse.torch.gpu_slot_gradients import GpuSlotGradients
 from coarse.torch.gradient_path import GradientPath
 from coarse.torch.host_gradients import HostGradients
-from coarse.torch.layout import DTYPE_NAMES, common_gpu
+from coarse.torch.layout import DTYPE_NAMES, common_gpu, num_bytes
 from coarse.torch.narrow_gradients import NarrowGradients, stand_ins
 from coarse.torch.tables import TableGradients
 
@@ -26,7 +27,7 @@ class RegisteredGradients:
 
     Args:
         session, name, parameters: As for GradientSynchroniser, and the next ones too.
-        gradient_as_view, state_names, shares_slots, tables, travel_dtype: Likewise.
+        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves: Likewise.
 
     Raises:
         ValueError: As GradientSynchroniser.
@@ -43,6 +44,7 @@ class RegisteredGradients:
         shares_slots: bool,
         tables: Collection[torch.nn.Parameter],
         travel_dtype: torch.dtype | None,
+        moves: bool,
     ) -> None:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -52,6 +54,12 @@ class RegisteredGradients:
         self._may_use_streams = session.settings.gpu_transfers != "off"
         self._waits = session.settings.gpu_transfers == "wait"
         self._shares_slots = shares_slots
+        in_host = [parameter for parameter in self._parameters if parameter.is_cpu]
+        # What a GPU copies from is pinned at once, and so are its pages.
+        self._memory = WorkerMemory(
+            reserves=len(in_host) == len(self._parameters),
+            moved_bytes=sum(map(num_bytes, in_host)) if moves else 0,
+        )
         self.group = self._register(session, name, state_names, tables)
         """The slots."""
         if isinstance(self.group, TensorGroup):
@@ -74,7 +82,7 @@ class RegisteredGradients:
         ]
         gpu = common_gpu(self._parameters) if self._may_use_streams else ""
         if state_names is None:
-            return session.register(name, specs, gpu=gpu)
+            return session.register(name, specs, gpu=gpu, memory=self._memory)
         window_bytes = max(1, sum(spec.nbytes for spec in specs) // _WINDOWS_PER_MODEL)
         return session.register_parameters(
             name,
@@ -82,6 +90,7 @@ class RegisteredGradients:
             state_names=state_names,
             window_bytes=window_bytes if self._shares_slots else 0,
             gpu=gpu,
+            memory=self._memory,
         )
 
     def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:

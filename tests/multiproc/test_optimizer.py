@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
+from coarse.proxy.registration import WorkerMemory
 from coarse.schema import TensorSpec
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -29,6 +33,18 @@ def write_settings(group, update_number, *, learning_rate=0.01):
     settings["first_weight"], settings["second_decay"], settings["second_weight"] = 0.1, 0.99, 0.01
     settings["second_scale"], settings["epsilon"] = 0.5, 1e-8
     settings["update_number"] = update_number
+
+
+def descriptors(*labels):
+    """New ones of the memory that this process can still reserve, whatever becomes of its own."""
+    found = {
+        os.readlink(link): int(link.name) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()
+    }
+    return [os.dup(found[f"/memfd:coarse-{label} of model (deleted)"]) for label in labels]
+
+
+def taken_bytes(fds):
+    return [os.fstat(fd).st_blocks * 512 for fd in fds]
 
 
 def array(memory):
@@ -161,6 +177,57 @@ def test_another_learning_rate_on_one_worker_is_an_error_that_says_so(job):
             group.pull_all()
 
     job.run(2, worker)
+
+
+def test_memory_that_workers_reserve_is_not_taken_before(job):
+    num_elements = 64 * mmap.PAGESIZE
+
+    def worker(me):
+        with me.join() as session:
+            memory = WorkerMemory(reserves=True)
+            group = session.register_parameters(
+                "model", means(num_elements), state_names=ADAM_STATES, memory=memory
+            )
+            fds = descriptors("gradients", "parameters", "states")
+            taken = [taken_bytes(fds)]
+            session.barrier()
+            group.reserve_slots()
+            if me.rank == 0:
+                group.reserve_parameter(0)
+                group.reserve_states()
+            session.barrier()
+            taken.append(taken_bytes(fds))
+            take_steps(group, me.rank)
+            taken.append(taken_bytes(fds))
+        return taken
+
+    whole = [4 * num_elements, 4 * num_elements, 8 * num_elements]
+    assert job.run(2, worker) == [[[0, 0, 0], whole, whole]] * 2
+
+
+def test_what_workers_free_as_parameters_move_counts_as_available(job, monkeypatch):
+    """Of 4 MB of slots, 2 MB of parameters and 4 MB of states, 2 MB take the place of a worker's own."""
+
+    def worker(me):
+        paths = [str(small_memory), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of the memory devices
+        with me.join() as session:
+            for moved_bytes in (0, 2_000_000):
+                memory = WorkerMemory(reserves=True, moved_bytes=moved_bytes if me.rank == 0 else 0)
+                try:
+                    session.register_parameters(
+                        f"model {moved_bytes}", means(500_000), state_names=ADAM_STATES, memory=memory
+                    )
+                except OutOfDeviceMemoryError as error:
+                    refusal = str(error)
+        return refusal
+
+    small_memory = job.directory / "small"
+    small_memory.mkdir()
+    (small_memory / "sitecustomize.py").write_text(
+        "from coarse.proxy.memory import HostMemory\nHostMemory.available_bytes = lambda self: 9_000_000\n"
+    )
+    assert all(each.startswith("model 0: 2 workers need 9.5 MiB") for each in job.run(2, worker))
 
 
 def test_workers_must_register_the_same_optimizer(job):

@@ -1,4 +1,4 @@
-"""The first model of a process: its gradients' slots, and its own parameters, go as the optimizer takes over.
+"""The first model of a process: slots, of which the wrapper takes no page, and own parameters go to the optimizer.
 
     freed_memory_script.py [overlap]
 
@@ -9,6 +9,7 @@ that keep tracebacks, and so frames of whoever imports them.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def slot_mappings() -> set[str]:
     return {line for line in lines if "memfd:coarse-gradients of model" in line}
 
 
+def slot_descriptors() -> list[int]:
+    """Those by which memory of models' gradients can still be reserved."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [int(link.name) for link in links if "memfd:coarse-gradients of model" in os.readlink(link)]
+
+
 gc.disable()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
@@ -34,6 +41,8 @@ model = coarse.torch.DistributedDataParallel(module)
 wrapped = slot_mappings()
 if not wrapped:
     sys.exit("the wrapper has no slots")
+if [os.fstat(each).st_blocks for each in slot_descriptors()] != [0]:
+    sys.exit("the wrapper has taken memory of slots before the first forward, or cannot any more")
 adam = torch.optim.AdamW(model.parameters())
 optimizer = coarse.torch.DistributedOptimizer(adam, model, overlap="overlap" in sys.argv)
 if left := wrapped & slot_mappings():

@@ -189,6 +189,13 @@ def test_what_the_wrapper_registered_is_freed_without_a_collection(arguments: tu
     launch(COARSE_RUN, Path(__file__).parent / "freed_memory_script.py", arguments)
 
 
+def test_memory_that_is_gone_when_it_is_reserved_leaves_the_model_as_it_was() -> None:
+    said = launch(COARSE_RUN, Path(__file__).parent / "memory_shortage_script.py", ())
+    assert said.count("averages as before") == 2
+    assert "memory for states needs 2.0 MiB of host memory, 1.0 MiB are available" in said
+    assert "another worker of the job cannot have the memory" in said
+
+
 @pytest.mark.parametrize("name", COARSE_ONLY)
 def test_holds(name: str, coarse_pool: WorkerPool) -> None:
     coarse_pool.submit(name)

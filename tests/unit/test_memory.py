@@ -155,3 +155,20 @@ def test_what_is_available_is_less_than_the_machine_has():
 @pytest.mark.parametrize("label", ["x" * 1000, "größe", "a/b", "\ud800", ""])
 def test_any_label_will_do(label):
     HostMemory().allocate(label, 1).close()
+
+
+def test_pages_of_sparse_memory_are_reserved_before_they_are_written():
+    memory = HostMemory()
+    segment = memory.allocate_sparse("test", 10 * mmap.PAGESIZE)
+    assert os.fstat(segment.fd).st_blocks == 0
+    memory.reserve("test", segment, mmap.PAGESIZE, 3 * mmap.PAGESIZE)
+    assert os.fstat(segment.fd).st_blocks * 512 == 2 * mmap.PAGESIZE
+    segment.close()
+
+
+def test_a_reservation_that_cannot_be_had_takes_nothing():
+    segment = HostMemory().allocate_sparse("test", TERABYTES)
+    with pytest.raises(OutOfDeviceMemoryError, match=r"states of model needs .* MiB of host memory"):
+        HostMemory().reserve("states of model", segment, 0, TERABYTES)
+    assert os.fstat(segment.fd).st_blocks == 0
+    segment.close()

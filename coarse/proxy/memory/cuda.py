@@ -32,6 +32,7 @@ class CudaMemory:
 
     kind = "cuda"
     is_mappable = False
+    takes_pages_later = False
     num_places = 1
     message_bytes = _native.CUDA_MESSAGE_BYTES
 

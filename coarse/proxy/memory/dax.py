@@ -67,6 +67,7 @@ class DaxMemory:
 
     kind = "dax"
     is_mappable = True
+    takes_pages_later = False
     num_places = 1
     message_bytes = _native.HOST_MESSAGE_BYTES
 

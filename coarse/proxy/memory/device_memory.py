@@ -19,6 +19,8 @@ class DeviceMemory(Protocol):
     """Whether processors read and write it; else it is that of a GPU."""
     num_places: int
     """On how many memories its pages lie by turns."""
+    takes_pages_later: bool
+    """Whether allocate_sparse() can stand in for allocate(), and a worker reserves pages when they are needed."""
     message_bytes: int
     """Of a message between neighbours of a ring, at most."""
 

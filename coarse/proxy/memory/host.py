@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from coarse.proxy.memory.segment import Segment
 _MOST_NAME_BYTES = 200  # the kernel takes up to 249
 RESERVE_BYTES = 64 << 20
 """Left to the operating system when a device fills the host's memory."""
+_RESERVATION_BYTES = 64 << 20  # taken between two looks at what is available, for others may take memory too
 
 
 class HostMemory:
@@ -22,6 +24,7 @@ class HostMemory:
     kind = "host"
     name = "host memory"
     is_mappable = True
+    takes_pages_later = True
     num_places = 1
     message_bytes = _native.HOST_MESSAGE_BYTES
 
@@ -44,6 +47,27 @@ class HostMemory:
             raise refused(
                 error, label, num_bytes, _shortage(label, num_bytes, self.available_bytes())
             ) from error
+
+    def reserve(self, label: str, segment: Segment, begin: int, end: int) -> None:
+        """Takes pages of a segment that was allocated sparsely.
+
+        Args:
+            label: What they are for.
+            segment: In one piece.
+            begin, end: The first byte, and the first one behind them.
+
+        Raises:
+            OutOfDeviceMemoryError: If they are not to be had, or not any more when some were taken; these stay taken.
+        """
+        for at in range(begin, end, _RESERVATION_BYTES):
+            available = self.available_bytes()
+            shortage = _shortage(label, end - at, available)
+            if end - at > available:
+                raise OutOfDeviceMemoryError(shortage)
+            try:
+                os.posix_fallocate(segment.fd, at, min(_RESERVATION_BYTES, end - at))
+            except OSError as error:
+                raise refused(error, label, end - at, shortage) from error
 
     def available_bytes(self) -> int:
         return within_cgroup(_meminfo_bytes("MemAvailable") - RESERVE_BYTES)

@@ -36,6 +36,7 @@ class NumaMemory:
 
     kind = "numa"
     is_mappable = True
+    takes_pages_later = False
     message_bytes = _native.HOST_MESSAGE_BYTES
 
     def __init__(self, *nodes: int) -> None:

@@ -24,6 +24,7 @@ class SpreadCudaMemory:
 
     kind = "cuda"
     is_mappable = False
+    takes_pages_later = False
     message_bytes = _native.CUDA_MESSAGE_BYTES
 
     def __init__(self, own: CudaMemory, others: Sequence[int]) -> None:
