@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from process_memory import PeakMemory
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 from rich.table import Table
+
+from coarse.bench.memory import JobMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = {"coarse": "torch_digits.py", "ddp": "torch_digits_ddp.py"}
@@ -134,25 +135,25 @@ def measure(strategy: str, plan: Plan, console: Console) -> dict[str, Any]:
 def run(strategy: str, plan: Plan, console: Console) -> float:
     """Runs the training under `coarse run` with a progress bar; returns the peak memory in MiB."""
     lines: list[str] = []
-    process = subprocess.Popen(
-        plan.command(strategy),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     began_at = time.monotonic()
-    deadline = threading.Timer(plan.limit_s, end, [process])
-    deadline.start()
-    try:
-        with PeakMemory(process.pid) as memory:
+    with JobMemory() as memory:
+        process = subprocess.Popen(
+            memory.command(plan.command(strategy)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        deadline = threading.Timer(plan.limit_s, end, [process])
+        deadline.start()
+        try:
             show_progress(process, TITLES[strategy], lines, console)
             process.wait()
-    finally:
-        deadline.cancel()
-        end(process)
-        (plan.output / f"{strategy}.log").write_text("".join(lines))
+        finally:
+            deadline.cancel()
+            end(process)
+            (plan.output / f"{strategy}.log").write_text("".join(lines))
     if process.returncode != 0:
         how = (
             f"took more than {plan.limit_s:g} s"
@@ -161,7 +162,7 @@ def run(strategy: str, plan: Plan, console: Console) -> float:
         )
         shown = "".join(lines[-LINES_SHOWN_OF_A_FAILURE:])
         raise RunFailedError(f"{shown}FAILED: the {TITLES[strategy]} run {how}; its output is above")
-    return memory.peak_mib
+    return memory.peak_bytes / 2**20
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -196,7 +197,7 @@ def entry_of(reports: Sequence[Mapping[str, Any]], peak_mib: float) -> dict[str,
         "samples_per_s": sum(report["samples_per_s"] for report in reports),
         "step_ms_p50": statistics.mean(report["step_ms_p50"] for report in reports),
         "blocked_ms_p50": statistics.mean(report["blocked_ms_p50"] for report in reports),
-        "peak_pss_mib": peak_mib,
+        "peak_mib": peak_mib,
         "param_hashes": [report["param_hash"] for report in reports],
     }
 

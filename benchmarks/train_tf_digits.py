@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from process_memory import PeakMemory
 from rich.console import Console
 from rich.table import Table
+
+from coarse.bench.memory import JobMemory
 
 ROOT = Path(__file__).resolve().parent.parent
 TITLES = {"coarse": "COARSE", "plain": "one process"}
@@ -83,19 +84,18 @@ def measure(kind: str, options: argparse.Namespace, console: Console) -> dict[st
     for path in paths:
         path.unlink(missing_ok=True)  # a stale one must not pass for this run's
     log = options.output / f"{kind}.log"
-    with log.open("wb") as output:
+    with log.open("wb") as output, JobMemory() as memory:
         process = subprocess.Popen(
-            command_of(kind, options),
+            memory.command(command_of(kind, options)),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", **os.environ},
         )
-        with PeakMemory(process.pid) as memory:
-            try:
-                code = process.wait(options.limit)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                code = process.wait()
+        try:
+            code = process.wait(options.limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            code = process.wait()
     if code != 0 or not all(path.exists() for path in paths):
         raise RunFailedError(
             f"{log.read_text(errors='replace')}\nFAILED: {TITLES[kind]} ended with exit code {code}"
@@ -105,7 +105,7 @@ def measure(kind: str, options: argparse.Namespace, console: Console) -> dict[st
         "accuracy": min(report["accuracy"] for report in reports),
         "step_ms_p50": max(report["step_ms_p50"] for report in reports),
         "samples_per_s": min(report["samples_per_s"] for report in reports),
-        "peak_pss_mib": memory.peak_mib,
+        "peak_mib": memory.peak_bytes / 2**20,
         "weights": [report["weights"] for report in reports],
     }
 
@@ -120,7 +120,7 @@ def table_of(summary: dict[str, dict[str, Any]], num_workers: int) -> Table:
         "test accuracy": lambda entry: f"{100 * entry['accuracy']:.2f} %",
         "samples/s, all workers": lambda entry: f"{entry['samples_per_s']:.0f}",
         "step p50": lambda entry: f"{entry['step_ms_p50']:.1f} ms",
-        "peak memory, all processes": lambda entry: f"{entry['peak_pss_mib']:.0f} MiB",
+        "peak memory of the whole job": lambda entry: f"{entry['peak_mib']:.0f} MiB",
     }
     for name, show in rows.items():
         table.add_row(name, *(show(entry) for entry in summary.values()))

@@ -17,6 +17,7 @@ import psutil
 
 from coarse.bench import leftovers
 from coarse.bench.channel import Channel
+from coarse.bench.control_group import ControlGroup
 from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
 from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
@@ -62,15 +63,23 @@ class Fleet:
         num_workers: Number of worker processes.
         options: Settings of the system, handed to its adapter.
         threads: OMP_NUM_THREADS of each worker.
+        group: Where all processes are; None for where the driver is.
     """
 
     def __init__(
-        self, system: str, num_workers: int, options: dict[str, Any] | None = None, *, threads: int = 1
+        self,
+        system: str,
+        num_workers: int,
+        options: dict[str, Any] | None = None,
+        *,
+        threads: int = 1,
+        group: ControlGroup | None = None,
     ) -> None:
         self.system = system
         self._num_workers = num_workers
         self._options = options or {}
         self._threads = threads
+        self._group = group
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
         self._scratch: Scratch | None = None
@@ -163,7 +172,7 @@ class Fleet:
             with (self._scratch.path / f"stderr-{index}").open("wb") as log:
                 self._processes.append(
                     subprocess.Popen(
-                        command,
+                        command if self._group is None else self._group.command(command),
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=log,

@@ -1,32 +1,18 @@
-"""Memory of a system, sampled while it works: what the kernel gave out, or proportional set sizes of processes."""
+"""Memory of a whole job as the kernel counts it: by a memory control group, or by what the machine has given out."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
-from coarse.machine.host import read_memory
+from coarse.bench.control_group import ControlGroup, NoControlGroupError
+from coarse.machine.host import parse_fields, parse_kib, read_memory
 from coarse.proxy.memory.host import within_cgroup
 
 _SAMPLE_INTERVAL_S = 0.02
-
-
-def pss_bytes(pids: Iterable[int]) -> int:
-    """Proportional set size of all `pids` together: a page shared by n processes counts 1/n in each of them.
-
-    A process that has ended counts nothing.
-    """
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            total += _pss_of(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    return total
 
 
 def available_bytes() -> int:
@@ -43,10 +29,17 @@ class PeakMemory:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
+        self._before_bytes = 0
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_finished, daemon=True)
 
+    @property
+    def grown_bytes(self) -> int:
+        """The peak less what was given out when the context began."""
+        return self.peak_bytes - self._before_bytes
+
     def __enter__(self) -> PeakMemory:
+        self._before_bytes = given_out_bytes()
         self._thread.start()
         return self
 
@@ -65,50 +58,51 @@ class PeakMemory:
 
 def given_out_bytes() -> int:
     """Anonymous and shared memory of all processes of the machine."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return sum(int(lines[name].split()[0]) * 1024 for name in ("AnonPages", "Shmem"))
+    fields = parse_fields(Path("/proc/meminfo").read_text())
+    return sum(parse_kib(fields[name]) for name in ("AnonPages", "Shmem"))
 
 
-class PeakPss:
-    """Samples the PSS of a changing set of processes while the context lasts, in a thread of its own.
+class JobMemory:
+    """The peak of one job's memory from its start: by a control group where one can be made, else by PeakMemory.
 
-    Reading it walks page tables and stops the process's page faults meanwhile: never do it while something is
-    timed.
-
-    Args:
-        processes: Returns the processes to count; called for each sample.
+    Context manager, of which each is used once.
     """
 
-    def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
+    def __init__(self) -> None:
+        self._machine = PeakMemory()
+        self._group: ControlGroup | None = None
         self.peak_bytes = 0
-        self._processes = processes
-        self._finished = threading.Event()
-        self._thread = threading.Thread(target=self._sample_until_finished, daemon=True)
+        """Of the whole job, when the context has ended."""
+        with contextlib.suppress(NoControlGroupError):
+            self._group = ControlGroup(may_move=False)
 
-    def __enter__(self) -> PeakPss:
-        self._thread.start()
+    @property
+    def group(self) -> ControlGroup | None:
+        """Where the job is to be started; None where the whole machine is watched."""
+        return self._group
+
+    @property
+    def how(self) -> str:
+        """How it is counted, in words."""
+        if self._group is not None:
+            return "peak of a memory control group of the whole job, its start included"
+        return (
+            "growth of anonymous and shared memory of the whole machine at its peak, the job's start included"
+        )
+
+    def command(self, command: Iterable[str]) -> tuple[str, ...]:
+        """What starts a command so that it is counted."""
+        return tuple(command) if self._group is None else self._group.command(command)
+
+    def __enter__(self) -> JobMemory:
+        self._machine.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finished.set()
-        self._thread.join()
-
-    def _sample_until_finished(self) -> None:
-        while True:
-            self._sample()
-            if self._finished.wait(_SAMPLE_INTERVAL_S):
-                return
-
-    def _sample(self) -> None:
-        pids = [process.pid for process in self._processes() if process.pid != os.getpid()]
-        self.peak_bytes = max(self.peak_bytes, pss_bytes(pids))
-
-
-def _pss_of(smaps_rollup: str) -> int:
-    """Bytes of the `Pss:` line."""
-    for line in smaps_rollup.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+        self._machine.__exit__(kind, error, trace)
+        self.peak_bytes = self._machine.grown_bytes
+        if self._group is not None:
+            self.peak_bytes = self._group.peak_bytes
+            self._group.close()

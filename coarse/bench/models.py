@@ -21,6 +21,8 @@ NUM_PARAMETERS: Mapping[str, int] = MappingProxyType(
         "bert-base": 108_893_186,
         "bert-small": 28_502_018,
         "bert-tiny": 35_714,
+        "gpt2-medium": 354_823_168,
+        "gpt2-large": 774_030_080,
         "resnet50": 25_557_032,
         "digits": 151_306,
     }
@@ -104,6 +106,27 @@ def _bert_tiny(torch: Any, batch: int, sequence: int) -> Workload:
     return _bert(torch, batch, sequence, vocab_size=64, **shape)
 
 
+def _gpt2(torch: Any, batch: int, sequence: int, **shape: int) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.GPT2Config(**shape, n_positions=max(1024, sequence))
+
+    def make_batch() -> Batch:
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Workload(
+        module=transformers.GPT2LMHeadModel(config), batches=_repeat(make_batch), loss=_loss_of_transformers
+    )
+
+
+def _gpt2_medium(torch: Any, batch: int, sequence: int) -> Workload:
+    return _gpt2(torch, batch, sequence, n_embd=1024, n_layer=24, n_head=16)
+
+
+def _gpt2_large(torch: Any, batch: int, sequence: int) -> Workload:
+    return _gpt2(torch, batch, sequence, n_embd=1280, n_layer=36, n_head=20)
+
+
 def _resnet50(torch: Any, batch: int, sequence: int) -> Workload:
     transformers = importlib.import_module("transformers")
     config = transformers.ResNetConfig(num_labels=_NUM_CLASSES)  # its defaults are ResNet-50's
@@ -158,6 +181,8 @@ MODELS: Mapping[str, Callable[[Any, int, int], Workload]] = MappingProxyType(
         "bert-base": _bert_base,
         "bert-small": _bert_small,
         "bert-tiny": _bert_tiny,
+        "gpt2-medium": _gpt2_medium,
+        "gpt2-large": _gpt2_large,
         "resnet50": _resnet50,
         "digits": _digits,
     }

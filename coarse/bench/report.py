@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from coarse.bench.checkpoint import SavePlan, SaveResult
 from coarse.bench.record import MEASURED, Machine, SyncRecord
 from coarse.bench.replay import ALL_REDUCES, SCHEMES, ReplayResult
-from coarse.bench.state_memory import REFERENCES, StateMemory
+from coarse.bench.state_memory import REFERENCES, STEPS, StateMemory
 from coarse.bench.sync import LIMIT, PEERS, format_bytes
 from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
 from coarse.bench.training import CPU
@@ -133,25 +133,42 @@ def checkpoint_table(results: Sequence[SaveResult]) -> TextTable:
 
 
 def memory_table(results: Sequence[StateMemory]) -> TextTable:
-    """What each system takes, in copies of the parameters, and against both kinds of DDP."""
-    bytes_of = {result.system: result.peak_bytes for result in results}
+    """What each system takes, in copies of the parameters and beside peers, and the least that it trains in."""
+    peaks = {result.system: result.peak_bytes for result in results}
     rows = [
         (
             result.system,
-            _mebibytes(result.peak_bytes),
+            _gibibytes(result.peak_bytes) if result.peak_bytes else f"> {_gibibytes(result.available_bytes)}",
             _number(result.copies, 2),
-            *(
-                _percent(100 * result.peak_bytes / bytes_of[each] if bytes_of.get(each) else None)
-                for each in REFERENCES
-            ),
+            *(_percent(_share(result.peak_bytes, peaks.get(each))) for each in REFERENCES),
+            _limit(result),
         )
         for result in results
     ]
     return TextTable(
-        title=f"{describe_train(results[0].plan)}: parameters, gradients and optimizer state of the whole node",
-        columns=("system", "peak PSS MiB", "x parameters", *(f"of {each}'s" for each in REFERENCES)),
+        title=f"{describe_train(results[0].plan)}: control group of the whole job, start included, {STEPS} steps",
+        columns=(
+            *("system", "peak GiB", "x parameters", *(f"of {each}'s" for each in REFERENCES)),
+            "trains within GiB",
+        ),
         rows=tuple(rows),
     )
+
+
+def _limit(result: StateMemory) -> str:
+    if result.limit_bytes is None:
+        return "-"
+    return (
+        f"{_gibibytes(result.limit_bytes)} (not {_gibibytes(result.limit_bytes - result.resolution_bytes)})"
+    )
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return 100 * part / whole if part and whole else None
+
+
+def _gibibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"
 
 
 def train_table(comparison: Comparison) -> TextTable:
@@ -163,7 +180,7 @@ def train_table(comparison: Comparison) -> TextTable:
         title=describe_train(comparison.results[0].plan) + over,
         columns=(
             *("system", "step p50 ms", "p99 ms", "forward", "backward", "optimizer"),
-            *("blocked ms", "of best ddp's", "x best ddp", "peak PSS MiB"),
+            *("blocked ms", "of best ddp's", "x best ddp", "job's peak MiB"),
             *(("torch's peak GPU MiB", "whole GPU MiB") if on_gpu else ()),
         ),
         rows=tuple(
@@ -188,13 +205,13 @@ def single_table(comparison: Comparison) -> TextTable:
             _milliseconds(result.step.p50_us),
             _milliseconds(result.step.p99_us),
             _percent(comparison.overhead_percent(result), signed=True),
-            _mebibytes(result.first_step.peak_pss_bytes),
+            _mebibytes(result.first_step.peak_bytes),
         )
         for result in comparison.results
     ]
     return TextTable(
         title=describe_train(comparison.results[0].plan),
-        columns=("system", "step p50 ms", "p99 ms", "over bare", "peak PSS MiB"),
+        columns=("system", "step p50 ms", "p99 ms", "over bare", "job's peak MiB"),
         rows=tuple(rows),
     )
 
@@ -232,7 +249,7 @@ def _train_row(comparison: Comparison, result: TrainResult) -> tuple[str, ...]:
         _DASH if is_bare else _milliseconds(comparison.blocked_us(result)),
         _DASH if is_bare else _percent(comparison.blocked_percent_of_ddp(result)),
         _DASH if speedup is None else f"{speedup:.2f}x",
-        _mebibytes(result.first_step.peak_pss_bytes),
+        _mebibytes(result.first_step.peak_bytes),
     )
 
 

@@ -1,22 +1,34 @@
-"""`coarse bench memory`: what parameters, gradients and optimizer state take on a node, under each system."""
+"""`coarse bench memory`: what a whole training job takes as the kernel counts it, and the least that it trains in."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from coarse.bench.fleet import Fleet
-from coarse.bench.memory import PeakPss
+from coarse.bench.control_group import ControlGroup
+from coarse.bench.fleet import BenchError, Fleet
+from coarse.bench.memory import available_bytes
 from coarse.bench.models import NUM_PARAMETERS
-from coarse.bench.train import TrainPlan, check_memory
+from coarse.bench.train import TrainPlan
+from coarse.errors import CoarseError
 
 BASELINE_MODEL = "bert-tiny"
 """Imports and starts what the larger models do, and has next to no parameters."""
 
-REFERENCES = ("ddp-default", "ddp")
-_STEPS = 2
+PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
+REFERENCES = ("ddp", "zero", "fsdp")
+STEPS = 3
+"""That a job takes in a limit to count as training in it."""
 _BYTES_PER_ELEMENT = 4
+_SHARE_OF_AVAILABLE = 0.95
+_TIMEOUT_S = 1800.0
+_SLOWER_IN_LIMIT = 4  # times as long as without a limit; then it hangs, or only moves pages
+_LEAST_TIME_S = 120.0
+_NUM_TRIES = 6
+_LEAST_SHARE = 2  # of the peak, from which on limits are tried
+_ALIGNMENT = 16 << 20
 
 Progress = Callable[[str], None]
 """Called with a description before each piece of work."""
@@ -24,20 +36,29 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMemory:
-    """What the model takes under one system.
+    """What a job takes under one system.
 
     Args:
         plan: What was run.
-        peak_bytes: Highest PSS of all processes in a few steps, less that of the same job with BASELINE_MODEL.
+        peak_bytes: The most that the kernel has counted of all processes, the start included; None if it did not
+            train in what was available.
+        limit_bytes: The smallest limit that was tried in which it trained; None where none was looked for.
+        resolution_bytes: By so much less it did not train.
+        available_bytes: What it was allowed when the peak was measured.
     """
 
     system: str
     plan: TrainPlan
-    peak_bytes: int
+    peak_bytes: int | None
+    limit_bytes: int | None
+    resolution_bytes: int
+    available_bytes: int
 
     @property
-    def copies(self) -> float:
-        """The same in units of the parameters' bytes."""
+    def copies(self) -> float | None:
+        """The peak in units of the parameters' bytes."""
+        if self.peak_bytes is None:
+            return None
         return self.peak_bytes / (NUM_PARAMETERS[self.plan.model] * _BYTES_PER_ELEMENT)
 
     def as_json(self) -> dict[str, Any]:
@@ -50,34 +71,92 @@ class StateMemory:
             "batch": self.plan.batch,
             "sequence": self.plan.sequence,
             "optimizer": self.plan.optimizer,
+            "counted_by": "memory control group, start included",
+            "steps": STEPS,
             "peak_bytes": self.peak_bytes,
             "copies_of_parameters": self.copies,
+            "smallest_limit_bytes": self.limit_bytes,
+            "limit_resolution_bytes": self.resolution_bytes,
+            "available_bytes": self.available_bytes,
         }
 
 
-def run_state_memory(plan: TrainPlan, progress: Progress = lambda _: None) -> tuple[StateMemory, ...]:
-    """Runs each system alone, with the model and without.
+def run_state_memory(
+    plan: TrainPlan, progress: Progress = lambda _: None, *, finds_limits: bool = True
+) -> tuple[StateMemory, ...]:
+    """Runs each system alone: once with all that is available, then within limits until the smallest is known.
+
+    Args:
+        finds_limits: Whether to look for the smallest limit too.
 
     Raises:
-        CoarseError: If memory does not suffice, or a worker dies or answers too late.
+        NoControlGroupError: If memory cannot be counted here; says what to do.
+        CoarseError: If a worker dies or answers too late for another reason than memory.
     """
-    check_memory(plan)
-    results = []
-    for system in plan.systems:
-        peaks = []
-        for model in (plan.model, BASELINE_MODEL):
-            progress(f"{system}  {model}  {plan.num_workers} workers")
-            peaks.append(_peak_bytes(plan, system, model))
-        results.append(StateMemory(system=system, plan=plan, peak_bytes=peaks[0] - peaks[1]))
-    return tuple(results)
+    progress(f"{plan.systems[0]}  {BASELINE_MODEL}, which brings files into the page cache")
+    _try(plan, plan.systems[0], model=BASELINE_MODEL, limit_bytes=0, timeout_s=_TIMEOUT_S)
+    return tuple(_measure(plan, system, progress, finds_limits=finds_limits) for system in plan.systems)
 
 
-def num_progress_steps(plan: TrainPlan) -> int:
-    """How often run_state_memory() calls its progress function."""
-    return 2 * len(plan.systems)
+def num_progress_steps(plan: TrainPlan, *, finds_limits: bool = True) -> int:
+    """How often run_state_memory() calls its progress function at most."""
+    return 1 + len(plan.systems) * (1 + _NUM_TRIES * finds_limits)
 
 
-def _peak_bytes(plan: TrainPlan, system: str, model: str) -> int:
+def _measure(plan: TrainPlan, system: str, progress: Progress, *, finds_limits: bool) -> StateMemory:
+    allowed_bytes = int(_SHARE_OF_AVAILABLE * available_bytes())
+    progress(f"{system}  peak")
+    began_s = time.monotonic()
+    peak_bytes = _try(plan, system, model=plan.model, limit_bytes=allowed_bytes, timeout_s=_TIMEOUT_S)
+    timeout_s = max(_LEAST_TIME_S, _SLOWER_IN_LIMIT * (time.monotonic() - began_s))
+    limit_bytes, resolution_bytes = None, 0
+    if peak_bytes is not None and finds_limits:
+
+        def trains_in(limit_bytes: int) -> bool:
+            progress(f"{system}  within {limit_bytes / 2**30:.2f} GiB")
+            found = _try(plan, system, model=plan.model, limit_bytes=limit_bytes, timeout_s=timeout_s)
+            return found is not None
+
+        limit_bytes, resolution_bytes = smallest_limit(peak_bytes, trains_in)
+    return StateMemory(
+        system=system,
+        plan=plan,
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
+        resolution_bytes=resolution_bytes,
+        available_bytes=allowed_bytes,
+    )
+
+
+def smallest_limit(peak_bytes: int, trains_in: Callable[[int], bool]) -> tuple[int, int]:
+    """Looks for the smallest limit by halves, between the peak and half of it, in which nothing is taken to train.
+
+    Args:
+        peak_bytes: In which it trains.
+        trains_in: Whether it trains in a limit.
+
+    Returns:
+        That limit, and by how much less it does not train; bytes.
+    """
+    high = -(-peak_bytes // _ALIGNMENT)
+    low = high // _LEAST_SHARE
+    for _ in range(_NUM_TRIES):
+        if high - low <= 1:
+            break
+        middle = (low + high) // 2
+        if trains_in(middle * _ALIGNMENT):
+            high = middle
+        else:
+            low = middle
+    return high * _ALIGNMENT, (high - low) * _ALIGNMENT
+
+
+def _try(plan: TrainPlan, system: str, *, model: str, limit_bytes: int, timeout_s: float) -> int | None:
+    """The peak of a job of STEPS steps; None if it has no room.
+
+    Raises:
+        CoarseError: If it fails, and the reason is not memory.
+    """
     options = {
         "model": model,
         "batch": plan.batch,
@@ -85,8 +164,21 @@ def _peak_bytes(plan: TrainPlan, system: str, model: str) -> int:
         "optimizer": plan.optimizer,
         "threads": plan.threads,
     }
-    fleet = Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads)
-    with fleet, PeakPss(fleet.descendants) as memory:
-        fleet.start()
-        fleet.ask("run", steps=_STEPS)
-    return memory.peak_bytes
+    with ControlGroup(limit_bytes) as group:
+        fleet = Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
+        try:
+            with fleet:
+                fleet.start(timeout_s)
+                fleet.ask("run", timeout_s, steps=STEPS - 1)  # and one that is not counted
+        except (CoarseError, TimeoutError) as error:
+            if limit_bytes and (group.num_killed or _speaks_of_memory(error)):
+                return None
+            raise
+        return group.peak_bytes
+
+
+def _speaks_of_memory(error: Exception) -> bool:
+    return isinstance(error, TimeoutError | BenchError) and any(
+        sign in str(error)
+        for sign in ("OutOfDeviceMemoryError", "MemoryError", "not enough memory", "too long")
+    )

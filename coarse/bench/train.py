@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coarse.bench.control_group import ControlGroup
 from coarse.bench.fleet import BenchError, Fleet, time_for
-from coarse.bench.memory import PeakPss, available_bytes
+from coarse.bench.memory import JobMemory, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
 from coarse.bench.training import CPU, LEARNING_RATE, OPTIMIZERS, PHASES, check_device
@@ -82,7 +83,9 @@ class FirstStep:
     parameter_hashes: tuple[str, ...]
     parameter_sample: tuple[float, ...]
     parameter_bytes: int
-    peak_pss_bytes: int
+    peak_bytes: int
+    """Of all processes, the start included, as JobMemory counts."""
+    memory_counted_by: str = ""
     peak_gpu_bytes: int = 0
     """Of torch in all workers; 0 without a GPU."""
     used_gpu_bytes: int = 0
@@ -170,7 +173,8 @@ class Comparison:
             "blocked_us": self.blocked_us(result),
             "blocked_percent_of_ddp": self.blocked_percent_of_ddp(result),
             "speedup_over_ddp": self.speedup_over_ddp(result),
-            "peak_pss_bytes": first.peak_pss_bytes,
+            "peak_bytes": first.peak_bytes,
+            "memory_counted_by": first.memory_counted_by,
             "device": plan.device,
             "gpu": first.gpu,
             "backend": first.backend,
@@ -196,7 +200,7 @@ def run_train(plan: TrainPlan, progress: Progress = lambda _: None) -> Compariso
     check_memory(plan)
     first_steps = {system: _try_alone(plan, system, progress) for system in plan.systems}
     _verify(plan, first_steps)
-    needed = _MEMORY_MARGIN * sum(first.peak_pss_bytes for first in first_steps.values())
+    needed = _MEMORY_MARGIN * sum(first.peak_bytes for first in first_steps.values())
     # Beside each other on a GPU they would share its memory, which nobody has looked at.
     side_by_side = plan.device == CPU and needed <= available_bytes()
     measure = _measure_side_by_side if side_by_side else _measure_one_by_one
@@ -223,7 +227,7 @@ def check_memory(plan: TrainPlan) -> None:
         )
 
 
-def _fleet(plan: TrainPlan, system: str) -> Fleet:
+def _fleet(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> Fleet:
     options = {
         "model": plan.model,
         "batch": plan.batch,
@@ -232,25 +236,26 @@ def _fleet(plan: TrainPlan, system: str) -> Fleet:
         "threads": plan.threads,
         "device": plan.device,
     }
-    return Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads)
+    return Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
 
 
 def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
     """Takes the first steps of a system with the machine to itself, watching its memory."""
     progress(f"{system}  verifying")
-    with _fleet(plan, system) as fleet, PeakPss(fleet.descendants) as memory:
+    with JobMemory() as memory, _fleet(plan, system, memory.group) as fleet:
         fleet.start()
         answers = fleet.ask("first_step")
         fleet.ask("run", steps=_MEMORY_STEPS)
-        memories = fleet.ask("gpu_memory")
+        gpu_memories = fleet.ask("gpu_memory")
     return FirstStep(
         losses=tuple(answer["loss"] for answer in answers),
         parameter_hashes=tuple(answer["hash"] for answer in answers),
         parameter_sample=tuple(answers[0]["sample"]),
         parameter_bytes=answers[0]["parameter_bytes"],
-        peak_pss_bytes=memory.peak_bytes,
-        peak_gpu_bytes=sum(memory["peak_bytes"] for memory in memories),
-        used_gpu_bytes=sum({memory["device"]: memory["used_bytes"] for memory in memories}.values()),
+        peak_bytes=memory.peak_bytes,
+        memory_counted_by=memory.how,
+        peak_gpu_bytes=sum(each["peak_bytes"] for each in gpu_memories),
+        used_gpu_bytes=sum({each["device"]: each["used_bytes"] for each in gpu_memories}.values()),
         gpu=answers[0]["gpu"],
         backend=answers[0]["backend"],
     )

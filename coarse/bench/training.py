@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -300,6 +301,18 @@ def offload_optimizer(*, overlap: bool) -> Callable[[Any, Any], Any]:
     return offload
 
 
+def _shard_state(optimizer: Any, model: Any) -> Any:
+    """ZeRO's first stage: each worker has the optimizer's state of its share of the parameters."""
+    zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    kind = type(optimizer)
+    options = {
+        name: optimizer.defaults[name]
+        for name in inspect.signature(kind).parameters
+        if name in optimizer.defaults
+    }
+    return zero(model.parameters(), optimizer_class=kind, parameters_as_bucket_view=True, **options)
+
+
 def _under(wrap: Callable[[WorkerJob], Callable[[Any], Any]]) -> Callable[[WorkerJob], Adapter]:
     return lambda job: TrainAdapter(job, wrap)
 
@@ -311,6 +324,7 @@ TRAIN_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {
     "train-ddp": _under(wrap_ddp),
     "train-ddp-tuned": _under(wrap_ddp_tuned),
     "train-ddp-default": _under(_wrap_ddp_default),
+    "train-zero": lambda job: TrainAdapter(job, wrap_ddp, _shard_state),
     "train-fsdp": _under(_wrap_fsdp),
     "train-none": _under(_wrap_none),
 }

@@ -19,11 +19,14 @@ if TYPE_CHECKING:  # what these import is an extra, and slow: not for `coarse --
 _SYNC_PEERS = ("gloo", "mpich", "openmpi", "impi", "ucc", "horovod")
 _TRAIN_PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 _SAVE_PEERS = ("coarse-workers", "torch", "dcp")
-_MEMORY_PEERS = ("ddp", "ddp-default", "fsdp", "coarse-overlap")
+_MEMORY_PEERS = ("ddp", "ddp-default", "zero", "fsdp", "coarse-overlap")
 _REPLAY_SCHEMES = ("coarse", "offload", "spread", "local", "workers", "fifo", "allreduce")
 _TRACES = ("bert-large", "bert-base", "resnet50")
-_MODELS = ("bert-large", "bert-base", "bert-small", "bert-tiny", "resnet50", "digits")
-_MODELS_OF_SIZE = ("bert-large", "bert-base", "bert-small", "resnet50")
+_MODELS = (
+    *("bert-large", "bert-base", "bert-small", "bert-tiny", "gpt2-medium", "gpt2-large"),
+    *("resnet50", "digits"),
+)
+_MODELS_OF_SIZE = ("bert-large", "bert-base", "bert-small", "gpt2-medium", "gpt2-large", "resnet50")
 _DEFAULT_SIZES = "4KiB,64KiB,1MiB,25MiB,100MiB,400MiB"
 _EXIT_USAGE = 2
 _TABLE_WIDTH = 160
@@ -181,19 +184,26 @@ def _add_checkpoint_parser(benches: Any) -> None:
 def _add_memory_parser(benches: Any) -> None:
     parser = benches.add_parser(
         "memory",
-        help="what parameters, gradients and optimizer state take",
-        description="Peak proportional set size of all processes of a training job, less that of the job without "
-        "a model: under COARSE with the optimizer on the workers (coarse), in its memory devices (coarse-offload, "
-        "coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes (ddp-default), and FSDP2. "
-        "This leaves out the start, and shared memory that is allocated and not touched yet: a memory control group "
-        "counts more.",
+        help="what a whole training job takes, and the least that it trains in",
+        description="Peak of a memory control group of a whole training job, its start included, and the smallest "
+        "limit in which it trains: under COARSE with the optimizer on the workers (coarse), in its memory devices "
+        "(coarse-offload, coarse-overlap), torch DDP with gradients as bucket views (ddp) and as it comes "
+        "(ddp-default), ddp with ZeroRedundancyOptimizer (zero), and FSDP2 by blocks (fsdp). It needs to make "
+        "control groups, as root can.",
     )
     parser.set_defaults(handler=run_memory_command)
     parser.add_argument("--model", default="bert-base", choices=_MODELS_OF_SIZE)
     parser.add_argument("--batch", type=int, default=1, help="samples per worker; default: %(default)s")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sample; default: %(default)s")
     parser.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    _add_common_arguments(parser, peers=_MEMORY_PEERS, default=",".join(_MEMORY_PEERS), rounds=None)
+    parser.add_argument(
+        "--limits",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also look for the smallest limit in which each system trains; default: yes, some minutes each",
+    )
+    default = ",".join(peer for peer in _MEMORY_PEERS if peer != "ddp-default")
+    _add_common_arguments(parser, peers=_MEMORY_PEERS, default=default, rounds=None)
 
 
 def _add_common_arguments(
@@ -403,9 +413,13 @@ def run_memory_command(arguments: argparse.Namespace) -> int:
         )
     except ValueError as error:
         return _usage_error(str(error))
-    results = _with_progress(lambda progress: run_state_memory(plan, progress), num_progress_steps(plan))
+    limits = arguments.limits
+    results = _with_progress(
+        lambda progress: run_state_memory(plan, progress, finds_limits=limits),
+        num_progress_steps(plan, finds_limits=limits),
+    )
     _publish(
-        "every system alone, in the steps of one run",
+        "every system alone; page cache of files that were read before is left out",
         [report.memory_table(results)],
         (result.as_json() for result in results),
         arguments.json,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
@@ -17,6 +18,7 @@ from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, SessionClosedError
 from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
+from coarse.torch.awaited_values import AwaitedValues
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
 from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.comm_hooks import travel_dtype
@@ -40,6 +42,7 @@ from coarse.torch.state_dict import with_wrapper_prefix
 from coarse.torch.tables import check_tables, find_tables
 
 _MIB = 1 << 20
+_NO_VALUES = "the module was built on the meta device, so that it has no values"
 _DEFAULT_BUCKET_MIB = 25
 _COPIED_SETTINGS = (
     "dim",
@@ -61,6 +64,11 @@ class DistributedDataParallel(Offloading):
 
     The gradient of a large torch.nn.Embedding never exists anywhere else: backward adds its rows to the slot. With
     sparse=True only the rows that were looked up travel, and `.grad` is sparse as under torch's class.
+
+    Workers other than the first may build the module on the meta device (`with torch.device("meta")`, accelerate's
+    init_empty_weights()) if worker 0 has it in host memory: they take no memory for it. Worker 0's values come
+    with DistributedOptimizer, by way of the memory devices, else with the first forward that has gradients, which all
+    workers call then. Buffers come at once.
 
     All workers must wrap the same models in the same order. Construction is collective. Without a process
     group one is made from the launcher's variables. With a single worker nothing is registered and nothing
@@ -135,7 +143,7 @@ class DistributedDataParallel(Offloading):
         broadcast_initially = True
         if forward_sync_buffers is None:
             forward_sync_buffers = broadcast_initially = broadcast_buffers is None or bool(broadcast_buffers)
-        self._take_module(module)
+        self._take_module(module, may_await_values=device_ids is None)
         check_unsupported(
             mixed_precision=mixed_precision,
             delayed=delay_all_reduce_named_params,
@@ -159,8 +167,10 @@ class DistributedDataParallel(Offloading):
         self._begin()
         if self._world_size > 1:
             self._register(init_sync=init_sync, broadcast_buffers=broadcast_initially)
+        elif self._awaited.are_missing:
+            raise ValueError(f"{_NO_VALUES}; a job of one worker has no other to take them from")
 
-    def _take_module(self, module: torch.nn.Module) -> None:
+    def _take_module(self, module: torch.nn.Module, *, may_await_values: bool = False) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__name__}")
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -169,6 +179,7 @@ class DistributedDataParallel(Offloading):
             for name, parameter in module.named_parameters()
             if name not in self.parameters_to_ignore
         ]
+        self._awaited = AwaitedValues(module if may_await_values else None, self.parameters_to_ignore)
         check_module(module, self._module_parameters)
         self.module = module
         self._find_trainable()
@@ -231,6 +242,7 @@ class DistributedDataParallel(Offloading):
         self._travel_dtype: torch.dtype | None = None
         self._has_hook = False
         self._num_registrations = 1
+        self._awaits_values = False
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
         shared = session_of_group(self.process_group)
@@ -239,6 +251,7 @@ class DistributedDataParallel(Offloading):
         check_tables(self._session, self._trainable, self.tables)
         if init_sync:
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
+        self._check_awaited(init_sync=init_sync)
         self._name = name
         self._gradients = self._register_gradients(f"{name}/gradients")
         self._groups = [self._gradients.group]
@@ -246,12 +259,48 @@ class DistributedDataParallel(Offloading):
             self._buffers_broadcast = BufferBroadcast(self._session, f"{name}/buffers", self.modules_buffers)
             self._groups.append(self._buffers_broadcast.group)
         if init_sync:
-            states = [tensor for _, tensor in self._named_states(buffers=broadcast_buffers)]
-            broadcast_tensors(self._session, states)
+            awaits = self._awaits_values
+            states = self._named_states(buffers=broadcast_buffers or awaits, parameters=not awaits)
+            broadcast_tensors(self._session, [tensor for _, tensor in states])
             self._session.release_buffers()
         self._dropped = shared.dropped
         self._watch_end()
         self._watch_saves()
+
+    def _check_awaited(self, *, init_sync: bool) -> None:
+        """Notes whether any worker awaits values from worker 0. Collective.
+
+        Raises:
+            ValueError: On all workers, if they cannot come.
+        """
+        is_missing, is_first = self._awaited.are_missing, dist.get_rank(self.process_group) == 0
+        is_on_gpu = self.device_type != "cpu"
+        flags = np.array([is_missing, is_missing and is_first, is_on_gpu and is_first], dtype=np.int32)
+        self._session.all_reduce(flags, op="max")
+        self._awaits_values = bool(flags[0])
+        if flags[1]:
+            raise ValueError(
+                f"{_NO_VALUES} on worker 0, from which others take theirs; build it with values there"
+            )
+        if self._awaits_values and flags[2]:
+            raise ValueError(
+                f"{_NO_VALUES} on some worker, and worker 0 has it on a GPU; build it alike on all"
+            )
+        if self._awaits_values and not init_sync:
+            raise ValueError(
+                f"{_NO_VALUES} on some worker, and init_sync=False lets it take none from worker 0"
+            )
+
+    def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
+        """Copies worker 0's parameters to workers that built theirs on the meta device. Collective where any did."""
+        if not self._awaits_values:
+            return
+        there = set(but)
+        states = self._named_states(buffers=False)
+        broadcast_tensors(self._session, [parameter for _, parameter in states if parameter not in there])
+        self._session.release_buffers()
+        self._awaits_values = False
+        self._awaited.release()
 
     def _watch_saves(self) -> None:
         """Has no state dict hold parameters that a GPU has updated by what a lost memory device did not average, and
@@ -278,9 +327,9 @@ class DistributedDataParallel(Offloading):
         if self._world_size > 1 and self._gradients is None:
             self._register(init_sync=True, broadcast_buffers=self.forward_sync_buffers)
 
-    def _named_states(self, *, buffers: bool) -> list[tuple[str, torch.Tensor]]:
+    def _named_states(self, *, buffers: bool, parameters: bool = True) -> list[tuple[str, torch.Tensor]]:
         """Everything that must be equal on all workers at the start."""
-        states = list(self.module.named_parameters())
+        states = list(self.module.named_parameters()) if parameters else []
         if buffers:
             states += self.module.named_buffers()
         return [(name, tensor) for name, tensor in states if name not in self.parameters_to_ignore]
@@ -373,6 +422,8 @@ class DistributedDataParallel(Offloading):
             raise SessionClosedError(
                 "this DistributedDataParallel was closed; use its .module, or wrap it again"
             )
+        if torch.is_grad_enabled():
+            self._bring_values()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
             self._average_thawed()
@@ -522,6 +573,8 @@ class DistributedDataParallel(Offloading):
                 "a copy of a DistributedDataParallel would be of the default process group, and this one is of "
                 "another; copy or pickle model.module, and wrap that"
             )
+        if self._awaited.are_missing:
+            raise ValueError(f"{_NO_VALUES} yet, and cannot be copied")
         if self._offloaded is not None:
             self._offloaded.wait()
         settings = {name: getattr(self, name) for name in _COPIED_SETTINGS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ class Offloading(Refusals):
         """Whether these have the parameters and run the optimizer, until close()."""
         return self._offloaded is not None and not self._closed
 
+    def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
+        raise NotImplementedError
+
     def cannot_offload(self) -> str:
         """Why this model's optimizer cannot run in the memory devices; "" if it can."""
         if self._gradients is None:
@@ -97,6 +100,7 @@ class Offloading(Refusals):
             raise ValueError(self.cannot_offload())
         self._gradients.check_finished()
         parameters = [parameter for _, parameter in self._trainable]
+        self._bring_values(but=parameters)
         if len(self._session.node_workers) < self._session.identity.world_size:
             # Each node's are those of its own first worker from now on.
             broadcast_tensors(self._session, parameters)

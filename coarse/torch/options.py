@@ -70,7 +70,8 @@ def check_module(module: torch.nn.Module, parameters: Sequence[torch.nn.Paramete
     if any(parameter.is_meta for parameter in parameters):
         raise ValueError(
             "the module has parameters on the meta device, which have no values; give them memory first (to_empty() "
-            "and an initialisation), then wrap it"
+            "and an initialisation), then wrap it. Of models in host memory, workers other than the first may leave "
+            "that to the wrapper"
         )
     if any(isinstance(parameter, torch.nn.parameter.UninitializedParameter) for parameter in parameters):
         raise RuntimeError(

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 
 from matplotlib.figure import Figure
 
+from coarse.bench.control_group import ControlGroup
 from coarse.bench.fleet import BenchError
 from coarse.profiler.figures import COLOURS
 from coarse.profiler.profile import MEASURED
 from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main
-from experiments.fig16_largest_batch.memory_limit import MemoryLimit
 
 NUM_WORKERS = 2
 DDP = "ddp"
@@ -105,7 +105,7 @@ def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
     """
     trial = [sys.executable, "-m", _TRIAL, system, "--model", case.model, "--batch", str(batch)]
     trial += ["--workers", str(NUM_WORKERS), "--steps", str(case.steps)]
-    with MemoryLimit(case.limit_bytes) as limit:
+    with ControlGroup(case.limit_bytes) as limit:
         done = subprocess.run(
             limit.command(trial),
             capture_output=True,

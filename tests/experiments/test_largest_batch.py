@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.fig16_largest_batch.memory_limit import MemoryLimit
+from coarse.bench.control_group import ControlGroup
 from experiments.fig16_largest_batch.run import Trial, largest
 
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def test_the_largest_batch_is_found_and_none_tried_twice(fitting, most):
 @pytest.fixture
 def limit():
     try:
-        group = MemoryLimit(64 * MIB)
+        group = ControlGroup(64 * MIB)
     except PermissionError as error:
         pytest.skip(str(error))
     with group:
@@ -57,7 +57,7 @@ def test_what_goes_beyond_the_limit_is_killed(limit):
 
 def test_nothing_is_left_of_a_limit():
     try:
-        group = MemoryLimit(64 * MIB)
+        group = ControlGroup(64 * MIB)
     except PermissionError as error:
         pytest.skip(str(error))
     with group:

@@ -37,7 +37,7 @@ def first_step(*, hashes: tuple[str, ...] = ("a", "a"), sample: tuple[float, ...
         parameter_hashes=hashes,
         parameter_sample=sample,
         parameter_bytes=8,
-        peak_pss_bytes=1,
+        peak_bytes=1,
     )
 
 
@@ -51,7 +51,7 @@ def test_peers_are_verified_and_timed_in_turns() -> None:
     assert len(set(ddp.first_step.parameter_hashes)) == 1
     assert len(set(bare.first_step.parameter_hashes)) == 2
     assert ddp.step.iterations == PLAN.steps * PLAN.rounds
-    assert ddp.first_step.peak_pss_bytes > 2 * (50 << 20)
+    assert ddp.first_step.peak_bytes > 2 * (50 << 20)
     assert comparison.blocked_us(ddp) == pytest.approx(ddp.step.p50_us - bare.step.p50_us)
 
 

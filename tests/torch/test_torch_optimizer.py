@@ -189,6 +189,11 @@ def test_what_the_wrapper_registered_is_freed_without_a_collection(arguments: tu
     launch(COARSE_RUN, Path(__file__).parent / "freed_memory_script.py", arguments)
 
 
+def test_workers_may_build_on_the_meta_device_and_take_values_from_the_first() -> None:
+    said = launch(COARSE_RUN, Path(__file__).parent / "meta_device_script.py", ())
+    assert said.count("as worker 0") == 2
+
+
 def test_memory_that_is_gone_when_it_is_reserved_leaves_the_model_as_it_was() -> None:
     said = launch(COARSE_RUN, Path(__file__).parent / "memory_shortage_script.py", ())
     assert said.count("averages as before") == 2

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from typing import Any
 
-import psutil
 import pytest
 
-from coarse.bench import memory, state_memory, sync, train
+from coarse.bench import state_memory, sync, train
 from coarse.bench.fleet import BenchError
 from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
 from coarse.bench.sync import SyncPlan, run_sync
@@ -136,6 +134,7 @@ def test_a_single_process_has_nowhere_to_offload_to(capsys: pytest.CaptureFixtur
 def test_names_of_the_command_line_are_those_of_the_benchmarks() -> None:
     assert bench._SYNC_PEERS == sync.PEERS
     assert bench._TRAIN_PEERS == train.PEERS
+    assert bench._MEMORY_PEERS == state_memory.PEERS
     assert tuple(MODELS) == bench._MODELS
     assert {*bench._MODELS_OF_SIZE} < {*MODELS} - {state_memory.BASELINE_MODEL}
 
@@ -157,14 +156,3 @@ def test_parameter_counts_are_those_of_the_models(model: str) -> None:
     with torch.device("meta"):
         module = build_workload(model, batch=1, sequence=8, rank=0).module
     assert sum(parameter.numel() for parameter in module.parameters()) == NUM_PARAMETERS[model]
-
-
-def test_pss_of_this_process_is_no_larger_than_its_resident_memory() -> None:
-    pss = memory.pss_bytes([os.getpid()])
-    assert 0 < pss <= psutil.Process().memory_info().rss + (64 << 20)
-
-
-def test_process_that_has_ended_counts_nothing() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert memory.pss_bytes([ended.pid]) == 0

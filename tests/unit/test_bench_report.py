@@ -41,7 +41,7 @@ def comparison(*, gpu: str = "", **step_ms: float) -> Comparison:
         parameter_hashes=("a", "a"),
         parameter_sample=(0.0,),
         parameter_bytes=4,
-        peak_pss_bytes=3 << 20,
+        peak_bytes=3 << 20,
         peak_gpu_bytes=(5 << 20) if gpu else 0,
         used_gpu_bytes=(7 << 20) if gpu else 0,
         gpu=gpu,
@@ -176,7 +176,7 @@ def test_train_record_has_the_agreed_fields() -> None:
     assert record["p50_us"] == 110e3
     assert record["blocked_us"] == pytest.approx(10e3)
     assert record["blocked_percent_of_ddp"] == pytest.approx(25)
-    assert record["peak_pss_bytes"] == 3 << 20
+    assert record["peak_bytes"] == 3 << 20
     assert {"system", "num_workers", "bytes", "p99_us", "algbw_gbytes_per_s"} <= record.keys()
 
 
