@@ -43,9 +43,5 @@ class Reservations:
             segment.close()
         self._segments.clear()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_segments"):
-            self.close()
-
     def _label(self, name: str) -> str:
         return f"{self._group}: memory for {name}"

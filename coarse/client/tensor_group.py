@@ -500,7 +500,9 @@ class TensorGroup:
         """Gives the group up; its memory is freed when every worker has. Idempotent."""
         if self._slots is not None:
             self.close_gpu_transfers()
-            self._slots = self._kept = self._rows = self._distant = self._reservations = None
+            if self._reservations is not None:
+                self._reservations.close()
+            self._slots = self._kept = self._rows = self._distant = None
             if self._meeting is not None:
                 self._meeting.close()
             self._client.release(self.id)

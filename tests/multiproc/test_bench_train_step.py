@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from coarse.bench import train
+from coarse.bench.control_group import NoControlGroupError
 from coarse.bench.fleet import BenchError
+from coarse.bench.state_memory import run_state_memory
 from coarse.bench.systems import missing
 from coarse.bench.train import FirstStep, TrainPlan, num_progress_steps, run_train
 
@@ -108,3 +110,17 @@ def test_command_prints_a_table_and_appends_records(
     assert {record["bench"] for record in records} == {"train-step"}
     assert "measured on" in result.stdout
     assert "digits, batch 1" in result.stdout
+
+
+@pytest.mark.slow  # starts a job twice
+def test_memory_of_a_whole_job_is_counted_by_a_control_group() -> None:
+    turns: list[str] = []
+    plan = replace(PLAN, systems=("zero",))
+    try:
+        (result,) = run_state_memory(plan, turns.append, finds_limits=False)
+    except NoControlGroupError as error:
+        pytest.skip(str(error))
+    assert len(turns) == 2
+    assert result.peak_bytes is not None
+    assert result.peak_bytes > 2 * (100 << 20)
+    assert result.limit_bytes is None

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from coarse.bench.record import Machine, SyncRecord
-from coarse.bench.report import bandwidth_table, heading, latency_table, single_table, train_table
+from coarse.bench.report import (
+    bandwidth_table,
+    heading,
+    latency_table,
+    memory_table,
+    single_table,
+    train_table,
+)
+from coarse.bench.state_memory import StateMemory
 from coarse.bench.statistics import Timing
 from coarse.bench.sync import format_bytes
 from coarse.bench.train import Comparison, FirstStep, TrainPlan, TrainResult
@@ -197,3 +205,37 @@ def test_heading_names_machine_and_kind() -> None:
 )
 def test_sizes_read_as_people_write_them(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+def test_memory_is_shown_beside_peers_and_with_the_least_that_a_job_trains_in() -> None:
+    plan = TrainPlan(
+        systems=("ddp", "coarse-overlap", "coarse"),
+        model="bert-base",
+        batch=1,
+        sequence=32,
+        num_workers=2,
+        threads=1,
+        optimizer="adamw",
+    )
+
+    def taken(system: str, peak_gib: float | None, limit_gib: float | None) -> StateMemory:
+        return StateMemory(
+            system=system,
+            plan=plan,
+            peak_bytes=None if peak_gib is None else int(peak_gib * 2**30),
+            limit_bytes=None if limit_gib is None else int(limit_gib * 2**30),
+            resolution_bytes=0 if limit_gib is None else 2**28,
+            available_bytes=5 * 2**30,
+        )
+
+    table = memory_table(
+        [taken("ddp", 4, 3.5), taken("coarse-overlap", 2, None), taken("coarse", None, None)]
+    )
+    assert "control group of the whole job, start included" in table.title
+    rows = {row[0]: row for row in table.rows}
+    ddp_column = table.columns.index("of ddp's")
+    assert rows["ddp"][1] == "4.00"
+    assert rows["ddp"][-1] == "3.50 (not 3.25)"
+    assert rows["coarse-overlap"][ddp_column].startswith("50")
+    assert rows["coarse"][1] == "> 5.00"
+    assert rows["coarse"][-1] == "-"
