@@ -78,7 +78,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 module = build(on_meta=1)
-before = anonymous_bytes()
 wrapped = sgd(module)  # keeps the parameters that it has
 model = coarse.torch.DistributedDataParallel(module)
 if RANK == 1:
@@ -86,6 +85,7 @@ if RANK == 1:
         module(torch.ones(2, WIDTH))
     with refused():
         module.state_dict()
+before = anonymous_bytes()
 optimizer = coarse.torch.DistributedOptimizer(wrapped, model)
 assert optimizer.runs_in_memory_devices
 if RANK == 1:
@@ -95,8 +95,11 @@ assert module.first.weight is module.tied.weight
 train(model, optimizer)
 model.close()
 
-model = coarse.torch.DistributedDataParallel(build(on_meta=1))
+module = build(on_meta=1)
+before = anonymous_bytes()
+model = coarse.torch.DistributedDataParallel(module)
 if RANK == 1:
+    assert anonymous_bytes() - before < 32 << 20, "a wrapped model from the meta device takes memory"
     with torch.no_grad(), refused():
         model(torch.ones(2, WIDTH))
 train(model, sgd(model))
