@@ -39,7 +39,7 @@ class AwaitedValues:
             if parameter.is_meta and name not in ignored:
                 _give_memory(name, parameter)
         _give_buffers_memory(module, ignored)
-        refuse = OwnHook(self._refuse)
+        refuse = OwnHook(self.check)
         self._handles = [
             module.register_forward_pre_hook(refuse),
             module.register_state_dict_pre_hook(refuse),
@@ -56,7 +56,10 @@ class AwaitedValues:
         """Whether the module is without values still."""
         return bool(self._handles)
 
-    def _refuse(self) -> None:
+    def check(self) -> None:
+        """Raises RuntimeError if the module is without values still."""
+        if not self.are_missing:
+            return
         raise RuntimeError(
             f"{len(self._names)} tensors of this model were built on the meta device ({self._names[0]!r}, ...), and "
             "their values have not come yet: DistributedOptimizer brings them, or the first forward of the wrapper "

@@ -424,6 +424,7 @@ class DistributedDataParallel(Offloading):
             )
         if torch.is_grad_enabled():
             self._bring_values()
+        self._awaited.check()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
             self._average_thawed()
