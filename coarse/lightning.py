@@ -30,9 +30,9 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
     Of communication hooks it takes those of DistributedDataParallel.register_comm_hook().
 
     Args:
-        offload_optimizer: Whether what configure_optimizers() returns, one optimizer of all trainable parameters,
-            runs in the memory devices, as coarse.torch.DistributedOptimizer has it; or what else that is to be
-            given, such as {"max_grad_norm": 1.0}, or {"overlap": True} where Lightning clips no gradients.
+        offload_optimizer: Whether what configure_optimizers() returns, one optimizer or several, runs in the memory
+            devices, as coarse.torch.DistributedOptimizer has it; or what else that is to be given, such as
+            {"max_grad_norm": 1.0}, or {"overlap": True} where Lightning clips no gradients.
 
     Raises:
         NotImplementedError: For other hooks.

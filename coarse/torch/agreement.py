@@ -25,12 +25,12 @@ def check_same_tensors(session: Session, lines: Sequence[str]) -> None:
         SchemaMismatchError: On every worker, with the first difference that the highest differing rank found.
     """
     rank = session.identity.rank
-    reference = _broadcast_text(session, "\n".join(lines), root=0)
+    reference = broadcast_text(session, "\n".join(lines), root=0)
     difference = _first_difference(reference.split("\n"), list(lines), rank)
     culprit = np.array([rank if difference else -1], np.int64)
     session.all_reduce(culprit, op="max")
     if culprit[0] >= 0:
-        raise SchemaMismatchError(_broadcast_text(session, difference, root=int(culprit[0])))
+        raise SchemaMismatchError(broadcast_text(session, difference, root=int(culprit[0])))
 
 
 def _first_difference(expected: list[str], actual: list[str], rank: int) -> str:
@@ -50,7 +50,8 @@ def _first_difference(expected: list[str], actual: list[str], rank: int) -> str:
     )
 
 
-def _broadcast_text(session: Session, text: str, *, root: int) -> str:
+def broadcast_text(session: Session, text: str, *, root: int) -> str:
+    """The text of worker `root`. Collective."""
     encoded = text.encode()
     length = np.array([len(encoded)], np.int64)
     session.broadcast(length, root=root)

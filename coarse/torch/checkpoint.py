@@ -50,6 +50,7 @@ from coarse.torch.training_state import (
     optimizer_settings,
     training_state,
 )
+from coarse.torch.weak_calls import weakly
 from coarse.torch.worker_state import OwnTensors, RandomState, WorkerState, checked, load_resharded
 
 __all__ = ["Checkpointer", "DataPosition", "RandomState", "WorkerState", "load_state_dicts"]
@@ -130,14 +131,9 @@ class Checkpointer:
         # Steps that were taken before are of the training that these checkpoints are of.
         self._newest_left = _NO_CHECKPOINT if first_step else newest_step
         self._options = options or WriteOptions()
-        offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
         self._snapshots: SnapshotSaves | None = None
         self._parameter_names: list[str] = []
-        if optimizer is not None and offloaded is not None:
-            self._snapshots = SnapshotSaves(offloaded, model, parent.path, self._options)
-            self._parameter_names = names_of_parameters(model, optimizer)
-            if self._workers.rank == 0:
-                self._snapshots.warm()
+        self._follow_optimizer()
         self._saver = Saver(parent, keep=keep, most_failures=most_failures)
         self._signal = SaveSignal(on_signal)
 
@@ -180,8 +176,10 @@ class Checkpointer:
             self._propose(is_busy=began)
         if start is not None:
             start()
-        elif self._snapshots is not None and self._workers.rank == 0:
-            self._snapshots.prepare()
+        elif self._workers.rank == 0:
+            self._follow_optimizer()
+            if self._snapshots is not None:
+                self._snapshots.prepare()
         return began
 
     def save(self, *, wait: bool = True) -> None:
@@ -319,6 +317,8 @@ class Checkpointer:
                 f"{self._num_steps} of a training that did not go on from it. Call restore() first, remove what is "
                 "newer, or choose another folder."
             )
+        if isinstance(self._optimizer, DistributedOptimizer) and self._optimizer.offloaded is not None:
+            self._optimizer.offloaded.take_assigned()
         self._num_saves += 1
         self._saver.count_skipped(self._due.begin(self._num_steps))
         if (refusal := self._claim_folder()) is not None:
@@ -365,6 +365,22 @@ class Checkpointer:
             self._copies.begin()
         self._saver.start(writing, own_state)
 
+    def _follow_optimizer(self) -> None:
+        """Saves from where the optimizer's parameters are now: they move when others come to them."""
+        optimizer = self._optimizer
+        offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
+        if optimizer is None or offloaded is None:
+            self._snapshots = None
+        elif self._snapshots is None or not self._snapshots.are_of(offloaded):
+            self._snapshots = SnapshotSaves(offloaded, self._model, self._parent.path, self._options)
+            self._parameter_names = names_of_parameters(self._model, optimizer)
+            offloaded.before_leaving(weakly(self._finish_save))
+            if self._workers.rank == 0:
+                self._snapshots.warm()
+
+    def _finish_save(self) -> None:
+        self._saver.wait()
+
     def _own_state(self) -> OwnState | None:
         if not self._state:
             return None
@@ -377,6 +393,7 @@ class Checkpointer:
         )
 
     def _writing(self) -> Writing:
+        self._follow_optimizer()
         if self._snapshots is not None:
             assert isinstance(self._optimizer, DistributedOptimizer)
             settings = optimizer_settings(self._optimizer, self._parameter_names)

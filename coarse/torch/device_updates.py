@@ -71,18 +71,23 @@ class DeviceUpdates:
     def end_backward(self, *, is_whole: bool) -> None:
         """As end(), of the one that a backward has made."""
         self.count += 1
-        self.is_step_due = True
-        self.end(is_whole=is_whole)
+        contributors = self.end(is_whole=is_whole)
+        # Another optimizer's backward, which used none of these parameters on any worker, made no update.
+        self.is_step_due = is_whole or not contributors or any(contributors)
 
-    def end(self, *, is_whole: bool) -> None:
+    def end(self, *, is_whole: bool) -> Sequence[int]:
         """Has whoever uses parameters next wait for what was pushed.
 
         Args:
             is_whole: Whether this worker had a gradient of every parameter; else others tell which are updated.
+
+        Returns:
+            How many workers had each gradient; nothing where nobody waits for it here.
         """
         self._is_under_way = True
         if not self._waits:
-            return self._path.flush()
+            self._path.flush()
+            return ()
         self.reach("step.pull")
         contributors = self._path.collect(counts=self._waits_here or not is_whole)
         if contributors:
@@ -90,6 +95,7 @@ class DeviceUpdates:
         else:  # a stream waits
             self._offloaded.expect()
         self.reach("step.done")
+        return contributors
 
     def finish(self) -> None:
         """Waits until all updates that this worker has pushed are complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -20,14 +21,12 @@ from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.awaited_values import AwaitedValues
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
-from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.comm_hooks import travel_dtype
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
-from coarse.torch.gradients import GradientSynchroniser
+from coarse.torch.gradient_parts import DeviceOptimizer, GradientParts
 from coarse.torch.join import UnevenInputsHook, check_joinable
 from coarse.torch.module_hooks import OwnHook
-from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.offloading import Offloading
 from coarse.torch.options import (
     Devices,
@@ -233,15 +232,14 @@ class DistributedDataParallel(Offloading):
         self.reducer = ReducerFacade(self)
         self.logger = LoggerFacade(self)
         self._world_size = dist.get_world_size(self.process_group)
-        self._gradients: GradientSynchroniser | None = None
+        self._gradients: GradientParts | None = None
         self._embeddings: EmbeddingGradients | None = None
-        self._offloaded: OffloadedParameters | None = None
-        self.cached_parameters: CachedParameters | None = None
-        """Of an optimizer in the memory devices with bounded staleness."""
         self._buffers_broadcast: BufferBroadcast | None = None
         self._travel_dtype: torch.dtype | None = None
         self._has_hook = False
-        self._num_registrations = 1
+        self._num_registrations = Counter()
+        self._may_run_out = False  # of inputs, before others
+        self._suspended: list[DeviceOptimizer] = []
         self._awaits_values = False
 
     def _register(self, *, init_sync: bool, broadcast_buffers: bool) -> None:
@@ -253,18 +251,18 @@ class DistributedDataParallel(Offloading):
             check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=True)])
         self._check_awaited(init_sync=init_sync)
         self._name = name
-        self._gradients = self._register_gradients(f"{name}/gradients")
-        self._groups = [self._gradients.group]
+        self._gradients = GradientParts(self._session.identity.rank)
+        self._average(self._trainable)
+        self._embeddings = EmbeddingGradients(self.module, self._gradients.slot_of)
         if self.forward_sync_buffers and sum(buffer.numel() for buffer in self.modules_buffers):
             self._buffers_broadcast = BufferBroadcast(self._session, f"{name}/buffers", self.modules_buffers)
-            self._groups.append(self._buffers_broadcast.group)
         if init_sync:
             awaits = self._awaits_values
             states = self._named_states(buffers=broadcast_buffers or awaits, parameters=not awaits)
             broadcast_tensors(self._session, [tensor for _, tensor in states])
             self._session.release_buffers()
         self._dropped = shared.dropped
-        self._watch_end()
+        self._watch_end([] if self._buffers_broadcast is None else [self._buffers_broadcast.group])
         self._watch_saves()
 
     def _check_awaited(self, *, init_sync: bool) -> None:
@@ -346,11 +344,12 @@ class DistributedDataParallel(Offloading):
             with contextlib.suppress(
                 CoarseError
             ):  # the others may wait for an update that is not on its way yet
-                self._gradients.finish_update()
-            if self._offloaded is not None:
-                self._offloaded.release()
-            for group in self._groups:
-                group.close()
+                self._gradients.finish_updates()
+            self._gradients.finish_saves()
+            self._gradients.release_parameters()
+            self._gradients.close_groups()
+            if self._buffers_broadcast is not None:
+                self._buffers_broadcast.group.close()
 
     def average_gradients(self) -> None:
         """Averages the gradients that parameters have now, in place, as the end of a backward does. Collective.
@@ -390,7 +389,7 @@ class DistributedDataParallel(Offloading):
             raise RuntimeError(
                 "this model has a communication hook already; wrap the module again for another"
             )
-        if self._offloaded is not None:
+        if self.offloaded_parts:
             raise RuntimeError(
                 "this model's optimizer is in the memory devices, which take gradients in the type of the "
                 "parameters; register the communication hook before it, and the optimizer runs on the workers"
@@ -399,7 +398,6 @@ class DistributedDataParallel(Offloading):
         self._has_hook = True
         if dtype is not None and self._gradients is not None:
             self._narrow_gradients(dtype)
-            self._watch_end()
 
     # Forward.
 
@@ -427,17 +425,18 @@ class DistributedDataParallel(Offloading):
         self._awaited.check()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.ensure_registered()
-            self._average_thawed()
+            self.average_thawed()
         if self._gradients is not None:
             self._gradients.check()
             if torch.is_grad_enabled():
                 self._gradients.check_finished()
-        if self._gradients is not None and self.cached_parameters is not None:
-            self.cached_parameters.read(self._gradients.num_updates)
+            self._gradients.read_cached()
         joining = self._join_config.enable
         pending = Join.notify_join_context(self)
         if pending is not None:
             pending.wait()
+        if joining and not self._join_config.throw_on_early_termination:
+            self.run_optimizers_on_workers()
         if self.will_sync_module_buffers():
             self.broadcast_module_buffers(self.agree_on_rank(candidate=True) if joining else 0)
         if joining:
@@ -448,7 +447,7 @@ class DistributedDataParallel(Offloading):
         moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
         return moved[0], moved_kwargs[0]
 
-    def _average_thawed(self) -> None:
+    def average_thawed(self) -> None:
         """Registers the gradients of layers that were frozen, and require gradients now. Collective if there are any.
 
         Raises:
@@ -456,9 +455,9 @@ class DistributedDataParallel(Offloading):
             SchemaMismatchError: If workers have thawed different layers; names the first difference.
         """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if not thawed or self._gradients is None or self._offloaded is not None:
-            return  # an optimizer in the memory devices says in step() how it comes to hold them
-        if self._join_config.enable:
+        if not thawed or self._gradients is None:
+            return
+        if self._join_config.enable and self._may_run_out:
             raise RuntimeError(
                 f"parameter {thawed[0]!r} requires gradients now and did not when the model was wrapped; within "
                 "join() a worker without inputs could not register it. Call requires_grad_(True) and run a forward "
@@ -467,7 +466,9 @@ class DistributedDataParallel(Offloading):
         self._find_trainable()
         check_tables(self._session, self._trainable, self.tables)
         check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=False)])
-        self._register_anew()
+        self._average_more()
+        for optimizer in self._device_optimizers():
+            optimizer.take_thawed()
 
     def _gradients_in_place(self) -> contextlib.AbstractContextManager[None]:
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -530,12 +531,38 @@ class DistributedDataParallel(Offloading):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
-        check_joinable(is_offloaded=self._offloaded is not None, has_tables=bool(self.tables))
+        check_joinable(
+            offloaded=self.updated_parameters, has_tables=bool(self.tables), keeps_devices=self.keeps_devices
+        )
         self.ensure_registered()
+        self._may_run_out = True
         if self._gradients is not None:
             self._gradients.expect_uneven_inputs()
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
+
+    def run_optimizers_on_workers(self) -> None:
+        """Has workers run the optimizers of the memory devices, for one without inputs makes no step. Collective.
+
+        Until join() ends: resume_optimizers(). Idempotent.
+        """
+        if not self._may_run_out or self._gradients is None or self._suspended:
+            return
+        self._suspended = self._device_optimizers()
+        for optimizer in self._suspended:
+            optimizer.run_on_workers()
+        self._gradients.expect_uneven_inputs()
+
+    def resume_optimizers(self, root: int) -> None:
+        """Has the memory devices run them again, with the state of worker `root`. Collective."""
+        self._may_run_out = False
+        suspended, self._suspended = self._suspended, []
+        for optimizer in suspended:
+            optimizer.run_in_memory_devices_again(root)
+
+    def _device_optimizers(self) -> list[DeviceOptimizer]:
+        owners = [part.owner() for part in self.offloaded_parts]
+        return [owner for owner in owners if owner is not None]
 
     def agree_on_rank(self, *, candidate: bool) -> int:
         """The highest rank that is a candidate. Collective."""
@@ -576,8 +603,8 @@ class DistributedDataParallel(Offloading):
             )
         if self._awaited.are_missing:
             raise ValueError(f"{_NO_VALUES} yet, and cannot be copied")
-        if self._offloaded is not None:
-            self._offloaded.wait()
+        if self._gradients is not None:
+            self._gradients.wait()
         settings = {name: getattr(self, name) for name in _COPIED_SETTINGS}
         settings["bucket_cap_mb"] = self.bucket_bytes_cap / _MIB
         devices = (self.device_ids, self.output_device)

@@ -294,15 +294,30 @@ class GradientSynchroniser:
         self._path.confirm()
 
     def check_finished(self) -> None:
-        """Called before a forward with gradients enabled.
+        """Called before gradients are averaged or used.
 
         Raises:
             RuntimeError: If the previous backward left gradients waiting; names the parameters and the
                 remedies.
         """
-        if self._expecting and self._num_pushed:
-            missing = [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
+        if self.has_begun and (missing := self.missing()):
             raise gradient_errors.unfinished(self._rank, missing, num_parameters=len(self._names))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a gradient has come since the last forward whose backward averages."""
+        return self._num_pushed > 0
+
+    def missing(self) -> list[str]:
+        """Names of the parameters whose gradients backward has yet to bring."""
+        if not self._expecting:
+            return []
+        return [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether memory devices update the parameters during backward, which leaves no gradients."""
+        return self._updates_in_backward is not None
 
     def expect(self, outputs: object) -> None:
         """Called after a forward whose backward shall average gradients.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import torch
 from torch.distributed.algorithms.join import JoinHook
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
     def main_hook(self) -> None:
         """Mirrors one iteration of the workers that still have inputs."""
         model = self._model
+        model.run_optimizers_on_workers()
         if model.will_sync_module_buffers():
             model.broadcast_module_buffers(model.agree_on_rank(candidate=False))
         averages = model.agree_on_averaging(wants=False)
@@ -38,24 +41,36 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
             model.shadow_averaging(divide_by_initial_world_size=self._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copies the model of one of the workers that had the most inputs to all others."""
-        self._model.broadcast_model(self._model.agree_on_rank(candidate=is_last_joiner))
+        """Copies model and optimizer state of one of the workers that had the most inputs to all others."""
+        root = self._model.agree_on_rank(candidate=is_last_joiner)
+        self._model.broadcast_model(root)
+        self._model.resume_optimizers(root)
 
 
-def check_joinable(*, is_offloaded: bool, has_tables: bool) -> None:
+def check_joinable(
+    *, offloaded: Collection[torch.nn.Parameter], has_tables: bool, keeps_devices: bool
+) -> None:
     """Refuses join() where a worker without inputs could not take part.
 
     Args:
-        is_offloaded: Whether the optimizer runs in the memory devices.
+        offloaded: What optimizers in the memory devices update: within join() workers do.
         has_tables: Whether the model has sparse gradients.
+        keeps_devices: Whether the memory devices outlive workers that crash.
 
     Raises:
         ValueError: Names the reason and the alternative.
     """
-    if is_offloaded:
+    if offloaded and keeps_devices:
         raise ValueError(
-            "join() does not work with a DistributedOptimizer: a worker without inputs would not take part in "
-            "step(). Give all workers equally many batches, or use the optimizer without it."
+            "join() does not go with COARSE_KEEP_DEVICES and a DistributedOptimizer: within join() workers make the "
+            "updates, and a restarted one would go on from before it. Give all workers equally many batches, or "
+            "unset COARSE_KEEP_DEVICES."
+        )
+    if narrow := {parameter.dtype for parameter in offloaded} - {torch.float32}:
+        raise ValueError(
+            f"join() does not go with a DistributedOptimizer of parameters of {', '.join(map(str, narrow))}: within "
+            "join() workers make the updates, without the float32 master weights of the memory devices. Give all "
+            "workers equally many batches, or train a float32 model under torch.autocast."
         )
     if has_tables:
         raise ValueError(

@@ -37,6 +37,7 @@ class OffloadedParameters:
         writes: Whether this worker's values are those of the node: one worker's are. The others must not read
             parameters before it has returned from take_over().
         finish_update: Waits until the updates that this worker has pushed are complete; returns their number.
+        meet: Returns when every worker has called it.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class OffloadedParameters:
         *,
         writes: bool,
         finish_update: Callable[[], int],
+        meet: Callable[[], object],
     ) -> None:
         self._group = group
+        self._meet = meet
         self._parameters = parameters
         self._optimizer = optimizer
         self._rule = rule
@@ -60,6 +63,7 @@ class OffloadedParameters:
         self._mirror: MirroredParameters | None = None
         self._cached: CachedParameters | None = None
         self._moved: list[int] = []
+        self._before_leaving: list[Callable[[], object]] = []
         self._lent: LentState | None = None
         self._settle_gradients: Callable[[], None] = lambda: None
         self._finish_update = finish_update
@@ -150,6 +154,41 @@ class OffloadedParameters:
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
 
+    def give_back(self, *, has_values: bool) -> None:
+        """Gives the optimizer its state back, and the worker its parameters as release() does; between two updates.
+
+        Args:
+            has_values: Whether this worker gets values; else it has memory for parameters, and knows how often they
+                were updated.
+        """
+        self._finish_update()
+        self.finish_saves()
+        self.take_assigned()
+        self._publish()
+        self._take_lent()
+        if self._cached is not None:
+            self._cached.pull()
+        state = self.state() if has_values else self._state_without_values()
+        if not has_values:
+            forget_values(self._parameters)
+        self.release()
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+
+    def _state_without_values(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+        """As state(), with tensors that have no memory."""
+        return {
+            parameter: {
+                **self._rule.counted(int(self._num_updates[index])),
+                **{
+                    name: torch.empty_like(parameter, dtype=torch.float32, device="meta", requires_grad=False)
+                    for name in self._kept_names[index]
+                },
+            }
+            for index, parameter in enumerate(self._parameters)
+            if self._has_state(index)
+        } | dict(self.empty.state())
+
     def begin(self, present: Sequence[bool] | None = None, *, gradient_scale: float = 1.0) -> None:
         """Writes down how the next update is to be done, by the optimizer's settings of now.
 
@@ -160,6 +199,7 @@ class OffloadedParameters:
         Raises:
             RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
         """
+        self.take_assigned()
         self._publish()
         self._take_lent()
         self._are_states_zero = False
@@ -229,26 +269,29 @@ class OffloadedParameters:
 
     def _publish(self) -> None:
         """Gives what somebody has written to parameters elsewhere to the memory devices; no update is under way."""
-        if not self._is_shared:
-            return
         if self._cached is not None:
             self._cached.publish_changes()
-        elif self._mirror is None:
-            self._publish_moved()
-        elif changed := self._mirror.changed():
+        elif self._mirror is not None and (changed := self._mirror.changed()):
             self._settle_gradients()
             if self._writes:
                 self._group.keep_snapshots()
             self._mirror.publish(changed)
             self._settle()
 
-    def _publish_moved(self) -> None:
-        """Takes the values of parameters over that were given other memory.
+    def take_assigned(self) -> None:
+        """Takes the values of parameters over that were given other memory. Collective if there are any.
 
-        Until the next update is complete, this worker goes on with that memory: the one that writes may not have
-        written yet.
+        Nobody writes before all workers are here: one may still read what the others have assigned others for. Until
+        the next update is complete, this worker goes on with that memory: the one that writes may not have written.
+
+        Raises:
+            RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
         """
+        if not self._is_shared or self._cached is not None or self._mirror is not None:
+            return
         self._moved = self._values_elsewhere()
+        if self._moved:
+            self._meet()
         if self._moved and self._writes:
             self._group.keep_snapshots()
             copy_all([self._views[i] for i in self._moved], [self._parameters[i] for i in self._moved])
@@ -331,12 +374,23 @@ class OffloadedParameters:
             self._finish_update()
             self._group.keep_snapshots()
 
+    def before_leaving(self, callback: Callable[[], object]) -> None:
+        """Has `callback` called before parameters leave the memory devices: saves of them end before."""
+        self._before_leaving.append(callback)
+
+    def finish_saves(self) -> None:
+        """Waits for the saves that are under way."""
+        for callback in self._before_leaving:
+            callback()
+
     def warm_snapshots(self) -> None:
         """Has memory for a snapshot taken ahead, in the background."""
         self._group.warm_snapshots()
 
     def snapshot(self) -> Snapshot:
         """Begins a snapshot of parameters and state; between the end of a step and the next backward.
+
+        Of parameters that were assigned to `.data` it has the values if all workers have called take_assigned().
 
         Raises:
             SnapshotsBusyError: If as many as there can be are held.

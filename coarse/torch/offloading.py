@@ -1,9 +1,10 @@
-"""How a wrapped model registers its parameters, also so that memory devices can run their optimizer."""
+"""What of a wrapped model memory devices hold: where gradients lie, and how an optimizer's parameters move there."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -13,9 +14,15 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedError, is_refusal
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.buffers import broadcast_tensors
-from coarse.torch.cached_parameters import CachedParameters
 from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.embeddings import EmbeddingGradients
+from coarse.torch.gradient_parts import (
+    DeviceOptimizer,
+    GradientPart,
+    GradientParts,
+    NamedParameters,
+    OffloadedPart,
+)
 from coarse.torch.gradient_policy import MeasuredGradient
 from coarse.torch.gradients import GradientSynchroniser
 from coarse.torch.layout import common_gpu, forget_values
@@ -29,19 +36,15 @@ class Offloading(Refusals):
     """The part of DistributedDataParallel that registers parameters, and what DistributedOptimizer asks of it."""
 
     _trainable: list[tuple[str, torch.nn.Parameter]]
-    _gradients: GradientSynchroniser | None
-    _offloaded: OffloadedParameters | None
-    _groups: list[AnyTensorGroup]
+    _gradients: GradientParts | None
     _session: Session
     _name: str
     _closed: bool
-    _end: weakref.finalize[..., Offloading]
     _dropped: deque[Callable[[], object]]
     _embeddings: EmbeddingGradients | None
     tables: set[torch.nn.Parameter]
-    cached_parameters: CachedParameters | None
     _travel_dtype: torch.dtype | None
-    _num_registrations: int
+    _num_registrations: Counter[str]
 
     @property
     def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
@@ -50,19 +53,33 @@ class Offloading(Refusals):
 
     @property
     def is_updated_by_memory_devices(self) -> bool:
-        """Whether these have the parameters and run the optimizer, until close()."""
-        return self._offloaded is not None and not self._closed
+        """Whether these have parameters of the model and run an optimizer, until close()."""
+        return bool(self.offloaded_parts) and not self._closed
 
     def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
         raise NotImplementedError
 
-    def cannot_offload(self) -> str:
-        """Why this model's optimizer cannot run in the memory devices; "" if it can."""
+    def is_offloaded(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the memory devices run this optimizer, that was given to DistributedOptimizer, until close()."""
+        return not self._closed and any(part.optimizer is optimizer for part in self.offloaded_parts)
+
+    @property
+    def offloaded_parts(self) -> list[OffloadedPart]:
+        """Those of optimizers in the memory devices, in the order in which they came."""
+        return [] if self._gradients is None else self._gradients.offloaded
+
+    @property
+    def updated_parameters(self) -> set[torch.nn.Parameter]:
+        """Those that optimizers in the memory devices update."""
+        return {parameter for part in self.offloaded_parts for _, parameter in part.named}
+
+    def cannot_offload(self, parameters: Sequence[torch.nn.Parameter]) -> str:
+        """Why an optimizer of these cannot run in the memory devices; "" if it can."""
         if self._gradients is None:
             return "a job of one worker has no memory devices"
         if self._travel_dtype is not None:
             return f"a communication hook has gradients travel in {self._travel_dtype}, which rounds them"
-        gpu = common_gpu([parameter for _, parameter in self._trainable])
+        gpu = common_gpu(parameters)
         if gpu and self._session.settings.gpu_transfers == "off":
             return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
         return self._session.cannot_update(gpu)
@@ -71,47 +88,53 @@ class Offloading(Refusals):
         self,
         optimizer: torch.optim.Optimizer,
         rule: UpdateRule,
+        parameters: set[torch.nn.Parameter],
         *,
         overlap: bool,
         measures: bool = False,
         staleness: int = 0,
         before_backward: Callable[[], object] = lambda: None,
-    ) -> OffloadedParameters:
+        owner: Callable[[], DeviceOptimizer | None] = lambda: None,
+        replaced: OffloadedPart | None = None,
+    ) -> OffloadedPart:
         """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
 
         Args:
             optimizer: Has the settings, and perhaps state.
             rule: What it does.
-            overlap: Whether parameters are updated during backward(), not by update_parameters().
+            parameters: Of the model, which no other optimizer in the memory devices has. Gradients of those that are
+                left are averaged as before.
+            overlap: Whether parameters are updated during backward(), not by OffloadedPart.update().
             measures: Whether memory devices measure averaged gradients, for measured_gradients().
             staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
-                devices, else copies: `cached_parameters`.
+                devices, else copies: `cached`.
             before_backward: With `overlap`, called as each backward() begins that averages.
+            owner: As of OffloadedPart.
+            replaced: The part of this optimizer that there was; the new one has its parameters too.
 
         Raises:
-            RuntimeError: If this was done before.
             ValueError: If cannot_offload() has a reason.
         """
-        if self._offloaded is not None:
-            raise RuntimeError(
-                "this model has a DistributedOptimizer already; wrap the module again for another one"
-            )
         if self._gradients is None:
-            raise ValueError(self.cannot_offload())
+            raise ValueError(self.cannot_offload(list(parameters)))
         self._gradients.check_finished()
-        parameters = [parameter for _, parameter in self._trainable]
-        self._bring_values(but=parameters)
+        writes = self._session.identity.rank == self._session.node_workers[0]
+        if replaced is not None:
+            replaced.offloaded.give_back(has_values=writes)
+        free = self._release_rest(replaced)
+        moved = [(name, parameter) for name, parameter in free if parameter in parameters]
+        tensors = [parameter for _, parameter in moved]
+        self._bring_values(but=tensors)
         if len(self._session.node_workers) < self._session.identity.world_size:
             # Each node's are those of its own first worker from now on.
-            broadcast_tensors(self._session, parameters)
+            broadcast_tensors(self._session, tensors)
             self._session.release_buffers()
-        writes = self._session.identity.rank == self._session.node_workers[0]
-        self._release_gradients()
         if not writes:
-            forget_values(parameters)  # those of the worker that writes come
+            forget_values(tensors)  # those of the worker that writes come
         try:
-            gradients = self._register_gradients(
-                f"{self._name}/parameters",
+            gradients = self._register_part(
+                self._new_name("parameters"),
+                moved,
                 rule.state_names,
                 measures=measures,
                 # Turns would have a worker wait for slower ones.
@@ -120,19 +143,21 @@ class Offloading(Refusals):
             )
         except CoarseError as error:
             if is_refusal(error):
-                self._average_again(parameters)
+                self._average_again(free, tensors)
             raise
-        assert isinstance(gradients.group, TensorGroup)
         offloaded = OffloadedParameters(
-            gradients.group,
-            parameters,
+            _tensor_group(gradients),
+            tensors,
             optimizer,
             rule,
             writes=writes,
             finish_update=gradients.finish_update,
+            meet=functools.partial(_is_true_anywhere, self._session, False),
         )
-        self._move(offloaded, gradients, parameters)
-        self._take_gradients(gradients)
+        if (shortage := self._move(offloaded, gradients)) is not None:
+            gradients.release()
+            self._average_again(free, tensors)
+            raise shortage
         offloaded.take_over()
         updates = gradients.update(
             offloaded,
@@ -140,22 +165,26 @@ class Offloading(Refusals):
             waits=not (overlap and staleness),
             waits_here=bool(staleness),
         )
-        self._offloaded = offloaded
-        self._hold_parameters(offloaded, gradients, updates, staleness=staleness)
+        part = OffloadedPart(
+            named=moved,
+            gradients=gradients,
+            optimizer=optimizer,
+            offloaded=offloaded,
+            owner=owner,
+        )
+        self._gradients.add(part)
+        self._hold_parameters(part, updates, staleness=staleness)
         self._follow_module(offloaded)
-        self._watch_end()
-        return self._offloaded
+        self._average([each for each in free if each[1] not in parameters])
+        return part
 
     def _move(
-        self,
-        offloaded: OffloadedParameters,
-        gradients: GradientSynchroniser,
-        parameters: Sequence[torch.nn.Parameter],
-    ) -> None:
+        self, offloaded: OffloadedParameters, gradients: GradientSynchroniser
+    ) -> OutOfDeviceMemoryError | None:
         """Moves parameters to the memory devices and takes memory for the rest. Collective.
 
-        Raises:
-            OutOfDeviceMemoryError: On all workers, if one cannot have it; the model is as it was before.
+        Returns:
+            Why it is not to be had, on all workers if one cannot have it; then parameters are as before.
         """
         shortage: OutOfDeviceMemoryError | None = None
         try:
@@ -164,68 +193,78 @@ class Offloading(Refusals):
         except OutOfDeviceMemoryError as error:
             shortage = error
         if not self._is_true_anywhere(shortage is not None):
-            return
-        gradients.release()
-        self._average_again(parameters)
-        raise shortage or OutOfDeviceMemoryError(
+            return None
+        return shortage or OutOfDeviceMemoryError(
             f"{self._name}: another worker of the job cannot have the memory that its part needs, and says how "
             "much; use fewer workers on its node, or a smaller model"
         )
+
+    def _average_again(self, free: NamedParameters, forgotten: Sequence[torch.nn.Parameter]) -> None:
+        """Has the model be as it was before memory devices refused to hold its parameters. Collective.
+
+        Args:
+            free: What is registered nowhere.
+            forgotten: What worker 0 alone has the values of.
+        """
+        broadcast_tensors(self._session, forgotten)
+        self._session.release_buffers()
+        self._average(free)
+
+    def take_back(self, part: OffloadedPart) -> None:
+        """Gives workers an optimizer's parameters and its state back; their gradients are averaged. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        part.offloaded.give_back(has_values=True)
+        self._average(self._release_rest(part))
 
     def _narrow_gradients(self, dtype: torch.dtype) -> None:
         """From now on gradients are rounded to `dtype` before they are averaged. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
         self._travel_dtype = dtype
-        self._release_gradients()
-        self._take_gradients(self._register_gradients(f"{self._name}/gradients in {dtype}"))
+        self._average(self._release_rest())
 
-    def _register_anew(self) -> None:
-        """Averages the gradients of the parameters that are trainable now. Collective."""
+    def _average_more(self) -> None:
+        """Averages the gradients of all parameters that are trainable now and in no optimizer's part. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
         has_local = self._gradients.has_local
-        self._release_gradients()
-        self._num_registrations += 1
-        self._take_gradients(self._register_gradients(f"{self._name}/gradients {self._num_registrations}"))
-        self._gradients.has_local = has_local
-        self._watch_end()
+        self._release_rest()
+        held = self.updated_parameters
+        self._average([each for each in self._trainable if each[1] not in held])
+        if (rest := self._gradients.rest) is not None:
+            rest.gradients.has_local = has_local
 
-    def _release_gradients(self) -> None:
-        """Frees the memory of the gradients that were registered so far, before others take their place."""
+    def _average(self, named: NamedParameters) -> None:
+        """Registers the gradients of what no optimizer in the memory devices updates. Collective."""
         assert self._gradients is not None
-        self._end.detach()
-        self._embeddings = None
-        self._gradients.release()
+        if named:
+            gradients = self._register_part(self._new_name("gradients"), named)
+            self._gradients.add(GradientPart(named=named, gradients=gradients))
 
-    def _take_gradients(self, gradients: GradientSynchroniser) -> None:
-        """Has others take the place of those that were released."""
-        self._groups[0] = gradients.group
-        self._gradients = gradients
+    def _release_rest(self, more: OffloadedPart | None = None) -> list[tuple[str, torch.nn.Parameter]]:
+        """Frees the memory of the gradients that no optimizer's part has, and of `more`; returns what they are of."""
+        assert self._gradients is not None
+        parts = [part for part in (self._gradients.rest, more) if part is not None]
+        freed = {parameter for part in parts for _, parameter in part.named}
+        self._gradients.release(*parts)
+        return [(name, parameter) for name, parameter in self._trainable if parameter in freed]
 
-    def _average_again(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Has the model be as it was before memory devices refused to hold its parameters. Collective."""
-        broadcast_tensors(self._session, parameters)
-        self._session.release_buffers()
-        self._take_gradients(self._register_gradients(f"{self._name}/gradients"))
-        self._watch_end()
+    def _new_name(self, kind: str) -> str:
+        """The same on every worker: registering is collective."""
+        self._num_registrations[kind] += 1
+        number = self._num_registrations[kind]
+        return f"{self._name}/{kind}" + (f" {number}" if number > 1 else "")
 
-    def _hold_parameters(
-        self,
-        offloaded: OffloadedParameters,
-        gradients: GradientSynchroniser,
-        updates: DeviceUpdates,
-        *,
-        staleness: int,
-    ) -> None:
+    def _hold_parameters(self, part: OffloadedPart, updates: DeviceUpdates, *, staleness: int) -> None:
         """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
-        assert isinstance(gradients.group, TensorGroup)
+        gradients, offloaded = part.gradients, part.offloaded
         # Views and copies do not go together: what is written to a view, others would take for an update's result.
         # When this returns the values of the worker that writes are there.
-        has_copies = self._is_true_anywhere(gradients.group.are_parameters_elsewhere)
+        has_copies = self._is_true_anywhere(_tensor_group(gradients).are_parameters_elsewhere)
         if staleness:
-            self.cached_parameters = offloaded.cache(staleness=staleness)
-            self.cached_parameters.follow(self.module)
+            part.cached = offloaded.cache(staleness=staleness)
+            part.cached.follow(self.module)
         elif has_copies:
             updates.mirror(offloaded.mirror(gradients.settle))
         else:
@@ -237,15 +276,10 @@ class Offloading(Refusals):
         self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
 
-    @property
-    def offloaded(self) -> OffloadedParameters | None:
-        """Parameters and state in the memory devices; None if this wrapper has them."""
-        return self._offloaded
-
-    @property
-    def has_local_gradients(self) -> bool:
-        """Whether there are gradients of this worker alone, that no averaging backward has taken in since."""
-        return self._gradients is not None and self._world_size > 1 and self._gradients.has_local
+    def keep_snapshots(self) -> None:
+        """Has snapshots copy what they refer to, before anything but an update writes to parameters."""
+        if self._gradients is not None:
+            self._gradients.keep_snapshots()
 
     def agree_on_obstacle(self, reason: str) -> str:
         """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
@@ -258,36 +292,30 @@ class Offloading(Refusals):
         return reason
 
     def _is_true_anywhere(self, condition: bool) -> bool:
-        flag = np.array([condition], dtype=np.int32)
-        self._session.all_reduce(flag, op="max")
-        return bool(flag[0])
+        return _is_true_anywhere(self._session, condition)
 
-    def update_parameters(self, *, gradient_scale: float = 1.0) -> None:
-        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
+    def update_parameters(self, part: OffloadedPart, *, gradient_scale: float = 1.0) -> None:
+        """OffloadedPart.update(), if the backward before it is finished."""
+        self._open_gradients(part).check_finished()
+        part.update(gradient_scale=gradient_scale)
 
-        Args:
-            gradient_scale: What gradients are multiplied with, the same on every worker.
-        """
-        gradients, offloaded = self._open_gradients(), self._offloaded
-        assert offloaded is not None
-        # All slots and all settings are written before the first push, so that memory devices that have begun a step
-        # can finish it without any worker (docs/design/recovery.md).
-        present = gradients.bring_to_slots()
-        offloaded.begin(present, gradient_scale=gradient_scale)
-        gradients.push_update(present)
-
-    def end_overlapped_step(self) -> None:
+    def end_overlapped_step(self, part: OffloadedPart) -> None:
         """Admits the next update during backward."""
-        self._open_gradients().end_step()
+        self._open_gradients(part)
+        part.gradients.end_step()
 
-    def measured_gradients(self, *, num_changes: int, are_unscaled: bool) -> list[MeasuredGradient]:
+    def measured_gradients(
+        self, part: OffloadedPart, *, num_changes: int, are_unscaled: bool
+    ) -> list[MeasuredGradient]:
         """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
-        return self._open_gradients().measured(num_changes=num_changes, are_unscaled=are_unscaled)
+        self._open_gradients(part)
+        return part.gradients.measured(num_changes=num_changes, are_unscaled=are_unscaled)
 
-    def _open_gradients(self) -> GradientSynchroniser:
-        if self._gradients is None or self._closed:
+    def _open_gradients(self, part: OffloadedPart) -> GradientParts:
+        if self._gradients is None or self._closed or part not in self._gradients.offloaded:
             raise SessionClosedError(
-                "this model was closed, and its optimizer no longer runs in memory devices"
+                "this model was closed, or parameters that came later did not fit into device memory: its optimizer "
+                "no longer runs in memory devices"
             )
         return self._gradients
 
@@ -317,40 +345,51 @@ class Offloading(Refusals):
     def _state_key(self, step: int) -> str:
         return f"{self._name}/worker {self._session.identity.rank}/{step % 2}"
 
-    def _register_gradients(
+    def _register_part(
         self,
         name: str,
+        named: NamedParameters,
         state_names: Sequence[str] | None = None,
         *,
         measures: bool = False,
         shares_slots: bool = False,
         moves: bool = False,
     ) -> GradientSynchroniser:
-        gradients = GradientSynchroniser(
+        return GradientSynchroniser(
             self._session,
             name,
-            self._trainable,
+            named,
             gradient_as_view=self.gradient_as_bucket_view,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
             state_names=state_names,
             measures=measures,
             shares_slots=shares_slots,
-            tables=self.tables,
+            tables={parameter for _, parameter in named if parameter in self.tables},
             travel_dtype=self._travel_dtype,
             moves=moves,
         )
-        self._embeddings = EmbeddingGradients(self.module, gradients.slot_of)
-        return gradients
 
-    def _watch_end(self) -> None:
-        """Arranges for what is left to do when nobody refers to this wrapper any more."""
+    def _watch_end(self, others: Sequence[AnyTensorGroup]) -> None:
+        """Arranges for what is left to do when nobody refers to this wrapper any more.
+
+        Args:
+            others: What it has registered beside gradients.
+        """
         assert self._gradients is not None
-        # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
-        finish_update = self._gradients.finish_update
-        closing: list[Callable[[], object]] = [finish_update, *(group.close for group in self._groups)]
-        self._end = weakref.finalize(self, _drop, self._gradients, self._offloaded, closing, self._dropped)
-        self._end.atexit = False  # the session ends at exit, with all its groups
+        end = weakref.finalize(self, _drop, self._gradients, list(others), self._dropped)
+        end.atexit = False  # the session ends at exit, with all its groups
+
+
+def _is_true_anywhere(session: Session, condition: bool) -> bool:
+    flag = np.array([condition], dtype=np.int32)
+    session.all_reduce(flag, op="max")
+    return bool(flag[0])
+
+
+def _tensor_group(gradients: GradientSynchroniser) -> TensorGroup:
+    assert isinstance(gradients.group, TensorGroup)
+    return gradients.group
 
 
 def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
@@ -368,13 +407,12 @@ def _wait_for_update(reference: weakref.ref[OffloadedParameters]) -> None:
 
 
 def _drop(
-    gradients: GradientSynchroniser,
-    offloaded: OffloadedParameters | None,
-    closing: list[Callable[[], object]],
+    gradients: GradientParts,
+    others: Sequence[AnyTensorGroup],
     dropped: deque[Callable[[], object]],
 ) -> None:
     """Runs when a wrapper is gone, in whatever thread."""
     gradients.remove_hooks()
-    if offloaded is not None:
-        offloaded.release()
-    dropped.extend(closing)
+    gradients.release_parameters()
+    # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+    dropped.extend([gradients.finish_updates, gradients.close_groups, *(group.close for group in others)])

@@ -14,13 +14,16 @@ import torch
 from coarse.client.parameter_cache import CacheStatistics
 from coarse.schema import UPDATABLE_DTYPES
 from coarse.torch.distributed import DistributedDataParallel
+from coarse.torch.gradient_parts import OffloadedPart
 from coarse.torch.gradient_policy import GradientPolicy, OnNonFinite, total_norm
 from coarse.torch.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.measures import changes_by_scaler, measure_gradient
 from coarse.torch.offloaded import OffloadedParameters
+from coarse.torch.state_broadcast import broadcast_state
 from coarse.torch.tables import find_renormalised
 from coarse.torch.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
 from coarse.torch.used_up_gradients import UsedUpGradient
+from coarse.torch.weak_calls import weakly
 
 _STAND_INS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[DistributedOptimizer]] = (
     weakref.WeakKeyDictionary()
@@ -57,8 +60,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
           thread of its own that reads during step() may see some tensors, or parts of one, from before and some
           from after.
         - `parameter.data = tensor` of the same shape and type is taken over by the next update, the tensor of the
-          node's first worker for all. Until then each worker has the one that it assigned. What `parameter.data` was
-          before is not kept apart: updates go on writing to it.
+          node's first worker for all. Every worker has to assign to the same parameters, for the update begins when
+          all have; until then each has the tensor that it assigned. What `parameter.data` was before is not kept
+          apart: updates go on writing to it.
         - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
           update brings anew. What is written to them between two steps has to be written by all workers alike, and
           not in place to `parameter.data`, which torch does not count.
@@ -66,10 +70,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
         - `state` has copies of the state, as state_dict() does; what is written to them is lost, and a mapping that
           is assigned to `state` takes its place.
-        - No add_param_group(), no DistributedDataParallel.join().
+        - add_param_group() is collective, and so is the forward after requires_grad_(True) of a parameter that the
+          optimizer holds: parameters and state are registered anew. Until that is done, the node's first worker has
+          them a second time.
+        - Within DistributedDataParallel.join() workers have parameters and state of their own and make the updates,
+          also with overlap=True. As it ends, those of a worker with the most inputs go to the memory devices.
+
+    A model may have several, each of some of its parameters, and others that workers update. With overlap=True each
+    backward then updates whatever it reaches: where one loss reaches the parameters of two optimizers and is for one
+    of them, as in a GAN of one model, leave overlap out.
 
     Args:
-        optimizer: Holds exactly the trainable parameters of `model`. From now on use this one instead: of the other
+        optimizer: Holds trainable parameters of `model`, all or some. From now on use this one instead: of the other
             one settings are read, state dicts are those of this one, and step() raises. State that it has is taken
             over.
         model: Whose gradients it is for.
@@ -78,10 +90,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
             one averaging backward() for each step(). Settings are those at the beginning of backward(). Parameters
             that it does not use are left alone, after zero_grad(set_to_none=False) too.
-        max_grad_norm: Averaged gradients whose 2-norm over all parameters is longer are scaled down to it, as by
-            torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the reduction, and costs no
-            pass over memory. After GradScaler it is that of the unscaled gradients. What is written to a gradient's
-            `.data` is not seen, as torch does not count it; write to the gradient itself.
+        max_grad_norm: Averaged gradients whose 2-norm over all of the optimizer's parameters is longer are scaled
+            down to it, as by torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the
+            reduction, and costs no pass over memory. After GradScaler it is that of the unscaled gradients. What is
+            written to a gradient's `.data` is not seen, as torch does not count it; write to the gradient itself.
         on_nonfinite: What NaN or Inf in an averaged gradient leads to: "ignore" updates all the same, as torch does;
             "raise" has step() raise NonFiniteGradientError on every worker, which names the worker and parameter;
             "skip" leaves parameters and state as they are, on every worker.
@@ -92,8 +104,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         TypeError: If the model is not wrapped.
-        ValueError: If an option of the optimizer cannot be offloaded, it does not hold the model's parameters, or
-            memory devices are to be kept and staleness is above 0, or have replicas and overlap is True.
+        ValueError: If an option of the optimizer cannot be offloaded, it holds trainable parameters that are not the
+            model's, or memory devices are to be kept and it does not hold all that are, or staleness is above 0; or
+            they have replicas and overlap is True.
+        RuntimeError: If another DistributedOptimizer has some of its parameters.
         SchemaMismatchError: If workers construct different ones.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
@@ -123,7 +137,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._policy = policy
         self._gradient_norm: float | None = None
         self._overlaps = overlap
-        self._offloaded: OffloadedParameters | None = None
+        self._staleness = staleness
+        self._part: OffloadedPart | None = None
         self._before_update: list[Callable[[], None]] = []
         self._has_warned = False
         self._refusal = -1  # which of the step pre-hooks of the optimizer that was given
@@ -139,17 +154,60 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             return
         _check_members(optimizer, model)
-        _check_recovery(model, overlap=overlap, staleness=staleness)
-        self._offloaded = model.offload(
-            optimizer,
-            rule,
-            overlap=overlap,
-            measures=policy.needs_measures,
-            staleness=staleness,
-            before_backward=_weakly(self._prepare_update),
-        )
-        self._not_held = _frozen_parameters(optimizer, model)
+        _check_recovery(optimizer, model, overlap=overlap, staleness=staleness)
+        self._offload(rule)
         self._stand_in_for(optimizer)
+
+    def _offload(self, rule: UpdateRule) -> None:
+        """Has the memory devices hold all trainable parameters of the optimizer. Collective."""
+        self._part = self._model.offload(
+            self._optimizer,
+            rule,
+            {parameter for _, parameter in _members(self._optimizer, self._model)},
+            overlap=self._overlaps,
+            measures=self._policy.needs_measures,
+            staleness=self._staleness,
+            before_backward=weakly(self._prepare_update),
+            owner=weakref.ref(self),
+            replaced=self._part,
+        )
+        self._not_held = _frozen_parameters(self._optimizer, self._model)
+
+    def take_thawed(self) -> None:
+        """Has the memory devices hold what the optimizer has and they do not, and is trained now. Collective."""
+        if self._part is None or len(_members(self._optimizer, self._model)) == len(self._part.named):
+            return
+        rule = find_rule(self._optimizer)
+        reason = self._model.agree_on_obstacle(_obstacle(self._optimizer, rule, self._model))
+        if rule is None or reason:
+            raise ValueError(
+                f"parameters were added to a {type(self._optimizer).__name__} that runs in the memory devices, and "
+                f"these cannot take them: {reason}. Give them an optimizer of their own"
+            )
+        _check_members(self._optimizer, self._model)
+        _check_growth(self._model)
+        self._offload(rule)
+
+    def run_on_workers(self) -> None:
+        """Takes parameters and state back from the memory devices. Collective.
+
+        DistributedDataParallel.join() does: a worker without inputs makes no step.
+        """
+        if self._part is not None:
+            part, self._part = self._part, None
+            self._model.take_back(part)
+
+    def run_in_memory_devices_again(self, root: int) -> None:
+        """Moves them there again. Collective.
+
+        Args:
+            root: The worker that has the state that counts.
+        """
+        rule = find_rule(self._optimizer)
+        assert self._model.session is not None
+        assert rule is not None, "memory devices have run this optimizer"
+        broadcast_state(self._model.session, self._optimizer, root=root)
+        self._offload(rule)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -159,17 +217,22 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "overlap=True has updated the parameters during backward(), by gradients of the scaled loss, which "
                 "GradScaler could not unscale any more. Pass overlap=False, or train in bfloat16 without a GradScaler"
             )
-        return self._offloaded is not None
+        return self._part is not None
 
     @property
     def runs_in_memory_devices(self) -> bool:
         """Whether memory devices run the update, or the workers as usual."""
-        return self._offloaded is not None
+        return self._part is not None
 
     @property
     def offloaded(self) -> OffloadedParameters | None:
         """What the memory devices hold; None if the optimizer runs on the workers."""
-        return self._offloaded
+        return None if self._part is None else self._part.offloaded
+
+    def keep_snapshots(self) -> None:
+        """Has snapshots copy what they refer to, before anything but an update writes to parameters or state."""
+        if self.offloaded is not None:
+            self.offloaded.keep_snapshots()
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -181,27 +244,27 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises:
             RuntimeError: By the next update, if something was put in that memory devices cannot keep.
         """
-        return self._optimizer.state if self._offloaded is None else self._offloaded.lend()
+        return self._optimizer.state if self.offloaded is None else self.offloaded.lend()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
         if not hasattr(self, "_optimizer"):
             return  # torch's constructor has begun: the state is that of the optimizer that was given
-        if self._offloaded is None:
+        if self.offloaded is None:
             self._optimizer.state = state
         else:
-            self._offloaded.keep_snapshots()
-            self._offloaded.adopt_state(state)
+            self.offloaded.keep_snapshots()
+            self.offloaded.adopt_state(state)
 
     def pull(self) -> None:
         """Makes this worker's parameters exact, once the last update is complete; without staleness they are."""
-        if self._model.cached_parameters is not None:
-            self._model.cached_parameters.pull()
+        if self._part is not None and self._part.cached is not None:
+            self._part.cached.pull()
 
     @property
     def cache_statistics(self) -> CacheStatistics | None:
         """How often this worker could go on with the parameters it had; None without staleness."""
-        cached = self._model.cached_parameters
+        cached = None if self._part is None else self._part.cached
         return None if cached is None else cached.statistics()
 
     @property
@@ -217,12 +280,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def is_kept(self) -> bool:
         """Whether parameters and state outlive this worker in the memory devices, if it crashes."""
-        return self._offloaded is not None and self._model.keeps_devices
+        return self._part is not None and self._model.keeps_devices
 
     @property
     def recovered_step(self) -> int:
         """The update after which parameters and state were kept for this restarted worker; 0 if they were not."""
-        return 0 if self._offloaded is None else self._offloaded.recovered_step
+        return 0 if self.offloaded is None else self.offloaded.recovered_step
 
     def before_update(self, callback: Callable[[], None]) -> None:
         """Has `callback` called in each step() that is not skipped, before memory devices can begin the update.
@@ -234,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     @property
     def overlaps(self) -> bool:
         """Whether memory devices update parameters during backward(), before step() is called."""
-        return self._offloaded is not None and self._overlaps
+        return self._part is not None and self._overlaps
 
     def _prepare_update(self) -> None:
         for callback in self._before_update:
@@ -251,34 +314,35 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 parameter has one that did not require it when the model was wrapped.
             NonFiniteGradientError: With on_nonfinite="raise", for NaN or Inf; nothing was updated on any worker.
         """
-        if self._offloaded is None:
+        if self._part is None:
             return self._step_on_worker(closure)
         # Of the optimizer itself, whose own step() is not called; torch calls those of this one.
         for number, pre_hook in self._optimizer._optimizer_step_pre_hooks.items():
             if number != self._refusal:
                 pre_hook(self._optimizer, (), {})
         loss = _called(closure)
-        self._update(self._offloaded)
+        self._update(self._part)
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
         self._optimizer._opt_called = True  # for schedulers, which warn of an order else
         return loss
 
-    def _update(self, offloaded: OffloadedParameters) -> None:
+    def _update(self, part: OffloadedPart) -> None:
         self._check_thawed()
+        empty = part.offloaded.empty
         if self._overlaps:
             self._check_updated()
-            self._model.end_overlapped_step()
-            offloaded.empty.update()
-            offloaded.empty.drop_gradients()
+            self._model.end_overlapped_step(part)
+            empty.update()
+            empty.drop_gradients()
             return
-        self._warn_of_local_gradients()
-        scale = self._gradient_scale()
+        self._warn_of_local_gradients(part)
+        scale = self._gradient_scale(part)
         if scale is not None:
-            offloaded.wait()
+            part.wait()
             self._prepare_update()
-            self._model.update_parameters(gradient_scale=scale)
-            offloaded.empty.update()
+            self._model.update_parameters(part, gradient_scale=scale)
+            empty.update()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too.
@@ -300,29 +364,33 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Its step() raises: every worker would make an update of its own to the parameters that all share.
         """
         _STAND_INS[optimizer] = weakref.ref(self)
-        self._refusal = optimizer.register_step_pre_hook(_refusal_of_steps(self._model)).id
-        optimizer.register_state_dict_pre_hook(_weakly(self._lend_state))
-        optimizer.register_state_dict_post_hook(_weakly(self._take_state_back))
-        optimizer.register_load_state_dict_pre_hook(_weakly(self._take_state))
-        optimizer.register_load_state_dict_post_hook(_weakly(self._adopt_state))
+        refusal = _refusal_of_steps(self._model)
+        self._refusal = optimizer.register_step_pre_hook(refusal).id
+        optimizer.register_state_dict_pre_hook(weakly(self._lend_state))
+        optimizer.register_state_dict_post_hook(weakly(self._take_state_back))
+        optimizer.register_load_state_dict_pre_hook(weakly(self._take_state))
+        optimizer.register_load_state_dict_post_hook(weakly(self._adopt_state))
 
     def _lend_state(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._offloaded is not None
-        optimizer.state.update(self._offloaded.state())
+        if self.offloaded is not None:
+            optimizer.state.update(self.offloaded.state())
 
     def _take_state_back(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
-        optimizer.state.clear()
+        if self.offloaded is not None:
+            optimizer.state.clear()
 
     def _take_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.offloaded is None:
+            return state_dict
         self._taken = state_dict
         return {**state_dict, "state": {}}  # torch would round it, and copy it to the parameters' device
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._offloaded is not None
-        taken, self._taken = self._taken, {}
         self._share_groups()
-        self._offloaded.keep_snapshots()
-        self._offloaded.adopt_state(_state_by_parameter(optimizer, taken))
+        if self.offloaded is not None:
+            taken, self._taken = self._taken, {}
+            self.offloaded.keep_snapshots()
+            self.offloaded.adopt_state(_state_by_parameter(optimizer, taken))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this or of the bare optimizer. Every worker must load the same.
@@ -337,26 +405,36 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused where memory devices run the optimizer: parameters are registered with them once.
+        """Adds parameters of the model, as torch's. Collective where memory devices run the optimizer.
+
+        Those that are frozen come to the memory devices in the first forward after requires_grad_(True).
 
         Raises:
-            ValueError: Says what to do instead.
+            ValueError: If they are not the model's, or memory devices cannot take them or are to be kept; nothing
+                was added.
+            RuntimeError: If another DistributedOptimizer has them; likewise.
         """
-        if getattr(self, "_offloaded", None) is not None:
-            raise ValueError(
-                "parameters cannot be added to an optimizer that runs in the memory devices; add them before it is "
-                "given to DistributedOptimizer"
-            )
-        if hasattr(self, "_optimizer"):
-            self._optimizer.add_param_group(param_group)
-        else:
+        if not hasattr(self, "_optimizer"):  # torch's constructor has begun
             super().add_param_group(param_group)
+            return
+        self._optimizer.add_param_group(param_group)
+        if self._part is None:
+            return
+        try:
+            self._model.average_thawed()
+            _check_members(self._optimizer, self._model)
+            self.take_thawed()
+        except (ValueError, RuntimeError):
+            if self._model.is_offloaded(self._optimizer):  # nothing was moved
+                self._optimizer.param_groups.pop()
+            raise
+        self._not_held = _frozen_parameters(self._optimizer, self._model)
 
     def _share_groups(self) -> None:
         # The same objects, so that schedulers may be given either optimizer.
         self.param_groups = self._optimizer.param_groups
 
-    def _gradient_scale(self) -> float | None:
+    def _gradient_scale(self, part: OffloadedPart) -> float | None:
         """What the update multiplies gradients with, the same on every worker; None if there is to be no update."""
         # GradScaler sets both for the time of step(); found_inf is of averages, and so alike on all workers.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -367,6 +445,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._policy.needs_measures:
             return unscale
         gradients = self._model.measured_gradients(
+            part,
             # Looking for Inf, GradScaler multiplies gradients by 1.
             num_changes=0 if loss_scale is None else changes_by_scaler(loss_scale.device),
             are_unscaled=found_inf is not None and loss_scale is None,
@@ -380,7 +459,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if not self._policy.needs_measures:
             return self._optimizer.step(closure)
         loss = _called(closure)
-        named = [(name, p.grad) for name, p in self._model.trained_parameters if p.grad is not None]
+        members = _members(self._optimizer, self._model)
+        named = [(name, p.grad) for name, p in members if p.grad is not None]
         measured = [measure_gradient(name, gradient) for name, gradient in named]
         self._gradient_norm = total_norm(measured)
         if self._policy.admits(measured):
@@ -398,8 +478,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 "once the training has taken a step; or pass overlap=False."
             )
 
-    def _warn_of_local_gradients(self) -> None:
-        if self._model.has_local_gradients and not self._has_warned:
+    def _warn_of_local_gradients(self, part: OffloadedPart) -> None:
+        if part.gradients.has_local and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 "gradients came of a backward that did not average: of a forward of the inner module, the second one "
@@ -413,9 +493,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for name, parameter in self._not_held:
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"parameter {name!r} has a gradient, but did not require one when the model was wrapped: it is "
-                    "neither averaged nor updated in the memory devices. Wrap model.module again after "
-                    "requires_grad_(True), and give DistributedOptimizer a new optimizer"
+                    f"parameter {name!r} has a gradient that no forward of the wrapped model has come before since "
+                    "requires_grad_(True): it was not averaged, and memory devices do not hold the parameter yet. "
+                    "Call the model itself, not model.module"
                 )
 
 
@@ -448,8 +528,11 @@ def _obstacle(
     if rule is None:
         return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
     renormalised = find_renormalised(model.module)
-    is_on_one_gpu = bool(common_gpu([parameter for _, parameter in model.trained_parameters]))
-    for name, parameter in model.trained_parameters:
+    members = _members(optimizer, model)
+    if not members:
+        return "none of its parameters requires gradients yet"
+    is_on_one_gpu = bool(common_gpu([parameter for _, parameter in members]))
+    for name, parameter in members:
         if not parameter.is_cpu and not is_on_one_gpu:
             return f"parameter {name!r} is on {parameter.device}, neither in host memory nor all on one GPU"
         if parameter in renormalised:
@@ -460,7 +543,15 @@ def _obstacle(
             return f"parameter {name!r}: {reason}"
         if parameter.is_complex() or DTYPE_NAMES[parameter.dtype] not in UPDATABLE_DTYPES:
             return f"parameter {name!r} is {parameter.dtype}, and they update {', '.join(UPDATABLE_DTYPES)}"
-    return model.cannot_offload()
+    return model.cannot_offload([parameter for _, parameter in members])
+
+
+def _members(
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of the optimizer whose gradients the model averages."""
+    held = {parameter for options in optimizer.param_groups for parameter in options["params"]}
+    return [(name, parameter) for name, parameter in model.trained_parameters if parameter in held]
 
 
 def _frozen_parameters(
@@ -481,8 +572,17 @@ def _replaced(given: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str
     return given if by_hook is None else by_hook
 
 
-def _check_recovery(model: DistributedDataParallel, *, overlap: bool, staleness: int) -> None:
+def _check_recovery(
+    optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, overlap: bool, staleness: int
+) -> None:
     """Refuses what could not be recovered, where the model's memory devices are kept or have replicas."""
+    if model.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
+        raise ValueError(
+            f"COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, and this "
+            f"one leaves {left} out: what others update would be of another step after a crash. Give it all of them "
+            "(parameter groups may have settings of their own), freeze the others before wrapping, or unset "
+            "COARSE_KEEP_DEVICES"
+        )
     if overlap and model.replicates_devices:
         raise ValueError(
             "overlap=True does not go with COARSE_REPLICAS: it updates parameters while gradients of others are not "
@@ -512,24 +612,13 @@ def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()
-        if alive is not None and alive.is_updated_by_memory_devices:
+        if alive is not None and alive.is_offloaded(optimizer):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} runs in the memory devices; call step() of what "
                 "DistributedOptimizer has made of it: optimizer = coarse.torch.DistributedOptimizer(optimizer, model)"
             )
 
     return refuse
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `method` as long as its object lives. Hooks of parameters would keep the object, and all it refers to."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*arguments)
-
-    return call
 
 
 def _state_by_parameter(
@@ -543,18 +632,31 @@ def _state_by_parameter(
 
 
 def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    """Refuses parameters that this model, or memory devices for another optimizer of it, do not leave to this one."""
     held = {
         p for options in optimizer.param_groups for p in options["params"] if p.requires_grad and p.numel()
     }
-    for name, parameter in model.trained_parameters:
-        if parameter not in held:
-            raise ValueError(
-                f"parameter {name!r} of the model is trainable, but not in the optimizer; freeze it with "
-                "requires_grad_(False) before wrapping the model, or give it to the optimizer. Several optimizers "
-                "for one model work without DistributedOptimizer"
+    members = _members(optimizer, model)
+    for part in model.offloaded_parts:
+        taken = {parameter for _, parameter in part.named} if part.optimizer is not optimizer else set()
+        if names := [name for name, parameter in members if parameter in taken]:
+            raise RuntimeError(
+                f"parameter {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''} of the model has a "
+                f"DistributedOptimizer already, of a {type(part.optimizer).__name__}. Give each parameter to one "
+                "optimizer, or wrap the module again for another one"
             )
-    if foreign := len(held) - len(model.trained_parameters):
+    if foreign := len(held - {parameter for _, parameter in members}):
         raise ValueError(
-            f"the optimizer holds {foreign} trainable parameter(s) whose gradients this model does not average; give "
-            "them an optimizer of their own"
+            f"the optimizer holds {foreign} trainable parameter(s) whose gradients this model does not average: they "
+            "are not in the module that was wrapped. Give them an optimizer of their own"
+        )
+
+
+def _check_growth(model: DistributedDataParallel) -> None:
+    """Refuses parameters that come later, where restarted workers would not know of them."""
+    if model.keeps_devices:
+        raise ValueError(
+            "COARSE_KEEP_DEVICES does not go with parameters that come to an optimizer in the memory devices later: "
+            "a restarted worker looks for those that there were at first. Have all that will be trained require "
+            "gradients when the model is wrapped, and be in the optimizer; or unset COARSE_KEEP_DEVICES"
         )

@@ -65,6 +65,10 @@ class SnapshotSaves:
         self._requests: dict[tuple[Any, ...], _Request] = {}
         self._prepared_for = b""
 
+    def are_of(self, offloaded: OffloadedParameters) -> bool:
+        """Whether these are the parameters that are saved."""
+        return self._offloaded is offloaded
+
     def warm(self) -> None:
         """Has the memory devices take the memory for a snapshot ahead, which they then keep. Returns at once."""
         self._offloaded.warm_snapshots()

@@ -12,8 +12,8 @@ from coarse.checkpoint.reader import Checkpoint, Mismatch, Progress
 from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
 from coarse.checkpoint.values import SmallTensor, from_json, to_json
 from coarse.errors import CheckpointError
+from coarse.torch.distributed import DistributedDataParallel
 from coarse.torch.layout import as_bytes
-from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.optimizer import DistributedOptimizer
 from coarse.torch.tables import find_renormalised
 
@@ -191,9 +191,8 @@ def load_training_state(
 def _keep_snapshots(*holders: Any) -> None:
     """Has snapshots that are being written copy what is going to be overwritten, where memory devices have it."""
     for holder in holders:
-        offloaded = getattr(holder, "offloaded", None)
-        if isinstance(offloaded, OffloadedParameters):
-            offloaded.keep_snapshots()
+        if isinstance(holder, (DistributedDataParallel, DistributedOptimizer)):
+            holder.keep_snapshots()
 
 
 def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

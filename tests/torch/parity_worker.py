@@ -63,6 +63,7 @@ def main() -> None:
     from contract_scenarios import CONTRACT_SCENARIOS
     from embedding_scenarios import EMBEDDING_SCENARIOS
     from narrow_optimizer_scenarios import NARROW_SCENARIOS
+    from optimizer_parts_scenarios import PARTS_SCENARIOS
     from optimizer_scenarios import OPTIMIZER_SCENARIOS
     from parity_scenarios import PARITY_SCENARIOS
     from scenario import Context
@@ -74,6 +75,7 @@ def main() -> None:
         **PARITY_SCENARIOS,
         **CONTRACT_SCENARIOS,
         **OPTIMIZER_SCENARIOS,
+        **PARTS_SCENARIOS,
         **NARROW_SCENARIOS,
         **BERT_SCENARIOS,
         **SAME_GRADIENTS_SCENARIOS,

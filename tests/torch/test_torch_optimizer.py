@@ -1,6 +1,7 @@
 """Optimizers in the memory devices: the results of torch's, and what is promised beyond them.
 
-Each scenario of optimizer_scenarios.py and narrow_optimizer_scenarios.py runs with the same seeds in two workers
+Each scenario of optimizer_scenarios.py, optimizer_parts_scenarios.py and narrow_optimizer_scenarios.py runs with the
+same seeds in two workers
 under torch's classes and COARSE's, for 200 steps where it says nothing else. Parameters and state must agree within
 the scenario's tolerance.
 """
@@ -16,11 +17,12 @@ from bert_optimizer_scenarios import BERT_SCENARIOS, SAME_GRADIENTS_SCENARIOS
 from comparison import assert_equal_results, run_under_both
 from launching import COARSE_RUN, launch
 from narrow_optimizer_scenarios import NARROW_SCENARIOS
+from optimizer_parts_scenarios import PARTS_SCENARIOS
 from optimizer_scenarios import OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
 from tiers import slow_but_for
 
-SCENARIOS = {**OPTIMIZER_SCENARIOS, **NARROW_SCENARIOS}
+SCENARIOS = {**OPTIMIZER_SCENARIOS, **PARTS_SCENARIOS, **NARROW_SCENARIOS}
 
 PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
 # Where memory devices are on a GPU, kernels make the updates, whenever these begin.
@@ -37,6 +39,9 @@ IN_EVERY_RUN = [
     "accumulates_gradients_overlapped",
     "leaves_unused_parameters_alone_overlapped",
     "parameters_that_are_assigned_overlapped",
+    "two_optimizers_overlapped",
+    "adversaries_of_one_model_overlapped",
+    "a_layer_that_is_thawed_overlapped",
 ]
 ON_A_GPU_IN_EVERY_RUN = [
     "sgd_with_momentum_in_step",
