@@ -62,11 +62,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> torch.nn.Module:
         """Places the model as accelerate does, and wraps it in coarse.torch.DistributedDataParallel.
 
-        A DistributedDataParallelKwargs handler's arguments and its hook, FP16 or BF16, go to the wrapper. With
+        A DistributedDataParallelKwargs handler's arguments and its communication hook go to the wrapper. With
         torch.compile, what is wrapped is the compiled module.
-
-        Raises:
-            NotImplementedError: If the handler names another communication hook.
         """
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         parallelism = getattr(self, "parallelism_config", None)

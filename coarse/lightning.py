@@ -16,7 +16,6 @@ from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies
 
 from coarse.torch import DistributedDataParallel
-from coarse.torch.comm_hooks import travel_dtype
 from coarse.torch.trainers import OptimizerOffloading, parameters_of
 
 NAME = "coarse"
@@ -27,7 +26,7 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
 
     Processes are started and told their ranks as under "ddp": by Lightning, torchrun, `coarse run` or Slurm.
 
-    Of communication hooks it takes those of DistributedDataParallel.register_comm_hook().
+    Communication hooks are those of DistributedDataParallel.register_comm_hook().
 
     Args:
         offload_optimizer: Whether what configure_optimizers() returns, one optimizer or several, runs in the memory
@@ -35,21 +34,12 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
             {"max_grad_norm": 1.0}, or {"overlap": True} where Lightning clips no gradients.
 
     Raises:
-        NotImplementedError: For other hooks.
-        ValueError: If it is given a hook's wrapper. fit() raises it if gradients are to be clipped that
-            overlap=True leaves nothing of.
+        ValueError: By fit(), if gradients are to be clipped that overlap=True leaves nothing of.
     """
 
     strategy_name = NAME
 
     def __init__(self, *, offload_optimizer: bool | Mapping[str, Any] = False, **arguments: Any) -> None:
-        if (hook := arguments.get("ddp_comm_hook")) is not None:
-            travel_dtype(hook)
-        if arguments.get("ddp_comm_wrapper") is not None:
-            raise ValueError(
-                f"strategy {NAME!r} was given ddp_comm_wrapper: wrappers work on torch's buckets, and memory devices "
-                "average tensor by tensor. Leave it out, or train with strategy='ddp'."
-            )
         super().__init__(**arguments)
         self._offloading = OptimizerOffloading(offload_optimizer)
 
@@ -89,7 +79,9 @@ class CoarseStrategy(strategies.DDPStrategy):  # type: ignore[misc]
 
     def _register_ddp_hooks(self) -> None:
         if self._ddp_comm_hook is not None:  # Lightning registers them on GPUs alone
-            self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+            wrapper = self._ddp_comm_wrapper
+            hook = self._ddp_comm_hook if wrapper is None else wrapper(self._ddp_comm_hook)
+            self.model.register_comm_hook(self._ddp_comm_state, hook)
 
 
 class CoarseFabricStrategy(fabric.DDPStrategy):  # type: ignore[misc]
@@ -141,6 +133,11 @@ def _register(registry: Any, strategy: type) -> None:
         ("", averaged, {}),
         ("_find_unused_parameters_true", f"{averaged}, unused ones too", {"find_unused_parameters": True}),
         ("_offload", f"{averaged}, which run the optimizer too", {"offload_optimizer": True}),
+        (
+            "_offload_find_unused_parameters_true",
+            f"{averaged}, unused ones too, which run the optimizer",
+            {"offload_optimizer": True, "find_unused_parameters": True},
+        ),
     ):
         if f"{NAME}{suffix}" not in registry:
             registry.register(f"{NAME}{suffix}", strategy, description=description, **options)

@@ -8,6 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+_DTYPES: list[tuple[Any, torch.dtype | None]] = [
+    (default_hooks.allreduce_hook, None),
+    (dist.BuiltinCommHookType.ALLREDUCE, None),
+    (default_hooks.fp16_compress_hook, torch.float16),
+    (dist.BuiltinCommHookType.FP16_COMPRESS, torch.float16),
+    (default_hooks.bf16_compress_hook, torch.bfloat16),
+]
+
+
+def rounds_only(hook: Any) -> bool:
+    """Whether a hook, or a dist.BuiltinCommHookType, has a counterpart: travel_dtype()."""
+    return any(_is_same(hook, each) for each, _ in _DTYPES)
+
 
 def travel_dtype(hook: Any) -> torch.dtype | None:
     """The type in which gradients travel under a hook, or a dist.BuiltinCommHookType; None for their own.
@@ -15,23 +28,15 @@ def travel_dtype(hook: Any) -> torch.dtype | None:
     Raises:
         NotImplementedError: If it does something else; says what to do instead.
     """
-    known: list[tuple[Any, torch.dtype | None]] = [
-        (default_hooks.allreduce_hook, None),
-        (dist.BuiltinCommHookType.ALLREDUCE, None),
-        (default_hooks.fp16_compress_hook, torch.float16),
-        (dist.BuiltinCommHookType.FP16_COMPRESS, torch.float16),
-        (default_hooks.bf16_compress_hook, torch.bfloat16),
-    ]
-    for each, dtype in known:
-        if each is hook or (isinstance(hook, dist.BuiltinCommHookType) and each == hook):
+    for each, dtype in _DTYPES:
+        if _is_same(hook, each):
             return dtype
     raise NotImplementedError(
-        f"coarse.torch.DistributedDataParallel does not support the communication hook {_name(hook)}, which works on "
-        "torch's buckets; of torch's own it takes allreduce_hook, fp16_compress_hook and bf16_compress_hook. Change "
-        "local gradients before they are averaged with parameter.register_hook(), averaged ones between backward "
-        "and step."
+        f"coarse.torch.DistributedDataParallel knows no communication hook {hook!r} by name; it takes "
+        "dist.BuiltinCommHookType.ALLREDUCE and FP16_COMPRESS, and by register_comm_hook() allreduce_hook, "
+        "fp16_compress_hook and bf16_compress_hook of torch, and hooks of your own"
     )
 
 
-def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", None) or repr(hook)
+def _is_same(hook: Any, known: Any) -> bool:
+    return hook is known or (isinstance(hook, dist.BuiltinCommHookType) and hook == known)

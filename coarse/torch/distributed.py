@@ -20,8 +20,9 @@ from coarse.errors import CoarseError, SessionClosedError
 from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.awaited_values import AwaitedValues
+from coarse.torch.bucket_hooks import BucketHook
 from coarse.torch.buffers import BufferBroadcast, broadcast_tensors
-from coarse.torch.comm_hooks import travel_dtype
+from coarse.torch.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.embeddings import EmbeddingGradients
 from coarse.torch.facade import LoggerFacade, ReducerFacade
 from coarse.torch.gradient_parts import DeviceOptimizer, GradientParts
@@ -236,6 +237,7 @@ class DistributedDataParallel(Offloading):
         self._embeddings: EmbeddingGradients | None = None
         self._buffers_broadcast: BufferBroadcast | None = None
         self._travel_dtype: torch.dtype | None = None
+        self._bucket_hook: BucketHook | None = None
         self._has_hook = False
         self._num_registrations = Counter()
         self._may_run_out = False  # of inputs, before others
@@ -366,25 +368,36 @@ class DistributedDataParallel(Offloading):
             self._gradients.average()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has gradients be rounded before they travel: torch's fp16_compress_hook and bf16_compress_hook. Collective.
+        """Has gradients be rounded before they travel, or a hook of one's own average them. Collective.
 
-        Halves what crosses networks and links, and the memory of slots; `.grad` then has memory of its own, and the
-        averages have been rounded twice. torch's allreduce_hook changes nothing. No optimizer runs in the memory
-        devices then.
+        torch's fp16_compress_hook and bf16_compress_hook have memory devices average rounded gradients: that halves
+        what crosses networks and links, and the memory of slots; `.grad` then has memory of its own, and the averages
+        have been rounded twice. torch's allreduce_hook changes nothing. Any other, as torch's powerSGD_hook, is given
+        buckets as under torch's class and averages in place of the memory devices, by whatever process group it has.
+        Buckets hold parameters from the last to the first, in every iteration. With a hook no optimizer runs in the
+        memory devices.
 
         Raises:
-            NotImplementedError: For other hooks, which work on torch's buckets.
+            TypeError: If it cannot be called.
+            ValueError: If the model has sparse gradients, and the hook averages.
             RuntimeError: If there is a hook already, or an optimizer in the memory devices, or a backward is
                 unfinished.
         """
-        del state
-        self._use_comm_hook(hook)
+        if not callable(hook):
+            raise TypeError(f"a communication hook is called with its state and a bucket; {hook!r} cannot be")
+        if rounds_only(hook):
+            return self._use_comm_hook(dtype=travel_dtype(hook))
+        if self.tables:
+            raise ValueError(
+                "a communication hook is given dense gradients, and the model has layers of sparse=True; build them "
+                "with sparse=False, or use fp16_compress_hook or bf16_compress_hook"
+            )
+        self._use_comm_hook(hook=BucketHook(call=hook, state=state, bucket_bytes=self.bucket_bytes_cap))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._use_comm_hook(comm_hook_type)
+        self._use_comm_hook(dtype=travel_dtype(comm_hook_type))
 
-    def _use_comm_hook(self, hook: Any) -> None:
-        dtype = travel_dtype(hook)
+    def _use_comm_hook(self, *, dtype: torch.dtype | None = None, hook: BucketHook | None = None) -> None:
         if self._has_hook:
             raise RuntimeError(
                 "this model has a communication hook already; wrap the module again for another"
@@ -396,8 +409,8 @@ class DistributedDataParallel(Offloading):
             )
         self.ensure_registered()
         self._has_hook = True
-        if dtype is not None and self._gradients is not None:
-            self._narrow_gradients(dtype)
+        if (dtype or hook) is not None and self._gradients is not None:
+            self._average_by_hook(dtype=dtype, hook=hook)
 
     # Forward.
 
@@ -531,6 +544,11 @@ class DistributedDataParallel(Offloading):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
         """What torch.distributed.algorithms.join runs on a worker without further inputs."""
+        if self._bucket_hook is not None:
+            raise ValueError(
+                "join() does not go with a communication hook that averages: a worker without inputs would not call "
+                "it. Give all workers equally many batches"
+            )
         check_joinable(
             offloaded=self.updated_parameters, has_tables=bool(self.tables), keeps_devices=self.keeps_devices
         )

@@ -113,6 +113,10 @@ class GradientLayout:
             and not is_lazy(gradient)  # one that was put in place after backward
         )
 
+    def strides(self, index: int) -> tuple[int, ...]:
+        """Of a plain gradient."""
+        return tuple(self._strides[index])
+
     def empty(self, index: int, device: torch.device) -> torch.Tensor:
         """Memory for a plain gradient."""
         return torch.empty_strided(

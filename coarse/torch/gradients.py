@@ -21,6 +21,7 @@ import torch
 from coarse.client.tensor_group import TensorGroup, UpdateKind
 from coarse.session import Session
 from coarse.torch import gradient_errors
+from coarse.torch.bucket_hooks import BucketHook
 from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.gradient_path import is_lazy
 from coarse.torch.gradient_policy import MeasuredGradient
@@ -60,6 +61,7 @@ class GradientSynchroniser:
         shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
             update_in_backward().
         tables: Parameters whose gradients are sparse.
+        hook: What averages in place of the memory devices; None for these.
         moves: Whether this worker's parameters in host memory move to the memory devices, and are freed.
         travel_dtype: Type to which wider gradients are rounded before they are averaged, where no optimizer is in the
             memory devices; None for their own.
@@ -83,6 +85,7 @@ class GradientSynchroniser:
         tables: Collection[torch.nn.Parameter] = (),
         travel_dtype: torch.dtype | None = None,
         moves: bool = False,
+        hook: BucketHook | None = None,
     ) -> None:
         self._rank = session.identity.rank
         self._names = [parameter_name for parameter_name, _ in parameters]
@@ -97,6 +100,7 @@ class GradientSynchroniser:
             tables=tables,
             travel_dtype=travel_dtype,
             moves=moves,
+            hook=hook,
         )
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
         del (

@@ -13,6 +13,7 @@ import torch
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedError, is_refusal
 from coarse.session import AnyTensorGroup, Session
+from coarse.torch.bucket_hooks import BucketHook
 from coarse.torch.buffers import broadcast_tensors
 from coarse.torch.device_updates import DeviceUpdates
 from coarse.torch.embeddings import EmbeddingGradients
@@ -44,6 +45,7 @@ class Offloading(Refusals):
     _embeddings: EmbeddingGradients | None
     tables: set[torch.nn.Parameter]
     _travel_dtype: torch.dtype | None
+    _bucket_hook: BucketHook | None
     _num_registrations: Counter[str]
 
     @property
@@ -79,6 +81,8 @@ class Offloading(Refusals):
             return "a job of one worker has no memory devices"
         if self._travel_dtype is not None:
             return f"a communication hook has gradients travel in {self._travel_dtype}, which rounds them"
+        if self._bucket_hook is not None:
+            return "a communication hook averages gradients in place of the memory devices"
         gpu = common_gpu(parameters)
         if gpu and self._session.settings.gpu_transfers == "off":
             return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
@@ -217,11 +221,11 @@ class Offloading(Refusals):
         part.offloaded.give_back(has_values=True)
         self._average(self._release_rest(part))
 
-    def _narrow_gradients(self, dtype: torch.dtype) -> None:
-        """From now on gradients are rounded to `dtype` before they are averaged. Collective."""
+    def _average_by_hook(self, *, dtype: torch.dtype | None = None, hook: BucketHook | None = None) -> None:
+        """From now on gradients are rounded to `dtype` and averaged, or averaged by `hook`. Collective."""
         assert self._gradients is not None
         self._gradients.check_finished()
-        self._travel_dtype = dtype
+        self._travel_dtype, self._bucket_hook = dtype, hook
         self._average(self._release_rest())
 
     def _average_more(self) -> None:
@@ -368,6 +372,7 @@ class Offloading(Refusals):
             tables={parameter for _, parameter in named if parameter in self.tables},
             travel_dtype=self._travel_dtype,
             moves=moves,
+            hook=self._bucket_hook,
         )
 
     def _watch_end(self, others: Sequence[AnyTensorGroup]) -> None:

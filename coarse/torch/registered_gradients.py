@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from coarse.client.solo import SoloTensorGroup
 from coarse.client.tensor_group import TensorGroup
 from coarse.proxy.registration import WorkerMemory
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
+from coarse.torch.bucket_hooks import BucketHook, BucketHookGradients
 from coarse.torch.gpu_gradients import try_gpu
 from coarse.torch.gpu_slot_gradients import GpuSlotGradients
 from coarse.torch.gradient_path import GradientPath
@@ -27,7 +29,7 @@ class RegisteredGradients:
 
     Args:
         session, name, parameters: As for GradientSynchroniser, and the next ones too.
-        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves: Likewise.
+        gradient_as_view, state_names, shares_slots, tables, travel_dtype, moves, hook: Likewise.
 
     Raises:
         ValueError: As GradientSynchroniser.
@@ -45,6 +47,7 @@ class RegisteredGradients:
         tables: Collection[torch.nn.Parameter],
         travel_dtype: torch.dtype | None,
         moves: bool,
+        hook: BucketHook | None,
     ) -> None:
         self._names = [parameter_name for parameter_name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -60,14 +63,21 @@ class RegisteredGradients:
             reserves=len(in_host) == len(self._parameters),
             moved_bytes=sum(map(num_bytes, in_host)) if moves else 0,
         )
+        self.group: AnyTensorGroup
+        """The slots; of none where a hook averages."""
+        self.path: GradientPath
+        """The way to the slots and back, or to a hook."""
+        if hook is not None:
+            self.group = SoloTensorGroup(name, ())
+            self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
+            self.path = BucketHookGradients(session, self._names, self._parameters, hook)
+            return
         self.group = self._register(session, name, state_names, tables)
-        """The slots."""
         if isinstance(self.group, TensorGroup):
             self.group.nccl.objection = _why_no_nccl
         self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         """Those whose gradients are sparse."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)
-        """The way to the slots and back."""
 
     def _register(
         self,

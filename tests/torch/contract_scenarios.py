@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -322,7 +323,6 @@ def refuses_arguments_that_do_not_apply(context: Context) -> Any:
 def refuses_hooks_and_says_what_to_do(context: Context) -> Any:
     model = context.wrap(mlp())
     for call, words in [
-        (lambda: model.register_comm_hook(None, lambda state, bucket: None), "between backward and step"),
         (lambda: model._register_builtin_comm_hook(None), "fp16_compress_hook and bf16_compress_hook"),
         (lambda: model._register_buffer_comm_hook(None, lambda state, buffers: None), "forward_sync_buffers"),
         (lambda: model._register_fused_optim(torch.optim.SGD, 0.1), "after backward"),
@@ -330,6 +330,28 @@ def refuses_hooks_and_says_what_to_do(context: Context) -> Any:
     ]:
         with raises(NotImplementedError, words):
             call()
+
+
+@contract
+def hooks_that_average_keep_the_rest_on_the_workers(context: Context) -> Any:
+    from coarse.torch import DistributedOptimizer
+
+    model = context.wrap(mlp())
+    with raises(TypeError, "a communication hook is called with its state and a bucket", "'bf16'"):
+        model.register_comm_hook(None, "bf16")
+    model.register_comm_hook(None, lambda state, bucket: None)
+    with (
+        raises(ValueError, "join() does not go with a communication hook", "equally many batches"),
+        model.join(),
+    ):
+        pass
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert "a communication hook averages gradients in place of" in str(caught[0].message)
+    model = context.wrap(nn.Embedding(8, 4, sparse=True))
+    with raises(ValueError, "dense gradients", "sparse=False", "bf16_compress_hook"):
+        model.register_comm_hook(None, lambda state, bucket: None)
 
 
 @contract

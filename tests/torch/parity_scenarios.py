@@ -32,7 +32,7 @@ from scenario import (
     train,
 )
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
 
 PARITY_SCENARIOS: dict[str, Scenario] = {}
@@ -589,6 +589,46 @@ def builtin_hooks(context: Context) -> Any:
         model._register_builtin_comm_hook(kind)
         results.append(train(context, model))
     return results
+
+
+def _twice_the_mean(state, bucket):
+    """A hook as users write them. Of buckets of 1 MiB the model below has two, under torch from step 1 on."""
+    state.append(bucket.index())
+    assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0])
+
+
+@parity
+def a_hook_of_ones_own(context: Context) -> Any:
+    seen: list[int] = []
+    module = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 600), nn.Linear(600, 4))
+    model = context.wrap(module)
+    model.register_comm_hook(seen, _twice_the_mean)
+    with model.no_sync():
+        model(context.inputs(9, 4, 8)).sum().backward()
+    result = train(context, model, steps=2, loss=lambda output: 0.01 * output.square().mean())
+    return result, sorted(set(seen))
+
+
+@parity
+def a_hook_of_ones_own_with_unused_parameters(context: Context) -> Any:
+    model = context.wrap(Branches(), find_unused_parameters=True)
+    model.register_comm_hook([], _twice_the_mean)
+    results = []
+    for step, heads in enumerate([(0, 0), (0, 1), (1, 1)]):
+        model.zero_grad()
+        model(context.inputs(step, 4, 8), heads[context.rank]).square().mean().backward()
+        results.append(states(model))
+    return results
+
+
+@parity
+def low_rank_gradients(context: Context) -> Any:
+    model = context.wrap(nn.Linear(64, 32))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return train(context, model, steps=5, shape=(4, 64))
 
 
 @parity(tolerance=4e-3)

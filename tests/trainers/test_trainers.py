@@ -62,13 +62,19 @@ def test_lightning_knows_the_strategy_for_unused_parameters_by_name():
 
     import coarse.lightning
 
-    for name, finds in (("coarse", False), ("coarse_find_unused_parameters_true", True)):
+    for name, finds, offloads in (
+        ("coarse", False, False),
+        ("coarse_find_unused_parameters_true", True, False),
+        ("coarse_offload", False, True),
+        ("coarse_offload_find_unused_parameters_true", True, True),
+    ):
         trainer = lightning.Trainer(strategy=name, accelerator="cpu", logger=False)
         fabric = lightning.Fabric(strategy=name, accelerator="cpu")
         assert type(trainer.strategy) is coarse.lightning.CoarseStrategy
         assert type(fabric.strategy) is coarse.lightning.CoarseFabricStrategy
         for strategy in (trainer.strategy, fabric.strategy):
             assert strategy._ddp_kwargs.get("find_unused_parameters", False) is finds
+            assert strategy._offloading.is_wanted is offloads
 
 
 def test_an_optimizer_is_not_offloaded_where_another_way_shards_it():

@@ -176,10 +176,12 @@ def with_lightning() -> None:
     trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **flags)
     trainer.fit(module, torch.utils.data.DataLoader(data(0), batch_size=2))
     check_agreement(module, "Lightning by hand")
-    with pytest.raises(NotImplementedError, match="does not support the communication hook print"):
-        CoarseStrategy(ddp_comm_hook=print)
-    with pytest.raises(ValueError, match="average tensor by tensor"):
-        CoarseStrategy(ddp_comm_wrapper=default_hooks.fp16_compress_wrapper)
+    strategy = CoarseStrategy(
+        ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper
+    )
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=3, **flags)
+    trainer.fit(Regression(), torch.utils.data.DataLoader(data(0), batch_size=2))
+    check_agreement(trainer.lightning_module, "Lightning's wrapper of a hook")
 
 
 def accelerated(offload_optimizer: bool) -> nn.Module:
