@@ -5,6 +5,19 @@ Messages say who, what, how far it had come, and what to do next.
 
 from __future__ import annotations
 
+FOLLOW_UP = "This follows from an error of "
+"""How a message begins to name the worker whose error is the cause; `coarse run` reports that one."""
+
+
+def follow_up(text: object, culprit: str) -> str:
+    """The message of an error that another worker's has brought about.
+
+    Args:
+        text: What it means here.
+        culprit: Whose error it was, such as "worker 0".
+    """
+    return f"{str(text).rstrip('.')}. {FOLLOW_UP}{culprit}, which says more."
+
 
 class CoarseError(Exception):
     """Base of all errors of this package."""

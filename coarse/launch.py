@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,32 @@ def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple
             "several nodes name the first one (mpirun -x MASTER_ADDR=host -x MASTER_PORT=29500)."
         )
     return host, int(port)
+
+
+def why_unresolved(host: str) -> str:
+    """Why a host name leads to no address; "" if it does."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:
+        return f"the name {host!r} has no address: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
+def unserved(host: str, port: int, reason: str) -> RendezvousError:
+    """Why worker 0 cannot serve the place where the workers of a job meet, and what to do.
+
+    Args:
+        host, port: The place.
+        reason: What the system says.
+    """
+    if unresolved := why_unresolved(host):
+        cause, advice = unresolved, "Set MASTER_ADDR to a name or address of worker 0's machine."
+    elif "in use" in reason:
+        cause = f"the port is taken ({reason})"
+        advice = "Choose a free MASTER_PORT; if another process has RANK=0, give each worker its own rank."
+    else:
+        cause, advice = reason, "Check that MASTER_ADDR is an address of worker 0's machine."
+    return RendezvousError(f"worker 0 cannot serve {host}:{port}: {cause}. {advice}")
 
 
 def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:

@@ -9,12 +9,12 @@ import os
 import re
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coarse.env import WorkerIdentity
-from coarse.errors import CoarseError, RendezvousError, WorkerLostError, told_error
+from coarse.errors import CoarseError, RendezvousError, WorkerLostError, follow_up, told_error
 from coarse.presence import Lookout, Presence
 from coarse.store import Store
 
@@ -259,10 +259,8 @@ class PeerWatch:
             failure = json.loads(self._store.get(_FAILED, 0.0))
         except TimeoutError:
             return None
-        return told_error(
-            failure["error"],
-            f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}",
-        )
+        text = f"worker {self._identity.rank}: worker {failure['rank']} gave up: {failure['text']}"
+        return told_error(failure["error"], follow_up(text, f"worker {failure['rank']}"))
 
     def _check_processes(self) -> None:
         poll = select.poll()
@@ -272,8 +270,18 @@ class PeerWatch:
         if dead := self._gone | {rank for rank, pidfd in self._pidfds.items() if pidfd in ended}:
             raise self._loss(sorted(dead))
 
-    def get(self, store: Store, key: str, timeout_s: float) -> bytes:
+    def describe(self, rank: int) -> str:
+        """A worker that has come, in words."""
+        return f"worker {rank} (pid {self._pids[rank]})" if rank in self._pids else f"worker {rank}"
+
+    def get(
+        self, store: Store, key: str, timeout_s: float, on_look: Callable[[], None] = lambda: None
+    ) -> bytes:
         """As store.get(), but ends when a worker does.
+
+        Args:
+            store, key, timeout_s: As there.
+            on_look: Called a few times a second.
 
         Raises:
             TimeoutError: If nobody set it.
@@ -287,6 +295,7 @@ class PeerWatch:
             except TimeoutError:
                 if left_s <= _LOOK_INTERVAL_S:
                     raise
+            on_look()
             try:
                 self.check()
             except CoarseError as loss:

@@ -188,6 +188,8 @@ class Settings:
             is measured to be fastest when tensors are first registered.
         scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
         timeout_s: A wait longer than this is an error.
+        warn_after_s: A wait that has taken so long is logged with the workers that it waits for, and again whenever
+            that time has doubled; 0 for never.
         heartbeat_s: A memory device that does no work at all for so long, although its process is there, is lost;
             0 for never.
         snapshot_pool_bytes: How much memory old versions may take that snapshots refer to, for each model whose
@@ -288,6 +290,12 @@ class Settings:
     )
     timeout_s: float = _setting(
         600.0, "seconds after which a wait is an error", read=_read_float, check=_is_between(0.001, 10**7)
+    )
+    warn_after_s: float = _setting(
+        30.0,
+        "seconds after which a wait names the workers that it waits for, 0 for never",
+        read=_read_float,
+        check=_is_between(0.001, 10**7, or_zero=True),
     )
     heartbeat_s: float = _setting(
         10.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse import local_sockets, private_directories
-from coarse.errors import RendezvousError
+from coarse.errors import RendezvousError, follow_up
 from coarse.job_secret import PROOF_BYTES, JobSecret
 from coarse.listening import listen_for_workers, meeting_host
 from coarse.scratch import hold
@@ -215,10 +215,8 @@ class SocketStore:
                 f"worker 0, which serves {self._address} for the workers to find each other, has not answered within "
                 f"{self._timeout_s:.1f} s. It is stopped, or cannot be reached any more."
             )
-        return RendezvousError(
-            f"worker 0, which served {self._address} for the workers to find each other, is gone ({error}). Look at "
-            "its output."
-        )
+        text = f"worker 0, which served {self._address} for the workers to find each other, is gone ({error})"
+        return RendezvousError(follow_up(text, "worker 0"))
 
 
 class PrefixStore:

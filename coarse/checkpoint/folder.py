@@ -194,14 +194,17 @@ class Folder:
         """
         check_name(name)
         shown = f"{self.path.name}/{name}"
-        self._observe("create", shown)
-        descriptor = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._descriptor)
+        path = self.path / name
+        with _named(path):
+            self._observe("create", shown)
+            descriptor = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=self._descriptor)
         try:
-            file = NewFile(descriptor, shown, self._observe, past_cache=past_cache)
+            file = NewFile(descriptor, path, shown, self._observe, past_cache=past_cache)
             yield file
             file.finish()
-            self._observe("fsync", shown)
-            os.fsync(descriptor)
+            with _named(path):
+                self._observe("fsync", shown)
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -234,14 +237,16 @@ class Folder:
         """Renames within the folder, and has the disk know of it."""
         check_name(old)
         check_name(new)
-        self._observe("rename", f"{old} -> {new}")
-        os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        with _named(self.path / new):
+            self._observe("rename", f"{old} -> {new}")
+            os.rename(old, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         self.sync()
 
     def sync(self) -> None:
         """Has the disk know of all names in the folder."""
-        self._observe("fsync", f"{self.path.name}/")
-        os.fsync(self._descriptor)
+        with _named(self.path):
+            self._observe("fsync", f"{self.path.name}/")
+            os.fsync(self._descriptor)
 
     def remove(self, name: str) -> None:
         """Removes a file, or a folder with the files in it; nothing if there is none. Links are not followed."""
@@ -285,8 +290,11 @@ class NewFile:
     later, and keeps the pages of other files.
     """
 
-    def __init__(self, descriptor: int, shown: str, observe: Observer, *, past_cache: bool) -> None:
+    def __init__(
+        self, descriptor: int, path: Path, shown: str, observe: Observer, *, past_cache: bool
+    ) -> None:
         self._descriptor = descriptor
+        self._path = path
         self._shown = shown
         self._observe = observe
         self._is_past_cache = past_cache and _go_past_cache(descriptor)
@@ -318,15 +326,17 @@ class NewFile:
         """Has the disk take what was written so far, and forgets it: no page cache is spent on a checkpoint."""
         if self._is_past_cache:
             return
-        self._observe("fsync", self._shown)
-        os.fdatasync(self._descriptor)
+        with _named(self._path):
+            self._observe("fsync", self._shown)
+            os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _write(self, view: memoryview) -> None:
         while view:
-            self._observe("write", self._shown)
             try:
-                count = os.write(self._descriptor, view)
+                with _named(self._path):
+                    self._observe("write", self._shown)
+                    count = os.write(self._descriptor, view)
             except OSError as error:
                 if not self._is_past_cache or error.errno != errno.EINVAL:
                     raise
@@ -356,6 +366,15 @@ def _go_past_cache(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Names the file in an error of the system, which knows a descriptor, or a name within a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _what_is_wrong(error: OSError) -> str:

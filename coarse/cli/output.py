@@ -12,8 +12,11 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+TRACEBACK_HEADER = b"Traceback (most recent call last)"
 
 _READ_BYTES = 64 * 1024
 _LONGEST_LINE_BYTES = 1024 * 1024
@@ -78,6 +81,33 @@ class LineSplitter:
             yield Piece(visible, is_update=True)
 
 
+class StartupNotes:
+    """What TensorFlow prints when loaded, before it looks at TF_CPP_MIN_LOG_LEVEL, and by each of its two libraries.
+
+    Args:
+        is_shown: Whether each is shown, once; else none is.
+    """
+
+    _NOTE = re.compile(
+        rb"(?:I0000 \S+\s+\d+ port\.cc:\d+\] (oneDNN custom operations are on)"
+        rb"|(WARNING: All log messages before absl::InitializeLog\(\) is called)).*\n"
+    )
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._seen: set[bytes] = set()
+
+    def hides(self, line: bytes) -> bool:
+        """Whether a line is such a note, and not to be shown."""
+        note = self._NOTE.fullmatch(line)
+        if note is None:
+            return False
+        text = note[1] or note[2]
+        is_new = text not in self._seen
+        self._seen.add(text)
+        return not (self._is_shown and is_new)
+
+
 class Tail:
     """The last bytes of a stream.
 
@@ -88,9 +118,14 @@ class Tail:
     def __init__(self, limit_bytes: int = 64 * 1024) -> None:
         self._limit_bytes = limit_bytes
         self._kept = b""
+        self.traceback_s: float | None = None
+        """When the last traceback began, in seconds of the monotonic clock; None if there was none."""
 
     def feed(self, data: bytes) -> None:
         """Appends `data`, forgetting the oldest bytes beyond the limit."""
+        seam = self._kept[1 - len(TRACEBACK_HEADER) :] if self._kept else b""
+        if TRACEBACK_HEADER in seam + data:
+            self.traceback_s = time.monotonic()
         self._kept = (self._kept + data)[-self._limit_bytes :]
 
     @property
@@ -168,6 +203,8 @@ class Channel:
         log_fd: Gets the bytes as they are; None for no log. Not owned.
         tail: Remembers the last bytes; None where nobody will ask.
         instead: Where a stream that goes to the log only goes on if the log cannot be written any more.
+        notes: Which lines the console leaves out; None for none.
+        on_unread: Told why, when the console cannot be written any more and there is no log.
     """
 
     fd: int
@@ -176,14 +213,16 @@ class Channel:
     log_fd: int | None = None
     tail: Tail | None = None
     instead: Console | None = None
+    notes: StartupNotes | None = None
+    on_unread: Callable[[OSError], None] = lambda error: None
     is_open: bool = True
     _splitter: LineSplitter = field(default_factory=LineSplitter)
 
     def pump(self) -> bool:
         """Passes on what the pipe holds, up to 64 KiB; returns False once it holds nothing or has ended.
 
-        Closes itself at the end of the stream, or when nobody reads the console and there is no log: the
-        worker then gets EPIPE, as it would without a launcher in between.
+        Closes itself at the end of the stream. Once nobody reads the console and there is no log, what comes is
+        dropped until the worker has ended: errors of its own about that would hide why it ends.
         """
         try:
             data = os.read(self.fd, _READ_BYTES)
@@ -224,10 +263,11 @@ class Channel:
         if self.console is None:
             return
         console = self.console
-        data = b"".join([console.render(self, self.prefix, piece) for piece in pieces])
+        shown = [piece for piece in pieces if self.notes is None or not self.notes.hides(piece.text)]
+        data = b"".join([console.render(self, self.prefix, piece) for piece in shown])
         try:
             console.write(data)
-        except OSError:
+        except OSError as error:
             self.console = None
             if self.log_fd is None:
-                self.close()
+                self.on_unread(error)

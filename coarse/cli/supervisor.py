@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from coarse.cli.failure import WorkerExit, first_failure, report, reports_own_error, signal_name
-from coarse.cli.output import Channel, Console, Piece, Tail, open_consoles
+from coarse.cli.output import Channel, Console, Piece, StartupNotes, Tail, open_consoles
 from coarse.cli.processes import (
     FORWARDED_SIGNALS,
     NOTIFYING_SIGNALS,
@@ -106,6 +106,9 @@ class _Worker:
     channels: list[Channel] = field(default_factory=list)
     was_stopped: bool = False
     evidence: str = ""
+    had_failed: bool = False
+    """Whether it was told to stop, but had reported an error of its own before, with which it did not end."""
+    ended_s: float = 0.0
 
     def exit(self) -> WorkerExit:
         return WorkerExit(
@@ -113,8 +116,9 @@ class _Worker:
             pid=self.process.pid,
             returncode=self.process.returncode,
             stderr_tail=self.tail.text,
-            was_stopped=self.was_stopped,
+            was_stopped=self.was_stopped and not self.had_failed,
             evidence=self.evidence,
+            failed_s=self.ended_s if self.tail.traceback_s is None else self.tail.traceback_s,
         )
 
 
@@ -140,6 +144,7 @@ class Supervisor:
         self._ended: list[_Worker] = []
         self._steps: list[tuple[float, Callable[[], None]]] = []
         self._interrupted_by: int | None = None
+        self._unread: OSError | None = None
         self._is_failing = False
         self._is_ending = False
         self._has_children = True
@@ -210,7 +215,21 @@ class Supervisor:
             pipe.close()
             os.set_blocking(fd, False)
             tail = worker.tail if name == "stderr" else None
-            yield Channel(fd, prefix, self._console(name), log_fd, tail, instead=self._consoles[name])
+            yield Channel(
+                fd,
+                prefix,
+                self._console(name),
+                log_fd,
+                tail,
+                instead=self._consoles[name],
+                notes=self._startup_notes(worker),
+                on_unread=self._end_unread,
+            )
+
+    def _startup_notes(self, worker: _Worker) -> StartupNotes | None:
+        environment = self._plan.environments[worker.rank - self._plan.first_rank]
+        level = environment.get("TF_CPP_MIN_LOG_LEVEL")
+        return None if level == "0" else StartupNotes(is_shown=level is None)
 
     @property
     def _is_unmarked(self) -> bool:
@@ -282,6 +301,7 @@ class Supervisor:
         if worker is None:  # an orphan of a worker's
             return
         worker.process.returncode = returncode
+        worker.ended_s = time.monotonic()
         if returncode == -signal.SIGKILL and not worker.was_stopped:
             worker.evidence = self._memory_watch.evidence()
         self._ended.append(worker)
@@ -320,21 +340,30 @@ class Supervisor:
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._steps.append((time.monotonic() + delay_s, action))
 
-    def _interrupt(self, number: signal.Signals) -> None:
+    def _end_unread(self, error: OSError) -> None:
+        """Ends the job as a signal does, because what workers print can be written nowhere."""
+        if self._unread is None and self._interrupted_by is None and not self._is_failing:
+            self._unread = error
+            self._interrupt(signal.SIGPIPE, passed_on=signal.SIGTERM)  # Python ignores SIGPIPE
+
+    def _interrupt(self, number: signal.Signals, *, passed_on: signal.Signals | None = None) -> None:
         if self._interrupted_by is not None:
             self._kill_all()
             return
         self._interrupted_by = number
         is_orphaned = os.getppid() != self._launcher
         self._later(ORPHANED_GRACE_S if is_orphaned else self._plan.shutdown_timeout_s, self._kill_all)
-        _stop(self._running.values(), number)
+        _stop(self._running.values(), passed_on or number)
 
     def _terminate_silent_workers(self) -> None:
         running = self._running.values()
         _stop([worker for worker in running if not reports_own_error(worker.tail.text)], signal.SIGTERM)
 
     def _terminate_workers(self) -> None:
-        _stop([worker for worker in self._running.values() if not worker.was_stopped], signal.SIGTERM)
+        late = [worker for worker in self._running.values() if not worker.was_stopped]
+        for worker in late:
+            worker.had_failed = reports_own_error(worker.tail.text)
+        _stop(late, signal.SIGTERM)
 
     def _terminate_leftovers(self) -> None:
         signal_all(descendants(os.getpid()), signal.SIGTERM)
@@ -353,14 +382,23 @@ class Supervisor:
                 channel.close()
 
     def _verdict(self) -> int:
-        failure = first_failure([worker.exit() for worker in self._ended])
+        exits = [worker.exit() for worker in self._ended]
+        failure = first_failure(exits)
         if self._interrupted_by is not None and (failure is None or failure.was_stopped):
-            self._say(f"coarse run: stopped by {signal_name(self._interrupted_by)}; no worker is left\n")
+            self._say(f"coarse run: {self._why_interrupted()}; no worker is left\n")
             return 128 + self._interrupted_by
         if failure is None:
             return 0
-        self._say(report(failure))
+        self._say(report(failure, exits))
         return failure.exit_code
+
+    def _why_interrupted(self) -> str:
+        assert self._interrupted_by is not None
+        if self._unread is None:
+            return f"stopped by {signal_name(self._interrupted_by)}"
+        if isinstance(self._unread, BrokenPipeError):
+            return "stopped, because nobody reads the output any more"
+        return f"stopped, because the output cannot be written: {self._unread.strerror}"
 
     def _say(self, text: str) -> None:
         console = self._consoles["stderr"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,10 @@ if TYPE_CHECKING:  # slow to import, and needed between GPUs only
 
 logger = logging.getLogger(__name__)
 
+_EQUAL_DATA = (
+    "give all workers as many batches (drop_last, drop_remainder), or train within join() in PyTorch"
+)
+
 
 class Client:
     """Registers tensors with the memory devices, pushes and pulls them.
@@ -68,6 +73,7 @@ class Client:
         segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
         settings: Of the session.
         pace: How this node shares its processors.
+        names: The workers of this node in words, by client number.
         agreement: Compares what is registered here with what other nodes have.
         fate_of_device: Tells in words how a memory device ended.
         kill_silent: Ends a memory device that does not work any more, on the worker that started it.
@@ -86,6 +92,7 @@ class Client:
         doorbells_fd: int,
         settings: Settings,
         pace: Pace,
+        names: Sequence[str],
         agreement: NodeAgreement,
         fate_of_device: FateOfDevice,
         kill_silent: KillSilent,
@@ -132,13 +139,24 @@ class Client:
             heartbeat_s=settings.heartbeat_s,
             fate_of_device=fate_of_device,
             kill_silent=kill_silent,
+            has_gpu_tensors=lambda: any(group.gpu is not None or group.is_on_gpu for group in self._groups),
             replicas=settings.replicas,
         )
         self._questions = Questions(self.rank, settings.timeout_s, self._losses)
         self._storage = ParameterStorage(connections, self._questions, replicas=settings.replicas)
         self._links = EmulatedLinks(emulation, connections[0], self._questions)
         self._ranks_elsewhere = agreement.ranks_elsewhere
+        self.names = names
+        """The workers of this node in words, by client number."""
+        self.warn_after_s = settings.warn_after_s
+        """How long a wait may take before it is logged; 0 for ever."""
         self._groups = RegisteredGroups(self._native, connections, agreement, self._questions, self._losses)
+        if self.warn_after_s:
+            # The data path lives as long as this object, which must not live because of it.
+            tell_late = weakref.WeakMethod(self._tell_late)
+            self._native.tell_of_lateness(
+                self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
+            )
 
     @property
     def is_closed(self) -> bool:
@@ -429,7 +447,9 @@ class Client:
             )
         if status == _native.WaitStatus.TIMED_OUT:
             waited_s = timeout_s or self.timeout_s
-            raise SyncTimeoutError(f"worker {self.rank}: waited {waited_s:.1f} s for {describe()}")
+            raise SyncTimeoutError(
+                f"worker {self.rank}: waited {waited_s:.1f} s for {describe()}{self._advice(self._late_clients())}"
+            )
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
         raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
 
@@ -464,6 +484,41 @@ class Client:
         self._groups.release(group, tells_devices=not self._is_closed and os.getpid() == self._pid)
 
     # ---- private ----
+
+    def _late_clients(self) -> list[int]:
+        """Workers of this node that have not pushed something that this one has, and waits for."""
+        return sorted({client for group in self._groups for client in group.late_clients()} - {self.number})
+
+    def _advice(self, late: Sequence[int]) -> str:
+        """Where late workers are, and what to do, as the end of a sentence."""
+        if not late:
+            return ""
+        elsewhere = [
+            f"{self.names[client]} waits itself for {awaited}"
+            for client in late
+            if (awaited := next(filter(None, (group.awaited_by(client) for group in self._groups)), ""))
+        ]
+        if elsewhere:
+            return (
+                f". {'; '.join(elsewhere)}, which worker {self.rank} has not pushed: workers are at different "
+                f"places. If the data of one ended sooner, {_EQUAL_DATA}"
+            )
+        names = " and ".join(self.names[client] for client in late)
+        return f". See what {names} does (py-spy dump); if its data has ended sooner, {_EQUAL_DATA}"
+
+    def _tell_late(self, waited_s: float) -> None:
+        """Says for whom this worker waits, in the thread that does."""
+        what = "; ".join(group.describe_pending() for group in self._groups if group.is_pending())
+        logger.warning(
+            "[w%d] has waited %.0f s for %s%s. The wait ends with an error after %g s (COARSE_TIMEOUT_S)",
+            *(
+                self.rank,
+                waited_s,
+                what or "other workers",
+                self._advice(self._late_clients()),
+                self.timeout_s,
+            ),
+        )
 
     def _register(
         self, schema: GroupSchema, gpu: str = "", memory: WorkerMemory = EAGER, *, is_for_gpu: bool = False

@@ -7,7 +7,8 @@ import select
 import selectors
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from coarse import local_sockets
 from coarse.errors import (
@@ -179,6 +180,7 @@ def collect_replies(
     timeout_s: float,
     what: str,
     on_silence: Callable[[], None] = lambda: None,
+    notes: Mapping[str, Callable[[Message], None]] = MappingProxyType({}),
 ) -> dict[int, Received]:
     """Waits until every memory device has sent a message of `kind` (about `group`).
 
@@ -190,6 +192,7 @@ def collect_replies(
         timeout_s: How long.
         what: Says what is being done, for the error.
         on_silence: Called when nothing has come for a while; may raise.
+        notes: By type, what to do with other messages about the group, which are no replies.
 
     Returns:
         The messages by device.
@@ -219,6 +222,10 @@ def collect_replies(
                 if received is None:
                     continue
                 if received.message.get("group") != group:
+                    received.close()
+                    continue
+                if received.kind in notes:
+                    notes[received.kind](received.message)
                     received.close()
                     continue
                 if received.kind == "refused":

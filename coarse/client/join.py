@@ -18,7 +18,14 @@ from coarse.client.kept_devices import Keeping, find_kept_devices, introducer, r
 from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.client.node_agreement import NodeAgreement
 from coarse.env import WorkerIdentity
-from coarse.errors import CoarseError, MemoryDeviceLostError, RendezvousError, WorkerLostError
+from coarse.errors import (
+    CoarseError,
+    MemoryDeviceLostError,
+    RendezvousError,
+    WorkerLostError,
+    follow_up,
+)
+from coarse.late_notice import LateNotice
 from coarse.machine.emulation import Emulation, choose_emulation
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable, choose_partition_table
@@ -204,16 +211,15 @@ def _start_missing(
 def _find_devices(joining: Joining) -> NodeDevices:
     leader, timeout_s = joining.leader, joining.settings.timeout_s
     try:
-        answer = joining.watch.get(joining.store, _announcement_key(joining.node), timeout_s)
+        answer = _told_by_leader(joining, _announcement_key(joining.node), "start memory devices")
     except TimeoutError:
         raise RendezvousError(
             f"worker {joining.identity.rank}: worker {leader} has started no memory devices within {timeout_s:.1f} s"
         ) from None
     announcement = json.loads(answer)
     if "error" in announcement:
-        raise MemoryDeviceLostError(
-            f"worker {leader} could not start memory devices: {announcement['error']}"
-        )
+        text = f"worker {leader} could not start memory devices: {announcement['error']}"
+        raise MemoryDeviceLostError(follow_up(f"worker {joining.identity.rank}: {text}", f"worker {leader}"))
     emulation = announcement["emulation"]
     return NodeDevices(
         nodes=joining.nodes,
@@ -224,6 +230,25 @@ def _find_devices(joining: Joining) -> NodeDevices:
         ),
         emulation=None if emulation is None else Emulation.from_json(emulation),
     )
+
+
+def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
+    """What the first worker of the node tells under a key, once it has done `what`.
+
+    Raises:
+        TimeoutError: If it does not within the settings' time.
+        WorkerLostError: If a worker has ended meanwhile.
+    """
+    rank, settings = joining.identity.rank, joining.settings
+
+    def tell(waited_s: float) -> None:
+        logger.warning(
+            "[w%d] has waited %.0f s for %s to %s; gives up after %g s (COARSE_TIMEOUT_S)",
+            *(rank, waited_s, joining.watch.describe(joining.leader), what, settings.timeout_s),
+        )
+
+    notice = LateNotice(settings.warn_after_s, tell)
+    return joining.watch.get(joining.store, key, settings.timeout_s, notice.look)
 
 
 def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
@@ -243,7 +268,9 @@ def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
             lambda text: store.set(key, text), lambda: find_profile(settings, lambda: _profile_key(node))
         )
     try:
-        return FoundProfile.from_json(joining.watch.get(store, key, settings.timeout_s))
+        return FoundProfile.from_json(
+            _told_by_leader(joining, key, "measure or read the profile of the links")
+        )
     except TimeoutError:
         raise RendezvousError(
             f"worker {joining.identity.rank}: worker {joining.leader} has told no profile within "
@@ -296,7 +323,14 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             doorbells_fd=doorbells_fd,
             settings=settings,
             pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
-            agreement=NodeAgreement(rank, node.nodes, joining.store, timeout_s=settings.timeout_s),
+            names=[joining.watch.describe(each) for each in node.ranks],
+            agreement=NodeAgreement(
+                rank,
+                node.nodes,
+                joining.store,
+                timeout_s=settings.timeout_s,
+                warn_after_s=settings.warn_after_s,
+            ),
             fate_of_device=_died if node.processes is None else node.processes.fate,
             kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
             has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),

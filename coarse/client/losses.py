@@ -37,6 +37,7 @@ class Losses:
         heartbeat_s: How long they may stand still.
         fate_of_device: Tells in words how a memory device ended.
         kill_silent: Ends a memory device that does not work any more, on the worker that started it.
+        has_gpu_tensors: Whether tensors of this worker lie on a GPU, where they may be of no step after a loss.
         replicas: How many other memory devices have what each of them keeps.
     """
 
@@ -49,6 +50,7 @@ class Losses:
         heartbeat_s: float,
         fate_of_device: FateOfDevice,
         kill_silent: KillSilent,
+        has_gpu_tensors: Callable[[], bool],
         replicas: int = 0,
     ) -> None:
         self._rank = rank
@@ -56,6 +58,7 @@ class Losses:
         self._heartbeat_s = heartbeat_s
         self._fate_of_device = fate_of_device
         self._kill_silent = kill_silent
+        self._has_gpu_tensors = has_gpu_tensors
         self._replicas = replicas
         self.known: CoarseError | None = None
         """Why the session is over, once that has been explained."""
@@ -108,9 +111,9 @@ class Losses:
         if isinstance(told, SilentDeviceError):
             return self._silent(told.device)
         if isinstance(told, WorkerLostError):
-            return WorkerLostError(f"worker {self._rank}: {told}")
+            return WorkerLostError(f"worker {self._rank}: {told}{self._on_gpu()}")
         if isinstance(told, ExplainedLossError):
-            return MemoryDeviceLostError(f"worker {self._rank}: {told}")
+            return MemoryDeviceLostError(f"worker {self._rank}: {told}{self._on_gpu()}")
         return told or MemoryDeviceLostError(f"worker {self._rank}: the memory devices gave the session up")
 
     def _ended(self, connection: DeviceConnection) -> MemoryDeviceLostError:
@@ -132,8 +135,11 @@ class Losses:
     def _loss(self, connection: DeviceConnection, fate: str) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(
             f"worker {self._rank}: memory device md{connection.device} (pid {connection.pid}) {fate}. "
-            f"{after_a_loss(self._replicas)}"
+            f"{after_a_loss(self._replicas)}{self._on_gpu()}"
         )
+
+    def _on_gpu(self) -> str:
+        return " Parameters on a GPU are those of no step." if self._has_gpu_tensors() else ""
 
 
 def _complaint(connection: DeviceConnection) -> CoarseError | None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError, told_error
+from coarse.late_notice import LateNotice
 from coarse.proxy.registration import GroupSchema, check_agreement
 from coarse.rendezvous import NodeMap
 from coarse.store import Store
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 0.1  # how often a wait for another node looks at this one's memory devices
 
@@ -26,14 +30,18 @@ class NodeAgreement:
         nodes: Of the job.
         store: Of the session.
         timeout_s: How long to wait for other nodes.
+        warn_after_s: How long before the wait is logged; 0 for never.
     """
 
-    def __init__(self, rank: int, nodes: NodeMap, store: Store, *, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, nodes: NodeMap, store: Store, *, timeout_s: float, warn_after_s: float = 0.0
+    ) -> None:
         self._rank = rank
         self._nodes = nodes
         self._node = nodes.node_of(rank)
         self._store = store
         self._timeout_s = timeout_s
+        self._warn_after_s = warn_after_s
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +102,9 @@ class NodeAgreement:
         deadline = time.monotonic() + self._timeout_s
         leader = self._nodes.ranks[node][0]
         has_left = False
+        notice = LateNotice(self._warn_after_s, lambda waited_s: self._tell_late(waited_s, node, name))
         while True:
+            notice.look()
             try:
                 return self._store.get(f"group/{group}/{node}", 0.0 if has_left else _LOOK_INTERVAL_S)
             except TimeoutError:
@@ -110,3 +120,10 @@ class NodeAgreement:
                     f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not done so within "
                     f"{self._timeout_s:.1f} s. A worker that has not reached this point holds up all others."
                 )
+
+    def _tell_late(self, waited_s: float, node: int, name: str) -> None:
+        logger.warning(
+            "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All workers have "
+            "to make this call",
+            *(self._rank, waited_s, self._nodes.describe(node), name, self._timeout_s),
+        )

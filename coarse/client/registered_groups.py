@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,10 @@ from coarse.client.slot_opener import SlotOpener
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
+from coarse.late_notice import LateNotice
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
+from coarse.proxy.job import HOME_DEVICE
 from coarse.proxy.memory import Segment, unpack
 from coarse.proxy.protocol import Message
 from coarse.proxy.registration import (
@@ -31,6 +34,8 @@ from coarse.proxy.registration import (
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
+
+logger = logging.getLogger(__name__)
 
 
 class RegisteredGroups:
@@ -149,6 +154,23 @@ class RegisteredGroups:
         self, client: Client, group: int, schema: GroupSchema
     ) -> tuple[dict[str, Segment], list[str], RecoveredUpdates | None, WorkerPlaces]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
+        home = self._connections[HOME_DEVICE]
+        notice = LateNotice(
+            client.warn_after_s, lambda waited_s: home.send({"type": "late_workers", "group": group})
+        )
+
+        def look() -> None:
+            self._losses.check_heartbeats()
+            notice.look()
+
+        def tell(message: Message) -> None:
+            late = " and ".join(client.names[each] for each in message["clients"])
+            logger.warning(
+                "[w%d] has waited %.0f s for %s to register %s; gives up after %g s (COARSE_TIMEOUT_S). All workers "
+                "have to make this call",
+                *(client.rank, notice.waited_s, late or "the memory devices", schema.name, client.timeout_s),
+            )
+
         try:
             replies = collect_replies(
                 self._connections,
@@ -156,7 +178,8 @@ class RegisteredGroups:
                 group=group,
                 timeout_s=client.timeout_s,
                 what=f"worker {client.rank}: registering {schema.name}",
-                on_silence=self._losses.check_heartbeats,
+                on_silence=look,
+                notes={"late_workers": tell},
             )
         except CoarseError as error:
             self._agreement.refuse(group, error)

@@ -192,6 +192,6 @@ class SnapshotWrite:
 
 def _failure(message: Message) -> Exception:
     if message.get("errno") is not None:
-        return OSError(int(message["errno"]), str(message["text"]))
+        return OSError(int(message["errno"]), str(message["text"]), message["filename"])
     error: CoarseError = told_error(message.get("error"), message.get("text"))
     return error

@@ -520,7 +520,7 @@ class TensorGroup:
             status: Of a native call that waits for tensors of this group.
             timeout_s: How long it would have waited.
         """
-        self._client.check(status, self._describe_pending, timeout_s=timeout_s)
+        self._client.check(status, self.describe_pending, timeout_s=timeout_s)
 
     def check_open(self) -> None:
         """Raises SessionClosedError if the group is closed."""
@@ -539,11 +539,33 @@ class TensorGroup:
             raise ValueError(f"{self.name} was registered without an optimizer")
         return self._kept
 
-    def _describe_pending(self) -> str:
-        waits = [self._describe_wait(i) for i in range(len(self.specs)) if self._native.is_late(self.id, i)]
-        if not waits:
+    def is_pending(self) -> bool:
+        """Whether something was pushed of which the result is not there yet."""
+        return self._slots is not None and any(map(self.is_late, range(len(self.specs))))
+
+    def late_clients(self) -> set[int]:
+        """The workers of the node, by client number, that have not pushed what this one waits for."""
+        if self._slots is None:
+            return set()
+        late = filter(self.is_late, range(len(self.specs)))
+        return {client for index in late for client in self._native.missing_clients(self.id, index)}
+
+    def awaited_by(self, client: int) -> str:
+        """The first tensor that another worker of the node has pushed more often than this one; "" for none."""
+        if self._slots is None:
+            return ""
+        for index, spec in enumerate(self.specs):
+            if client in self._native.clients_ahead(self.id, index):
+                return f"{spec.name!r} of {self.name}"
+        return ""
+
+    def describe_pending(self) -> str:
+        """What was pushed of which the result is not there yet, and who has not pushed it; three tensors at most."""
+        late = [index for index in range(len(self.specs)) if self.is_late(index)]
+        if not late:
             return f"tensors of {self.name}, which the workers reduce themselves by NCCL"
-        return "; ".join(waits[:3]) + (f"; and {len(waits) - 3} more tensors" if len(waits) > 3 else "")
+        waits = "; ".join(map(self._describe_wait, late[:3]))
+        return waits + (f"; and {len(late) - 3} more tensors" if len(late) > 3 else "")
 
     def _describe_wait(self, index: int) -> str:
         ranks = self._client.ranks

@@ -121,6 +121,7 @@ class MemoryDevice:
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
             "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,
+            "late_workers": self._tell_late_workers,
             "lost": self._hear_of_loss,
             "bye": self._say_goodbye,
         }
@@ -448,6 +449,10 @@ class MemoryDevice:
     def _tell_departures(self, worker: WorkerConnection, _: Message) -> None:
         worker.send({"type": "departures", "ranks": sorted(self._other_nodes.departed_ranks)})
 
+    def _tell_late_workers(self, worker: WorkerConnection, message: Message) -> None:
+        group = int_field(message, "group")
+        worker.send({"type": "late_workers", "group": group, "clients": self._registrar.late_clients(group)})
+
     def _set_bandwidth(self, worker: WorkerConnection, message: Message) -> None:
         worker.send(self._data_path.links.set_bandwidth(message))
 
@@ -460,7 +465,10 @@ class MemoryDevice:
         os.close(log_fd)
 
     def _departure(self) -> Loss:
-        departed = self._workers.departed_ranks | self._other_nodes.departed_ranks
+        proxy = self._data_path.proxy
+        departed = dict.fromkeys(self._other_nodes.departed_ranks, 0)
+        for client in self._workers.departed:
+            departed[self._job.rank(client)] = 0 if proxy is None else proxy.last_step(client)
         return workers_departed(departed, self._failed_ranks)
 
     # ---- the data path ----

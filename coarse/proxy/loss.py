@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coarse.errors import CoarseError
@@ -26,8 +26,8 @@ def after_a_loss(replicas: int) -> str:
             "--max-restarts does, go on from the last whole step."
         )
     return (
-        "Gradients of this step are lost; parameters are those of the step before, or, on a GPU, of no step. Start "
-        "the job again from your last checkpoint."
+        "Gradients of this step are lost; parameters are those of the step before. Start the job again from your "
+        "last checkpoint."
     )
 
 
@@ -154,8 +154,8 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Loss
         error="WorkerLostError",
         text=f"worker {rank} (pid {pid}) died; {f'{evidence}; ' if evidence else ''}its last contribution was step "
         f"{last_step}. "
-        "Parameters are those of the last step that every worker finished, or, on a GPU, of no step. Start the job "
-        "again from the former, or from your last checkpoint.",
+        "Parameters are those of the last step that every worker finished. Start the job again from these, or from "
+        "your last checkpoint.",
     )
 
 
@@ -168,11 +168,11 @@ def worker_evicted(rank: int, pid: int, reason: str) -> Loss:
     )
 
 
-def workers_departed(ranks: Iterable[int], failed: Iterable[int]) -> Loss:
+def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Loss:
     """Workers have said goodbye, and others still synchronise.
 
     Args:
-        ranks: Of those that have left.
+        ranks: Of those that have left, each with the last step that it has contributed to; 0 where nobody knows.
         failed: Of those of them that an error of their own has ended.
     """
     if failing := sorted(failed):
@@ -182,7 +182,13 @@ def workers_departed(ranks: Iterable[int], failed: Iterable[int]) -> Loss:
         )
     else:
         text = (
-            f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise. "
-            "Give every worker the same number of steps, or, in PyTorch, train inside `with model.join():`."
+            f"worker(s) {', '.join(map(str, sorted(ranks)))} closed the session while others still synchronise"
+            f"{_last_steps(ranks)}. Give every worker the same number of steps: datasets of equal length, drop_last "
+            "or drop_remainder; or, in PyTorch, train inside `with model.join():`."
         )
     return Loss(error="WorkerLostError", text=text)
+
+
+def _last_steps(ranks: Mapping[int, int]) -> str:
+    known = [f"step {step} of worker {rank}" for rank, step in sorted(ranks.items()) if step]
+    return f"; their last contributions were {', '.join(known)}" if known else ""

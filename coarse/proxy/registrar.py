@@ -118,6 +118,12 @@ class Registrar:
         """Whether others have asked for a group and this worker has not."""
         return any(client not in registration.schemas for registration in self._registrations.values())
 
+    def late_clients(self, group: int) -> list[int]:
+        """Workers that have not asked for a group, of which others may have."""
+        registration = self._registrations.get(group)
+        asked = {} if registration is None else registration.schemas
+        return [client for client in range(self._job.num_clients) if client not in asked]
+
     def take_peer_memory(self, message: Message, segments: list[Segment]) -> None:
         """Another device has allocated its share of a group."""
         group = int_field(message, "group")

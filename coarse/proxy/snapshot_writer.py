@@ -69,8 +69,7 @@ class SnapshotWriter:
             self._tell({"type": "verified"})
         except Exception as error:  # whatever it is, it is this save's failure and not the device's
             logger.info("a snapshot could not be written to %s: %s", self._folder, error)
-            number = error.errno if isinstance(error, OSError) else None
-            self._tell({"type": "failed", "error": type(error).__name__, "text": str(error), "errno": number})
+            self._tell({"type": "failed", "error": type(error).__name__, **_words_of(error)})
         finally:
             self._source.close()
             self._channel.close()
@@ -105,6 +104,13 @@ class SnapshotWriter:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         return self._is_closing.is_set() or bool(poll.poll(0))
+
+
+def _words_of(error: Exception) -> Message:
+    """What a failure says; of an error of the system its parts, from which the worker makes the same one."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return {"text": str(error.strerror), "errno": error.errno, "filename": error.filename}
+    return {"text": str(error)}
 
 
 def _read(kind: type[Any], values: object) -> Any:

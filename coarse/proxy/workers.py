@@ -133,11 +133,6 @@ class Workers:
         """Clients that were let in and have left."""
         return {client for client, worker in self._admitted.items() if worker.has_left}
 
-    @property
-    def departed_ranks(self) -> set[int]:
-        """Their ranks."""
-        return {self._job.rank(client) for client in self.departed}
-
     def __getitem__(self, client: int) -> WorkerConnection:
         """A worker that has been let in."""
         return self._admitted[client]

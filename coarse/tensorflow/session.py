@@ -8,11 +8,11 @@ import os
 from coarse.env import WorkerIdentity, job_secret
 from coarse.errors import RendezvousError
 from coarse.job_secret import JobSecret
-from coarse.launch import Launch
+from coarse.launch import Launch, unserved
 from coarse.rendezvous import WorkerAddress, gather_workers
 from coarse.session import Session
 from coarse.settings import Settings
-from coarse.socket_store import Address, PrefixStore, SocketStore, serve
+from coarse.socket_store import Address, PrefixStore, SocketStore, TcpAddress, serve
 from coarse.store_server import StoreServer
 
 
@@ -71,10 +71,9 @@ def _serve(address: Address, secret: JobSecret, timeout_s: float) -> StoreServer
         atexit.register(server.shut_door)
         return server
     except OSError as error:
-        raise RendezvousError(
-            f"worker 0 cannot serve {address}: {error}. Either it is taken or another process has rank 0; choose a "
-            "free port and give each worker its own rank."
-        ) from error
+        if isinstance(address, TcpAddress):
+            raise unserved(address.host, address.port, str(error)) from error
+        raise RendezvousError(f"worker 0 cannot serve {address}: {error}") from error
 
 
 def _with_neighbours(identity: WorkerIdentity, addresses: list[WorkerAddress]) -> WorkerIdentity:

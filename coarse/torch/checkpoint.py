@@ -34,7 +34,7 @@ from coarse.checkpoint.saver import SaveCounts, Saver, SourceWriting, Writing
 from coarse.checkpoint.saver import WorkerState as OwnState
 from coarse.checkpoint.values import from_json, to_json
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
-from coarse.errors import CheckpointError, CoarseError, FolderClaimedError, SnapshotsBusyError
+from coarse.errors import CheckpointError, CoarseError, FolderClaimedError, SnapshotsBusyError, follow_up
 from coarse.torch.checkpoint_agreement import SaveSignal, Workers
 from coarse.torch.data_position import DataPosition
 from coarse.torch.host_copies import HostCopies
@@ -168,7 +168,7 @@ class Checkpointer:
         was_asked, was_busy, has_failed = self._workers.agreed()
         if has_failed:
             self._saver.check()
-            raise CheckpointError("worker 0 gave up saving after too many failures; its error says why")
+            raise CheckpointError(follow_up("too many saves have failed in a row", "worker 0"))
         self._due.note(self._num_steps, is_asked=was_asked)
         began = self._due.is_waiting and not was_busy
         start = self._take_state() if began else None
@@ -202,8 +202,10 @@ class Checkpointer:
         self._saver.wait()
         has_failed = self.counts.num_failed > failed_before
         if self._workers.how_many(has_failed):
-            reason = self.counts.last_error if has_failed else "another worker's error says why"
-            raise CheckpointError(f"step {self._num_steps} could not be saved: {reason}")
+            text = f"step {self._num_steps} could not be saved"
+            raise CheckpointError(
+                f"{text}: {self.counts.last_error}" if has_failed else follow_up(text, "another worker")
+            )
 
     def restore(self, step: int | None = None) -> int:
         """Loads the newest checkpoint of which every byte is right, or that of a step.
@@ -436,7 +438,7 @@ class Checkpointer:
         if error is not None:
             raise error
         if chosen == _UNREADABLE:
-            raise CheckpointError("worker 0 could not open a checkpoint; its error says why")
+            raise CheckpointError(follow_up("no checkpoint could be opened", "worker 0"))
         if chosen == _NO_CHECKPOINT:
             return None
         if self._workers.rank != 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from coarse.env import WorkerIdentity
 from coarse.errors import RendezvousError
-from coarse.launch import meeting_place
+from coarse.launch import meeting_place, unserved, why_unresolved
 from coarse.listening import meeting_host
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
@@ -118,18 +118,16 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
         except (OSError, RuntimeError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             elapsed_s = time.monotonic() - started
             if serve:
-                raise RendezvousError(
-                    f"worker 0 cannot serve {host}:{port}: {_first_line(error)}. Either MASTER_PORT is "
-                    "taken or another process has RANK=0; choose a free port and give each worker its own "
-                    "rank."
-                ) from error
+                raise unserved(host, port, _first_line(error)) from error
+            unresolved = why_unresolved(host)
             if elapsed_s >= timeout_s:
                 raise RendezvousError(
                     f"worker {identity.rank}: nobody answered at {host}:{port} within {elapsed_s:.0f} s "
-                    f"({_first_line(error)}). Start worker 0, or check MASTER_ADDR and MASTER_PORT."
+                    f"({unresolved or _first_line(error)}). Start worker 0, or check MASTER_ADDR and MASTER_PORT."
                 ) from error
             logger.warning(
-                "[w%s] %.0f s: waiting for worker 0 at %s:%s", identity.rank, elapsed_s, host, port
+                "[w%s] %.0f s: waiting for worker 0 at %s:%s%s",
+                *(identity.rank, elapsed_s, host, port, unresolved and f" ({unresolved})"),
             )
             # Some failures, such as of name resolution, come at once.
             time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))

@@ -107,8 +107,9 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_one_before(tmp_path, code
     path = tmp_path / "job"
     save(path, 1)
     for number in range(1, len(done)):  # all but the last fsync of the parent: by then it has its name
-        with pytest.raises(OSError, match=os.strerror(code)):
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
             save(path, 2, observe=failing(number, code))
+        assert f"'{tmp_path}" in str(raised.value)
         assert newest_step(path) in (1, 2)
         assert not list(path.glob("*.tmp"))
 
@@ -237,7 +238,7 @@ def test_a_real_disk_that_is_full(small_disk):
             save(small_disk, step + 1)
             step += 1
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=rf"No space left on device: '{small_disk}/step-\d+\.tmp/.*'$"):
         fill()
     assert step > 0
     assert newest_step(small_disk) == step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import resource
 import signal
 import time
@@ -207,6 +209,8 @@ def test_a_worker_that_leaves_while_others_go_on_is_told_not_waited_for(job, use
     def worker(me):
         with me.join(memory_devices=memory_devices) as session:
             group = session.register("weights", floats())
+            group.push(0)
+            group.pull(0)
             session.barrier()
             if me.rank == 2:
                 return
@@ -229,6 +233,10 @@ def test_a_worker_that_leaves_while_others_go_on_is_told_not_waited_for(job, use
         outcome = running.finish()
         assert outcome.error == "WorkerLostError", outcome
         assert "worker(s) 2 closed the session while others still synchronise" in outcome.message
+        assert (
+            "their last contributions were step 1 of worker 2. Give every worker the same number"
+            in outcome.message
+        )
 
 
 def test_a_worker_that_leaves_with_an_error_is_what_others_are_to_look_at(job):
@@ -264,6 +272,89 @@ def test_workers_may_leave_one_after_the_other(job):
         job.run(3, worker)
         for path in (job.directory / "store").iterdir():
             path.unlink()
+
+
+class Telling(logging.Handler):
+    """Has the test hear the first warning of a worker."""
+
+    def __init__(self, me):
+        super().__init__(logging.WARNING)
+        self._me = me
+
+    def emit(self, record):
+        logging.getLogger("coarse").removeHandler(self)
+        self._me.tell(record.getMessage())
+
+
+@pytest.mark.parametrize("use", ["pull", "pull_all", "register", "all_reduce"])
+def test_a_long_wait_names_the_late_worker_while_it_goes_on(job, use):
+    def worker(me):
+        with me.join(warn_after_s=0.2) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            me.tell()
+            if me.rank == 1:
+                me.hear()  # that it has been named
+            else:
+                logging.getLogger("coarse").addHandler(Telling(me))
+            if use == "register":
+                session.register("more", floats())
+            elif use == "all_reduce":
+                session.all_reduce(np.ones(10))
+            else:
+                group.push(0)
+                group.pull(0) if use == "pull" else group.pull_all()
+
+    workers = job.start(2, worker)
+    for running in workers:
+        running.hear()
+    said = workers[0].hear()
+    workers[1].tell()
+    assert [running.finish().details for running in workers] == ["", ""]
+    assert re.match(r"\[w0\] has waited \d s for ", said)
+    assert f"worker 1 (pid {workers[1].pid})" in said
+    assert " s (COARSE_TIMEOUT_S)" in said
+    if use in ("pull", "pull_all"):
+        assert "'a' of weights (not pushed by worker(s) 1)" in said
+        assert "if its data has ended sooner, give all workers as many batches" in said
+
+
+def test_workers_at_different_places_are_told_where_the_other_one_is(job):
+    """As at the end of the shorter of two datasets, where one evaluates and the other still trains."""
+
+    def worker(me):
+        with me.join(warn_after_s=0.2, timeout_s=SHORT_S) as session:
+            group = session.register("weights", floats())
+            session.barrier()
+            logging.getLogger("coarse").addHandler(Telling(me))
+            group.push(me.rank)
+            group.pull(me.rank)
+
+    workers = job.start(2, worker)
+    said = [running.hear() for running in workers]
+    for rank, (text, awaited) in enumerate(zip(said, "ba", strict=True)):
+        other = f"worker {1 - rank} (pid {workers[1 - rank].pid})"
+        assert f"{other} waits itself for '{awaited}' of weights, which worker {rank} has not pushed" in text
+        assert "If the data of one ended sooner, give all workers as many batches" in text
+    ends = [running.finish() for running in workers]
+    assert {outcome.error for outcome in ends} <= {"SyncTimeoutError", "WorkerLostError"}
+    assert any("waits itself for" in outcome.message for outcome in ends)
+
+
+def test_short_waits_say_nothing(job):
+    def worker(me):
+        heard = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: heard.append(record.getMessage())
+        logging.getLogger("coarse").addHandler(handler)
+        with me.join() as session:
+            group = session.register("weights", floats())
+            for _ in range(3):
+                group.push(0)
+                group.pull_all()
+        return [text for text in heard if "has waited" in text]
+
+    assert job.run(2, worker) == [[], []]
 
 
 def test_a_worker_that_goes_on_in_time_is_not_missed(job):

@@ -80,6 +80,27 @@ def test_a_worker_that_lost_another_is_not_the_first_even_if_it_ends_first(scrip
     assert done.stderr.splitlines()[-1] == "ValueError: boom"
 
 
+def test_the_worker_that_reported_its_error_first_is_the_cause_though_it_ends_last(script, tmp_path):
+    os.mkfifo(tmp_path / "reported")
+    path = script(
+        "import atexit, sys\n"
+        "fifo = os.path.join(os.path.dirname(__file__), 'reported')\n"
+        "if rank == 1:\n"
+        "    open(fifo).read()\n"
+        "    raise OSError('worker 0 does not answer')\n"  # nothing says that it follows
+        "def report(*error):\n"
+        "    sys.__excepthook__(*error)\n"
+        "    open(fifo, 'w').close()\n"
+        "sys.excepthook = report\n"
+        "atexit.register(signal.pause)\n"  # a teardown that hangs
+        "raise ValueError('boom')\n"
+    )
+    done = impatient_run("-n", "2", path)
+    assert last_words(done.stderr)[0].startswith("worker 0 ")
+    assert last_words(done.stderr)[0].endswith("; worker(s) 1 failed too")
+    assert done.stderr.splitlines()[-1] == "ValueError: boom"
+
+
 def test_a_worker_that_has_reported_its_error_may_finish(script):
     path = script(
         "import atexit, select\n"
@@ -90,7 +111,8 @@ def test_a_worker_that_has_reported_its_error_may_finish(script):
         "raise ValueError('boom')\n"
     )
     done = coarse_run("-n", "2", path)
-    assert re.fullmatch(r"worker 1 \(pid \d+\) failed with exit code 1", last_words(done.stderr)[0])
+    said = r"worker 1 \(pid \d+\) failed with exit code 1; worker\(s\) 0 failed because of that"
+    assert re.fullmatch(said, last_words(done.stderr)[0])
 
 
 def test_the_earlier_of_two_errors_counts(script, fifo):

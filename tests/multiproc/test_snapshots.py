@@ -220,7 +220,9 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_nothing_else(job, tmp_path):
             take_step(group, me.rank, 1)
             if me.rank == 0:
                 writing = write(group.snapshot(), tmp_path / "file" / "folder", 1)
-                with pytest.raises(NotADirectoryError):
+                with pytest.raises(
+                    NotADirectoryError, match=rf"^\[Errno 20\] Not a directory: '{tmp_path}/file"
+                ):
                     writing.wait()
             take_step(group, me.rank, 2)
             if me.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import resource
 import signal
@@ -224,6 +225,34 @@ def test_devices_that_cannot_be_started_are_told_to_all_workers(job, monkeypatch
     assert second.error == "MemoryDeviceLostError"
     assert "worker 0 could not start memory devices" in second.message
     assert "no more processes" in second.message
+    assert "This follows from an error of worker 0" in second.message
+
+
+def test_a_worker_that_waits_long_for_memory_devices_says_so(job, monkeypatch):
+    start, (told, go_on) = launch._start, os.pipe()
+
+    def start_when_told(device_job):
+        os.read(told, 1)
+        return start(device_job)
+
+    def worker(me):
+        if me.rank == 1:
+            handler = logging.Handler(logging.WARNING)
+            handler.emit = lambda record: me.tell(record.getMessage())
+            logging.getLogger("coarse").addHandler(handler)
+        with me.join(memory_devices=1, warn_after_s=0.3):
+            logging.getLogger("coarse").handlers.clear()
+
+    monkeypatch.setattr(launch, "_start", start_when_told)
+    workers = job.start(2, worker)
+    said = workers[1].hear()
+    os.write(go_on, b"!")
+    os.close(go_on)
+    os.close(told)
+    assert [running.finish().details for running in workers] == ["", ""]
+    assert re.match(
+        rf"\[w1\] has waited \d s for worker 0 \(pid {workers[0].pid}\) to start memory devices; ", said
+    )
 
 
 def test_a_device_that_ends_at_once_is_told_to_all_workers(job, monkeypatch):

@@ -292,6 +292,8 @@ TEST_F(Waiting, EndsAtTheTimeoutAndCanGoOn) {
   EXPECT_TRUE(cluster_.client(0).isLate(1, 0));
   EXPECT_FALSE(cluster_.client(0).isLate(1, 1)) << "never pushed";
   EXPECT_EQ(cluster_.client(0).missingClients(1, 0), std::vector<std::size_t>{1});
+  EXPECT_EQ(cluster_.client(1).clientsAhead(1, 0), std::vector<std::size_t>{0});
+  EXPECT_TRUE(cluster_.client(0).clientsAhead(1, 0).empty());
   ASSERT_EQ(worker(1).push(0, 1), WaitStatus::kDone);
   cluster_.client(1).flush();
   worker(0).pull(0, 1, {0, 1}, 2);

@@ -6,6 +6,7 @@ additions, so that results must be equal bit for bit.
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -126,6 +127,7 @@ def test_late_ranks_are_named(ranks: str, request: pytest.FixtureRequest) -> Non
     late, after, message = (text for _, text in found)
     assert "Timed out waiting for rank(s) 1" in late
     assert "all_reduce of float32 [3], sum" in late
+    assert re.search(r" after \d+\.\d+ s$", late.splitlines()[0])  # what was waited, not what might have been
     assert "the group is broken since" in after
     assert "recv from rank 1" in message
     assert "Timed out" in message

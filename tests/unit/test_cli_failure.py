@@ -12,6 +12,7 @@ from coarse.cli.failure import (
     reports_own_error,
     signal_name,
 )
+from coarse.errors import follow_up
 
 BOOM = """\
 Traceback (most recent call last):
@@ -57,6 +58,47 @@ def test_first_failure_is_the_cause(exits, rank):
     failure = first_failure(exits)
     assert failure is not None
     assert failure.rank == rank
+
+
+FOLLOWS = BOOM.replace(
+    "ValueError: boom", f"coarse.errors.CheckpointError: {follow_up('step 3 could not be saved', 'worker 0')}"
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FOLLOWS,
+        LOST.replace("coarse.errors.", "tensorflow.python.framework.errors_impl.UnknownError: "),
+        BOOM.replace("ValueError: boom", "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
+        BOOM.replace(
+            "ValueError: boom", "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+        ),
+        BOOM.replace(
+            "ValueError: boom",
+            "DistBackendError: rank 1, sequence number 3 (barrier): rank 0 died after 1.0 s",
+        ),
+    ],
+    ids=["told", "tensorflow", "store", "gloo", "backend"],
+)
+def test_an_error_that_follows_from_another_workers_is_not_the_cause(text):
+    failure = first_failure([ended(1, 1, text), ended(0)])
+    assert failure is not None
+    assert failure.rank == 0
+    assert not reports_own_error(text)
+
+
+def test_the_error_that_was_reported_first_is_the_cause_even_if_its_worker_ends_last():
+    first, second = (
+        WorkerExit(rank=rank, pid=100, returncode=1, stderr_tail=BOOM, failed_s=failed_s)
+        for rank, failed_s in ((0, 7.0), (1, 8.0))
+    )
+    failure = first_failure([second, first])
+    assert failure is first
+    stopped = ended(2, -15, "", was_stopped=True)
+    said = report(failure, [second, first, stopped, ended(3, 1, FOLLOWS)])
+    told = "worker 0 (pid 100) failed with exit code 1; worker(s) 1 failed too; worker(s) 3 failed because of that"
+    assert said.splitlines()[0] == told
 
 
 def test_no_failure_if_all_succeed():

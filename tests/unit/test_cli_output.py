@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.cli.output import Channel, Console, LineSplitter, Piece, Screen, Tail
+from coarse.cli.output import Channel, Console, LineSplitter, Piece, Screen, StartupNotes, Tail
 
 
 def pieces_of(*chunks: bytes) -> list[Piece]:
@@ -106,16 +106,50 @@ def pipe():
     os.close(writer)
 
 
-def test_a_channel_whose_reader_is_gone_closes_its_pipe(pipe):
+def test_a_channel_that_nobody_reads_tells_it_and_drops_what_comes(pipe):
     reader, writer = pipe
     nobody_reads, broken = os.pipe()
     os.close(nobody_reads)
-    channel = Channel(reader, b"", Console(broken, Screen(), False))
-    os.write(writer, b"lost\n")
-    assert not channel.pump()
-    with pytest.raises(BrokenPipeError):
-        os.write(writer, b"more\n")
+    told: list[OSError] = []
+    channel = Channel(reader, b"", Console(broken, Screen(), False), on_unread=told.append)
+    for line in (b"lost\n", b"more\n"):
+        os.write(writer, line)
+        assert channel.pump()
+    channel.close()
+    assert [type(error) for error in told] == [BrokenPipeError]
     os.close(broken)
+
+
+def test_a_tail_knows_when_the_last_traceback_began_however_reads_cut_it():
+    tail = Tail()
+    tail.feed(b"warning\nTraceback (most rec")
+    assert tail.traceback_s is None
+    tail.feed(b"ent call last):\n")
+    began_s = tail.traceback_s
+    assert began_s is not None
+    tail.feed(b"ValueError: boom\n")
+    assert tail.traceback_s == began_s
+
+
+ABSL = b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+ONEDNN = b"I0000 00:00:%d.609253   11390 port.cc:153] oneDNN custom operations are on. You may see\n"
+
+
+@pytest.mark.parametrize(("is_shown", "shown"), [(True, ABSL + ONEDNN % 17), (False, b"")])
+def test_tensorflows_notes_are_shown_once_or_not_at_all_and_logged(pipe, tmp_path, is_shown, shown):
+    reader, writer = pipe
+    seen, terminal = os.pipe()
+    said = ABSL + ONEDNN % 17 + b"I0000 other.cc:1] line\n" + ABSL + ONEDNN % 26
+    with (tmp_path / "log").open("w+b") as log:
+        console = Console(terminal, Screen(), False)
+        channel = Channel(reader, b"", console, log.fileno(), notes=StartupNotes(is_shown=is_shown))
+        os.write(writer, said)
+        assert channel.pump()
+        channel.close()
+    os.close(terminal)
+    with open(seen, "rb") as reading:
+        assert reading.read() == shown + b"I0000 other.cc:1] line\n"
+    assert (tmp_path / "log").read_bytes() == said
 
 
 def test_what_goes_to_a_log_alone_is_shown_when_the_disk_is_full(pipe):

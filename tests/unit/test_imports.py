@@ -29,7 +29,7 @@ LAYERS = (
     ("store_server",),
     ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
     ("private_directories",),
-    ("errors", "scheduling", "scratch", "presence", "listening", "strangers"),
+    ("errors", "scheduling", "scratch", "presence", "listening", "strangers", "late_notice"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from coarse.errors import RendezvousError
-from coarse.launch import Launch, adopt_launcher
+from coarse.launch import Launch, adopt_launcher, unserved
 from coarse.socket_store import LocalAddress, SocketStore, TcpAddress, serve
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -89,6 +90,23 @@ def test_a_store_that_is_gone_is_told():
     server.close()
     with pytest.raises(RendezvousError, match="worker 0, which served"):
         store.get("key", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason", "said"),
+    [
+        (
+            "nowhere.invalid",
+            "timed out",
+            r"the name .* has no address: .*\. Set MASTER_ADDR to a name",
+        ),
+        ("127.0.0.1", "Address already in use", "the port is taken .* Choose a free MASTER_PORT"),
+        ("127.0.0.1", "timed out", "timed out. Check that MASTER_ADDR is an address of worker 0's machine"),
+    ],
+)
+def test_what_keeps_worker_0_from_serving_is_told_apart(host, reason, said):
+    error = unserved(host, 29_500, reason)
+    assert re.fullmatch(f"worker 0 cannot serve {host}:29500: {said}.*", str(error))
 
 
 def adopted(variables: dict[str, str]) -> dict[str, str]:

@@ -79,6 +79,15 @@ void registerClient(py::module_& module) {
            py::overload_cast<GroupPlan, std::size_t, int, const Region&, std::vector<std::uint16_t>>(
                &Client::addGroup),
            py::arg("plan"), py::arg("client"), py::arg("control_fd"), py::arg("slots"), py::arg("routes"))
+      .def(
+          "tell_of_lateness",
+          [](Client& client, double afterSeconds, py::function onLate) {
+            client.tellOfLateness(afterSeconds, [onLate = std::move(onLate)](double waited) {
+              const py::gil_scoped_acquire gil;
+              onLate(waited);
+            });
+          },
+          py::arg("after_s"), py::arg("on_late"))
       .def("give_up_view", &Client::giveUpView, py::arg("group"))
       .def("add_group_elsewhere",
            py::overload_cast<GroupPlan, std::size_t, int, std::shared_ptr<Mapping>,
@@ -109,6 +118,7 @@ void registerClient(py::module_& module) {
       .def("pull_all", &Client::pullAll, py::arg("group"), py::arg("timeout_s"), ReleaseGil())
       .def("contributors", &Client::contributors, py::arg("group"), py::arg("tensor"))
       .def("missing_clients", &Client::missingClients, py::arg("group"), py::arg("tensor"))
+      .def("clients_ahead", &Client::clientsAhead, py::arg("group"), py::arg("tensor"))
       .def("all_contributors", &Client::allContributors, py::arg("group"))
       .def(
           "measures",

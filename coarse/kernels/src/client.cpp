@@ -325,6 +325,18 @@ std::vector<std::size_t> Client::missingClients(std::uint32_t groupId, std::uint
   return missing;
 }
 
+std::vector<std::size_t> Client::clientsAhead(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  const std::uint32_t last = tensor.firstShard + tensor.numShards - 1;
+  std::vector<std::size_t> ahead;
+  for (std::size_t client = 0; client < group.plan.numClients; ++client) {
+    if (group.control.contribution(last, client).step.load(std::memory_order_acquire) > tensor.step)
+      ahead.push_back(client);
+  }
+  return ahead;
+}
+
 std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const {
   const Group& group = find(groupId);
   std::vector<std::uint32_t> contributors;
@@ -423,7 +435,9 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
   } while (spin.yield());
 
   Patience patience(timeoutSeconds);
-  auto nextHealthCheck = Clock::now() + kHealthInterval;
+  const auto began = Clock::now();
+  auto nextHealthCheck = began + kHealthInterval;
+  double nextNotice = warnAfterSeconds_;
   WaitStatus status = WaitStatus::kDone;
   inbox.wakeAt.store(wakeAt, std::memory_order_relaxed);
   inbox.sleeping.store(1, std::memory_order_seq_cst);
@@ -439,6 +453,11 @@ WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSecon
     nextHealthCheck = now + kHealthInterval;
     if (isDone()) break;
     if (status = health(); status != WaitStatus::kDone) break;
+    const double waited = std::chrono::duration<double>(now - began).count();
+    if (onLate_ && waited >= nextNotice) {
+      nextNotice *= 2;
+      onLate_(waited);
+    }
     if (patience.isOver()) {
       status = WaitStatus::kTimedOut;
       break;

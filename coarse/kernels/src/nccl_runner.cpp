@@ -10,6 +10,7 @@
 #include "coarse/cuda_batches.hpp"
 #include "coarse/cuda_pinned_pages.hpp"
 #include "coarse/cuda_ring_compute.hpp"
+#include "coarse/durations.hpp"
 #include "coarse/shard_runs.hpp"
 
 namespace coarse {
@@ -180,7 +181,7 @@ void NcclRunner::wait() {
       communicator_->check();
       if (std::chrono::steady_clock::now() > deadline) {
         throw nccl::Error("other memory devices have not come to a collective of NCCL within " +
-                          std::to_string(limits_.patience.count()) + " ms");
+                          inSeconds(limits_.patience));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }

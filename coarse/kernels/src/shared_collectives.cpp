@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
 
 #include "coarse/combine.hpp"
+#include "coarse/durations.hpp"
 #include "coarse/forks.hpp"
 
 namespace coarse {
@@ -116,6 +118,7 @@ void SharedCollectives::post(const Message& message) {
 
 void SharedCollectives::run(const Collective& call) {
   checkOwner();
+  const auto started = std::chrono::steady_clock::now();
   Running running{call, call.header, scratch_->deadlineIn(call.timeout)};
   running.header.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
   const auto where = [&] {
@@ -129,7 +132,7 @@ void SharedCollectives::run(const Collective& call) {
     throw std::invalid_argument(where() + error.what());
   } catch (const std::runtime_error& error) {
     broken_ = where() + error.what();
-    throw std::runtime_error(broken_ + " after " + std::to_string(call.timeout.count()) + " ms at most");
+    throw std::runtime_error(broken_ + " after " + inSeconds(std::chrono::steady_clock::now() - started));
   }
 }
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "coarse/descriptor_queue.hpp"
@@ -77,6 +78,13 @@ class Client {
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
   Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt);
 
+  /// Has waits that take long tell it: after so many seconds, and again whenever that time has doubled.
+  /// @param onLate told the seconds waited so far, by the thread that waits. @pre nobody waits.
+  void tellOfLateness(double afterSeconds, std::function<void(double)> onLate) {
+    warnAfterSeconds_ = afterSeconds;
+    onLate_ = std::move(onLate);
+  }
+
   /// @param routes the memory device that takes each shard's descriptor.
   /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
   std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd,
@@ -127,6 +135,8 @@ class Client {
   std::uint32_t contributors(std::uint32_t group, std::uint32_t tensor) const;
   /// First shard of `tensor` that is not complete and the clients that have not contributed to it.
   std::vector<std::size_t> missingClients(std::uint32_t group, std::uint32_t tensor) const;
+  /// The clients that have contributed to a later step of `tensor` than this one.
+  std::vector<std::size_t> clientsAhead(std::uint32_t group, std::uint32_t tensor) const;
   std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
   /// Of each tensor, whose last result was measured and pulled: the sum of its shards' squares in their
   /// order, and the first shard's client that had NaN or Inf.
@@ -234,6 +244,8 @@ class Client {
   Doorbell* doorbells_;
   HeartbeatWatch heartbeats_;
   std::function<void()> interrupt_;
+  double warnAfterSeconds_ = 0;
+  std::function<void(double)> onLate_;
   // Lock order: postMutex_, then either of the others.
   std::mutex postMutex_;  // guards producers_, heldBackBytes_ and the groups' routes
   std::vector<DescriptorProducer> producers_;
