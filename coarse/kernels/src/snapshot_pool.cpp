@@ -69,7 +69,8 @@ bool readAll(int fd, std::byte* destination, std::size_t numBytes, std::size_t o
 
 std::size_t versionBytes(std::size_t blockBytes) noexcept { return roundUp(blockBytes, kPageBytes); }
 
-SparsePool::SparsePool(const std::vector<std::size_t>& blockBytes, int fd) : blockBytes_(blockBytes) {
+SparsePool::SparsePool(const std::vector<std::size_t>& blockBytes, int fd)
+    : blockBytes_(blockBytes), isMapped_(blockBytes.size()) {
   blockOffsets_.reserve(blockBytes.size());
   for (const std::size_t each : blockBytes) {
     blockOffsets_.push_back(placeBytes_);
@@ -102,11 +103,20 @@ bool SparsePool::warm(std::size_t block) noexcept {
   while (::fallocate(fd_, 0, begin, static_cast<off_t>(numBytes)) != 0) {
     if (errno != EINTR) return false;
   }
+  mapPages(block);  // which clears them, too
   return true;
+}
+
+/// Maps all pages of a block at once, in half the time that its stores would take to map one after the other.
+void SparsePool::mapPages(std::size_t block) noexcept {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14; before that stores map pages
+  if (common_ == nullptr || isMapped_[block].exchange(true, std::memory_order_relaxed)) return;
+  ::madvise(common_ + blockOffsets_[block], versionBytes(blockBytes_[block]), kPopulateWrite);
 }
 
 bool SparsePool::store(std::size_t block, std::size_t place, const std::byte* current) noexcept {
   if (place == kCommonPlace && common_ != nullptr) {
+    mapPages(block);
     copyBytesStreaming(common_ + blockOffsets_[block], current, blockBytes_[block]);
     return true;
   }

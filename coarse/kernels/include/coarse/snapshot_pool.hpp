@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -58,10 +59,12 @@ class SparsePool : public SnapshotPool {
   std::size_t offset(std::size_t block, std::size_t place) const noexcept {
     return place * placeBytes_ + blockOffsets_[block];
   }
+  void mapPages(std::size_t block) noexcept;
 
   std::vector<std::size_t> blockBytes_;
   std::vector<std::size_t> blockOffsets_;  // within a place
   std::size_t placeBytes_ = 0;
+  std::vector<std::atomic<bool>> isMapped_;  // whether mapPages() has been called
   int fd_ = -1;
   std::byte* common_ = nullptr;  // kCommonPlace where it is mapped; nothing is stored there that has no pages
 };
