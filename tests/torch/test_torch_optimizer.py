@@ -77,6 +77,7 @@ ACROSS_NODES_IN_EVERY_RUN = [
     "leaves_unused_parameters_alone_overlapped",
     "large_parameters_that_a_worker_leaves_out_overlapped",
     "unscales_and_clips_within_the_update",
+    "a_layer_that_is_thawed_in_step",
 ]
 ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN = [
     "adamw_in_step",
