@@ -275,15 +275,17 @@ def test_workers_may_leave_one_after_the_other(job):
 
 
 class Telling(logging.Handler):
-    """Has the test hear the first warning of a worker."""
+    """Has the test hear the first warning of a worker that says something."""
 
-    def __init__(self, me):
+    def __init__(self, me, something=""):
         super().__init__(logging.WARNING)
         self._me = me
+        self._something = something
 
     def emit(self, record):
-        logging.getLogger("coarse").removeHandler(self)
-        self._me.tell(record.getMessage())
+        if self._something in record.getMessage():
+            logging.getLogger("coarse").removeHandler(self)
+            self._me.tell(record.getMessage())
 
 
 @pytest.mark.parametrize("use", ["pull", "pull_all", "register", "all_reduce"])
@@ -326,7 +328,8 @@ def test_workers_at_different_places_are_told_where_the_other_one_is(job):
         with me.join(warn_after_s=0.2, timeout_s=SHORT_S) as session:
             group = session.register("weights", floats())
             session.barrier()
-            logging.getLogger("coarse").addHandler(Telling(me))
+            # What comes before the other one has pushed does not say where that one is.
+            logging.getLogger("coarse").addHandler(Telling(me, "waits itself for"))
             group.push(me.rank)
             group.pull(me.rank)
 
