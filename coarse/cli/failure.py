@@ -20,7 +20,7 @@ _FOLLOWS_ANOTHER = re.compile(
     r"|\bWorkerLostError: "  # within an error of TensorFlow's
     rf"|{re.escape(FOLLOW_UP)}"
     r"|^(?:[\w.]+\.)?DistNetworkError\b"  # torch's: the store of worker 0 is gone
-    r"|Connection (?:closed|reset) by peer"  # Gloo's: a worker is gone
+    r"|^RuntimeError: .*Connection (?:closed|reset) by peer"  # Gloo's: a worker is gone
     r"|: rank \d+ (?:died|has left the group|cannot be reached any more)",  # of the backend "coarse"
     re.MULTILINE,
 )

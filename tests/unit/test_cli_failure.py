@@ -88,6 +88,12 @@ def test_an_error_that_follows_from_another_workers_is_not_the_cause(text):
     assert not reports_own_error(text)
 
 
+def test_a_connection_that_a_script_lost_is_its_own_error():
+    assert reports_own_error(
+        BOOM.replace("ValueError: boom", "ConnectionResetError: [Errno 104] Connection reset by peer")
+    )
+
+
 def test_the_error_that_was_reported_first_is_the_cause_even_if_its_worker_ends_last():
     first, second = (
         WorkerExit(rank=rank, pid=100, returncode=1, stderr_tail=BOOM, failed_s=failed_s)
