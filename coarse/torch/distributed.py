@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
 
 from coarse.env import WorkerIdentity
-from coarse.errors import CoarseError, SessionClosedError
+from coarse.errors import CoarseError, SessionClosedError, SyncTimeoutError
 from coarse.session import Session
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.awaited_values import AwaitedValues
@@ -466,6 +466,7 @@ class DistributedDataParallel(Offloading):
         Raises:
             RuntimeError: Within join(), where a worker without inputs would not take part.
             SchemaMismatchError: If workers have thawed different layers; names the first difference.
+            SyncTimeoutError: If another worker has thawed none.
         """
         thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
         if not thawed or self._gradients is None:
@@ -477,8 +478,15 @@ class DistributedDataParallel(Offloading):
                 "before join()"
             )
         self._find_trainable()
-        check_tables(self._session, self._trainable, self.tables)
-        check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=False)])
+        try:
+            check_tables(self._session, self._trainable, self.tables)
+            check_same_tensors(self._session, [describe(n, t) for n, t in self._named_states(buffers=False)])
+        except SyncTimeoutError as error:
+            raise SyncTimeoutError(
+                f"parameter {thawed[0]!r}{f' and {len(thawed) - 1} more' if thawed[1:] else ''} require gradients on "
+                "this worker now, and did not before; another worker did not come to register them. Call "
+                f"requires_grad_(True) on all workers before the same forward: {error}"
+            ) from error
         self._average_more()
         for optimizer in self._device_optimizers():
             optimizer.take_thawed()

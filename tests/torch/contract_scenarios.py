@@ -333,6 +333,22 @@ def refuses_hooks_and_says_what_to_do(context: Context) -> Any:
 
 
 @contract
+def a_layer_that_one_worker_alone_thaws_is_named(context: Context) -> Any:
+    group = dist.new_group([0, 1])  # its session has ended then
+    module = mlp()
+    module[0].requires_grad_(False)
+    model = context.wrap(module, process_group=group)
+    if context.rank == 0:
+        model.session.limit_waits(0.5)
+        module[0].requires_grad_(True)
+        with raises(
+            "SyncTimeoutError", "'0.weight' and 1 more require gradients", "on all workers before the same"
+        ):
+            model(context.inputs(0, 4, 8))
+    dist.barrier()
+
+
+@contract
 def hooks_that_average_keep_the_rest_on_the_workers(context: Context) -> Any:
     from coarse.torch import DistributedOptimizer
 
