@@ -644,7 +644,7 @@ def all_workers_hear_of_a_checkpoint_that_does_not_load(context: Context) -> Non
         if context.rank == 0:
             os.truncate(f"{folder}/step-0/manifest.json", 10)
         dist.barrier()
-        reason = "none of the checkpoints" if context.rank == 0 else "worker 0 could not"
+        reason = "none of the checkpoints" if context.rank == 0 else "error of worker 0"
         with raises("CheckpointError", reason):
             checkpointer.restore()
 
