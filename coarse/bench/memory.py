@@ -71,8 +71,7 @@ class JobMemory:
     def __init__(self) -> None:
         self._machine = PeakMemory()
         self._group: ControlGroup | None = None
-        self.peak_bytes = 0
-        """Of the whole job, when the context has ended."""
+        self._last_bytes = 0
         with contextlib.suppress(NoControlGroupError):
             self._group = ControlGroup(may_move=False)
 
@@ -80,6 +79,13 @@ class JobMemory:
     def group(self) -> ControlGroup | None:
         """Where the job is to be started; None where the whole machine is watched."""
         return self._group
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the whole job so far; at last until the context ended."""
+        if self._last_bytes:
+            return self._last_bytes
+        return self._machine.grown_bytes if self._group is None else self._group.peak_bytes
 
     @property
     def how(self) -> str:
@@ -102,7 +108,6 @@ class JobMemory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._machine.__exit__(kind, error, trace)
-        self.peak_bytes = self._machine.grown_bytes
+        self._last_bytes = self.peak_bytes
         if self._group is not None:
-            self.peak_bytes = self._group.peak_bytes
             self._group.close()

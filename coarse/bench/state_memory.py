@@ -40,8 +40,8 @@ class StateMemory:
 
     Args:
         plan: What was run.
-        peak_bytes: The most that the kernel has counted of all processes, the start included; None if it did not
-            train in what was available.
+        peak_bytes: The most that the kernel has counted of all processes, from the start to the last step; None if it
+            did not train in what was available.
         limit_bytes: The smallest limit that was tried in which it trained; None where none was looked for.
         resolution_bytes: By so much less it did not train.
         available_bytes: What it was allowed when the peak was measured.
@@ -170,11 +170,12 @@ def _try(plan: TrainPlan, system: str, *, model: str, limit_bytes: int, timeout_
             with fleet:
                 fleet.start(timeout_s)
                 fleet.ask("run", timeout_s, steps=STEPS - 1)  # and one that is not counted
+                # Before models are closed, which copies them for each worker and which scripts hardly do.
+                return group.peak_bytes
         except (CoarseError, TimeoutError) as error:
             if limit_bytes and (group.num_killed or _speaks_of_memory(error)):
                 return None
             raise
-        return group.peak_bytes
 
 
 def _speaks_of_memory(error: Exception) -> bool:

@@ -247,12 +247,13 @@ def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
         answers = fleet.ask("first_step")
         fleet.ask("run", steps=_MEMORY_STEPS)
         gpu_memories = fleet.ask("gpu_memory")
+        peak_bytes = memory.peak_bytes  # before models are closed
     return FirstStep(
         losses=tuple(answer["loss"] for answer in answers),
         parameter_hashes=tuple(answer["hash"] for answer in answers),
         parameter_sample=tuple(answers[0]["sample"]),
         parameter_bytes=answers[0]["parameter_bytes"],
-        peak_bytes=memory.peak_bytes,
+        peak_bytes=peak_bytes,
         memory_counted_by=memory.how,
         peak_gpu_bytes=sum(each["peak_bytes"] for each in gpu_memories),
         used_gpu_bytes=sum({each["device"]: each["used_bytes"] for each in gpu_memories}.values()),

@@ -356,9 +356,13 @@ class TensorGroup:
         return self._native.contributors(self.id, index)
 
     def is_complete_within(self, index: int, timeout_s: float) -> bool:
-        """Waits so long at most for the result of a pushed tensor; if it is there, it counts as pulled."""
+        """Waits so long at most for the result of a pushed tensor; if it is there, it counts as pulled.
+
+        Never for more than half of what a wait of the session may take: who goes on then is to be told of a timeout.
+        """
         if self._slots is None:
             raise self._closed_error()
+        timeout_s = min(timeout_s, self._client.timeout_s / 2)
         status = self._native.pull(self.id, index, 0, timeout_s)
         if status == _native.WaitStatus.TIMED_OUT:
             return False

@@ -36,6 +36,8 @@ from coarse.torch.slot_turns import SlotTurns
 from coarse.torch.static_graph import StaticGraph
 from coarse.torch.used_up_gradients import UsedUpGradient
 
+_LEAST_WAITING_BYTES = 16 << 20  # of gradients that may wait for slots, however small the model is
+
 # Registrations are collective, so that workers make what they share in the same order.
 _places = itertools.count()
 
@@ -145,7 +147,8 @@ class GradientSynchroniser:
         if not all(parameter.is_cpu for parameter in self._parameters):
             return None
         assert isinstance(self.group, TensorGroup)
-        return max(end for _, end in map(self.group.slot, range(len(self._parameters)))) // 2
+        window_bytes = max(end for _, end in map(self.group.slot, range(len(self._parameters))))
+        return max(_LEAST_WAITING_BYTES, window_bytes // 2)
 
     def update(
         self,

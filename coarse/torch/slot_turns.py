@@ -10,7 +10,7 @@ from coarse.client.slot_order import find_predecessors
 from coarse.client.tensor_group import TensorGroup
 from coarse.torch.gradient_path import GradientPath
 
-_MOST_PATIENCE_S = 5.0
+_MOST_PATIENCE_S = 20.0
 
 
 class SlotTurns:
