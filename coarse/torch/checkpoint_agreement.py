@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import signal
 import threading
+import weakref
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -14,10 +18,15 @@ import torch.distributed as dist
 
 from coarse.errors import WorkerLostError
 from coarse.settings import Settings
+from coarse.torch.deadlines import within
+from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_group
 from coarse.torch.worker_state import rank_here
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+_LEAVING_S = 5.0
 
 
 class Workers:
@@ -32,8 +41,14 @@ class Workers:
         self.world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self._group: Any = None
         if self.world_size > 1:
-            timeout = timedelta(seconds=Settings.from_environment().timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            timeout_s = Settings.from_environment().timeout_s
+            timeout = timedelta(seconds=timeout_s)
+            self._group = within(
+                timeout_s + _PATIENCE_S,  # torch's own error says more, if it comes
+                lambda: dist.new_group(backend="gloo", timeout=timeout),
+                "a worker that is to agree on checkpoints, or the process group's store,",
+            )
+            atexit.register(_finish, weakref.ref(self), os.getpid())
         self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
         self._reducing: Any = None
 
@@ -62,6 +77,12 @@ class Workers:
         asked, busy, failed = self._flags.tolist()
         self._flags = torch.zeros(3, dtype=torch.int32, device="cpu")
         return bool(asked), bool(busy), bool(failed)
+
+    def flush(self, limit_s: float) -> None:
+        """Waits until others have taken what was proposed last, so long at most."""
+        if self._reducing is not None and self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._reducing.wait(timedelta(seconds=limit_s))
 
     def told_by_first(self, *numbers: int) -> list[int]:
         """The numbers of worker 0. Collective."""
@@ -94,6 +115,12 @@ class Workers:
                 self.agreed()
                 dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _finish(workers: weakref.ref[Workers], owner_pid: int) -> None:
+    """At exit: others may still wait for what this worker has proposed last, if nobody has called close()."""
+    if (left := workers()) is not None and os.getpid() == owner_pid and not is_failing():
+        left.flush(_LEAVING_S)
 
 
 class SaveSignal:

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed.utils import _to_kwargs
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, SessionClosedError, SyncTimeoutError
 from coarse.session import Session
+from coarse.settings import Settings
 from coarse.torch.agreement import check_same_tensors, describe
 from coarse.torch.awaited_values import AwaitedValues
 from coarse.torch.bucket_hooks import BucketHook
@@ -593,14 +595,26 @@ class DistributedDataParallel(Offloading):
     def agree_on_rank(self, *, candidate: bool) -> int:
         """The highest rank that is a candidate. Collective."""
         vote = torch.tensor([dist.get_rank(self.process_group) if candidate else -1], device=self.device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.process_group)
+        self._vote(vote, dist.ReduceOp.MAX)
         return int(vote.item())
 
     def agree_on_averaging(self, *, wants: bool) -> bool:
         """Whether any worker averages gradients in this iteration. Collective."""
         vote = torch.tensor([float(wants)], device=self.device)
-        dist.all_reduce(vote, group=self.process_group)
+        self._vote(vote, dist.ReduceOp.SUM)
         return bool(vote.item())
+
+    def _vote(self, vote: torch.Tensor, op: Any) -> None:
+        """Reduces a vote, in place and in COARSE_TIMEOUT_S, whatever the group's own time-out."""
+        timeout_s = Settings.from_environment().timeout_s
+        work = dist.all_reduce(vote, op=op, group=self.process_group, async_op=True)
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise SyncTimeoutError(
+                f"worker {dist.get_rank(self.process_group)}: not all workers said in {timeout_s:.1f} s whether they "
+                f"have inputs left: {error}. Each has to enter join(); one may be lost or stopped."
+            ) from error
 
     def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
         """Takes part in one averaging without gradients."""

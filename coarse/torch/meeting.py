@@ -44,16 +44,17 @@ def fresh_part(store: Any, *, prefix: str, rank: int, size: int, timeout_s: floa
     Raises:
         RendezvousError: If rank 0 does not come, or another process of this machine is here as `rank`.
     """
-    door = TorchStore(store, prefix=f"{prefix}/door")
+    door = TorchStore(store, prefix=f"{prefix}/door", timeout_s=timeout_s)
     number = _come(door, rank)
     if rank != 0:
-        yield TorchStore(store, prefix=f"{prefix}/{_ask(door, rank, number, timeout_s)}")
+        name = _ask(door, rank, number, timeout_s)
+        yield TorchStore(store, prefix=f"{prefix}/{name}", timeout_s=timeout_s)
         return
     name, is_over = secrets.token_hex(8), threading.Event()
     telling = threading.Thread(target=_tell, args=(door, name, size, is_over), daemon=True)
     telling.start()
     try:
-        yield TorchStore(store, prefix=f"{prefix}/{name}")
+        yield TorchStore(store, prefix=f"{prefix}/{name}", timeout_s=timeout_s)
     finally:
         is_over.set()
         telling.join()
@@ -92,7 +93,9 @@ def _tell(door: TorchStore, name: str, size: int, is_over: threading.Event) -> N
     """Whoever comes is told, also after another one of its rank, who is dead."""
     told = dict.fromkeys(range(1, size), 0)
     pause_s = _FIRST_PAUSE_S
-    with contextlib.suppress(RuntimeError):  # the store is gone, and whoever needs it hears of that
+    with contextlib.suppress(
+        RuntimeError, RendezvousError
+    ):  # the store is gone, and whoever needs it hears of that
         while not is_over.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             for rank in told:

@@ -19,14 +19,22 @@ from coarse.launch import meeting_place, unserved, why_unresolved
 from coarse.listening import meeting_host
 from coarse.rendezvous import gather_workers
 from coarse.settings import Settings
+from coarse.torch.deadlines import Call, within
 from coarse.torch.failing import is_failing
-from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
+from coarse.torch.group_teardown import (
+    hold_process_groups,
+    keep_process_groups_in_forks,
+    leave_process_groups,
+)
 from coarse.torch.meeting import fresh_part
 from coarse.torch.store import serve_store
 
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 5.0
+_GRACE_S = 1.0  # for torch to end by its own time-out: a thread that is left behind should never wake up
+_PATIENCE_S = 5.0
+_LEAVING_S = 5.0  # for collectives that others have not joined yet
 
 
 def current_process_group() -> Any:
@@ -87,7 +95,13 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
             # Before torch's own rendezvous, which waits without a word.
             gather_workers(identity, store, timeout_s=timeout_s)
             part = store.part("group")
-            dist.init_process_group("gloo", store=part, rank=rank, world_size=size, timeout=timeout)
+            within(
+                timeout_s + _PATIENCE_S,  # torch's own error says more, if it comes
+                lambda: dist.init_process_group(
+                    "gloo", store=part, rank=rank, world_size=size, timeout=timeout
+                ),
+                "a worker that torch's gloo connects to, or the store at MASTER_ADDR,",
+            )
     keep_process_groups_in_forks()
     atexit.register(_destroy, os.getpid())
 
@@ -99,41 +113,53 @@ def _destroy(owner_pid: int) -> None:
     if is_failing():
         hold_process_groups()  # others may be lost, or hang, and an end does not wait for them
     else:
-        dist.destroy_process_group()
+        leave_process_groups(_LEAVING_S)
 
 
 def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: float) -> Any:
     """Returns the job's TCPStore: served by torchrun's agent if there is one, by worker 0 otherwise."""
     host, port = meeting_place(identity, environ)
-    address = meeting_host(host)
-    served_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serve = identity.rank == 0 and not served_by_agent
+    if identity.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            timeout = timedelta(seconds=min(_REPORT_INTERVAL_S, timeout_s))  # to reach itself
+            store = _serve(meeting_host(host), port, timeout)
+        except (OSError, RuntimeError) as error:
+            raise unserved(host, port, _first_line(error)) from error
+    else:
+        store = _reach(identity.rank, host, port, timeout_s)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
+    """A client of the store that is served there, once it answers."""
     started = time.monotonic()
+    attempt: Call[Any] | None = None
     while True:
         attempted = time.monotonic()
-        remaining_s = timeout_s - (attempted - started)
-        timeout = timedelta(seconds=max(0.1, min(_REPORT_INTERVAL_S, remaining_s)))
+        left_s = max(0.1, min(_REPORT_INTERVAL_S, started + timeout_s - attempted))
+        if attempt is None:
+            timeout = timedelta(seconds=left_s)
+            attempt = Call(lambda timeout=timeout: _open(meeting_host(host), port, False, timeout))  # type: ignore[misc]
         try:
-            store = _serve(address, port, timeout) if serve else _open(address, port, False, timeout)
-        except (OSError, RuntimeError) as error:  # DistNetworkError and DistStoreError are RuntimeErrors
-            elapsed_s = time.monotonic() - started
-            if serve:
-                raise unserved(host, port, _first_line(error)) from error
-            unresolved = why_unresolved(host)
-            if elapsed_s >= timeout_s:
-                raise RendezvousError(
-                    f"worker {identity.rank}: nobody answered at {host}:{port} within {elapsed_s:.0f} s "
-                    f"({unresolved or _first_line(error)}). Start worker 0, or check MASTER_ADDR and MASTER_PORT."
-                ) from error
-            logger.warning(
-                "[w%s] %.0f s: waiting for worker 0 at %s:%s%s",
-                *(identity.rank, elapsed_s, host, port, unresolved and f" ({unresolved})"),
+            return attempt.result(left_s + _GRACE_S)
+        except TimeoutError:
+            reason = "it takes the connection and says nothing"  # what it says later is taken
+        except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+            reason, attempt = why_unresolved(host) or _first_line(error), None
+        elapsed_s = time.monotonic() - started
+        if elapsed_s >= timeout_s:
+            raise RendezvousError(
+                f"worker {rank}: nobody answered at {host}:{port} within {elapsed_s:.0f} s ({reason}). Start worker "
+                "0, or check MASTER_ADDR and MASTER_PORT, and what lies between, such as a firewall."
             )
-            # Some failures, such as of name resolution, come at once.
-            time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
-            continue
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store
+        unresolved = why_unresolved(host)
+        logger.warning(
+            "[w%s] %.0f s: waiting for worker 0 at %s:%s%s",
+            *(rank, elapsed_s, host, port, unresolved and f" ({unresolved})"),
+        )
+        # Some failures, such as of name resolution, come at once.
+        time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
 
 
 def _serve(host: str, port: int, timeout: timedelta) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from coarse.env import job_secret
-from coarse.job_secret import JobSecret
+from coarse.errors import RendezvousError
 from coarse.listening import listen_for_workers, meeting_host
 from coarse.settings import Settings
+from coarse.torch.deadlines import within
 
+_T = TypeVar("_T")
+
+_WHO = "the store by which workers meet, which worker 0 or torchrun's agent serves,"
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.05
 
@@ -32,29 +37,35 @@ class TorchStore:
     Args:
         store: The torch store to use.
         prefix: Put before every key, so that nobody else's keys are touched.
-        secret: Of the job; that of the environment if not given.
+        timeout_s: How long the store may take for each answer; COARSE_TIMEOUT_S if not given.
+
+    Raises:
+        RendezvousError: By each method, if the store does not answer in time. Torch's own calls then wait for ever.
     """
 
-    def __init__(self, store: Any, *, prefix: str, secret: JobSecret | None = None) -> None:
+    def __init__(self, store: Any, *, prefix: str, timeout_s: float | None = None) -> None:
         self._store = dist.PrefixStore(prefix, store)
         self._prefix = prefix
-        self._secret = job_secret() if secret is None else secret
+        self._secret = job_secret()
+        self._timeout_s = Settings.from_environment().timeout_s if timeout_s is None else timeout_s
+        self._is_silent = False
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, self._secret.seal(f"{self._prefix}/{key}", value))
+        sealed = self._secret.seal(f"{self._prefix}/{key}", value)
+        self._ask(lambda: self._store.set(key, sealed))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_POLL_S
-        while not self._store.check([key]):
+        while not self.has(key):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"nobody set {key!r} within {timeout_s:.1f} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        return self._secret.open(f"{self._prefix}/{key}", bytes(self._store.get(key)))
+        return self._secret.open(f"{self._prefix}/{key}", bytes(self._ask(lambda: self._store.get(key))))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
+        return int(self._ask(lambda: self._store.add(key, amount)))
 
     def part(self, prefix: str) -> Any:
         """A part of it, for torch."""
@@ -62,7 +73,17 @@ class TorchStore:
 
     def has(self, *keys: str) -> bool:
         """Whether every one of `keys` was set or added to."""
-        return bool(self._store.check(list(keys)))
+        return bool(self._ask(lambda: self._store.check(list(keys))))
+
+    def _ask(self, function: Callable[[], _T]) -> _T:
+        # Whoever holds the client while it waits for ever holds up all others.
+        if self._is_silent:
+            raise RendezvousError(f"{_WHO} has not answered before")
+        try:
+            return within(self._timeout_s, function, _WHO)
+        except RendezvousError:
+            self._is_silent = True
+            raise
 
 
 def store_of_group(process_group: Any) -> Any:
@@ -76,17 +97,27 @@ def store_of_group(process_group: Any) -> Any:
 
 
 def _serve_store(process_group: Any) -> Any:
-    timeout = timedelta(seconds=Settings.from_environment().timeout_s)
+    timeout_s = Settings.from_environment().timeout_s
+    timeout = timedelta(seconds=timeout_s)
     server: list[Any] = [None]
     store = None
     if dist.get_rank(process_group) == 0:
         host = meeting_host(_reachable_host())
         store = serve_store(host, 0, timeout=timeout)
         server[0] = (host, store.port)
-    dist.broadcast_object_list(server, src=dist.get_global_rank(process_group, 0), group=process_group)
+    first = dist.get_global_rank(process_group, 0)
+    within(
+        timeout_s,
+        lambda: dist.broadcast_object_list(server, src=first, group=process_group),
+        "a worker of the process group",
+    )
     if store is None:
         host, port = server[0]
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = within(
+            timeout_s,
+            lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
+            f"the first worker's store at {host}:{port}",
+        )
     return store
 
 

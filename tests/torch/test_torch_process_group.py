@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,6 +180,71 @@ def test_a_master_that_does_not_answer_is_named() -> None:
     [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
     assert status != 0
     assert f"nobody answered at localhost:{port}" in errors.splitlines()[-1]
+
+
+def test_a_master_that_takes_connections_and_says_nothing_is_named() -> None:
+    """As behind a firewall that drops what follows: torch's own client waits for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        [(status, _, errors)] = run([(TRAIN, {**variables, "COARSE_TIMEOUT_S": "2"})])
+    assert status != 0
+    assert f"nobody answered at localhost:{port} within" in errors.splitlines()[-1]
+    assert "s (it takes the connection and says nothing)" in errors.splitlines()[-1]
+
+
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+STOPS_THE_SERVER = """
+import os, signal
+from coarse.torch import process_group
+connect = process_group._connect
+def connect_and_stop(*arguments):
+    store = connect(*arguments)
+    os.kill(int(os.environ["SERVER"]), signal.SIGSTOP)
+    return store
+process_group._connect = connect_and_stop
+process_group.init_process_group()
+"""
+
+
+def test_a_store_that_stops_answering_is_given_up(job: dict[str, str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            stopped = {"MASTER_PORT": server.stdout.readline().strip(), "SERVER": str(server.pid)}
+            variables = {**job, **stopped, "RANK": "0", "COARSE_TIMEOUT_S": "2"}
+            [(status, _, errors)] = run([(STOPS_THE_SERVER, variables)])
+        finally:
+            server.kill()
+    assert status != 0
+    last = errors.splitlines()[-1]
+    assert "RendezvousError: the store by which workers meet" in last
+    assert "has not answered within 2.0 s (COARSE_TIMEOUT_S). It is stopped" in last
+
+
+@pytest.mark.parametrize("group", ["", "group = dist.group.WORLD\n"], ids=["its own", "the script's too"])
+def test_a_clean_exit_waits_for_a_stopped_worker_but_a_moment(job: dict[str, str], group: str) -> None:
+    """Whether the destructor of the group runs then, or was left to the interpreter."""
+    script = (
+        "import signal, torch, torch.distributed as dist, coarse.torch, os\n"
+        f"coarse.torch.init_process_group()\n{group}"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "del work\n"
+    )
+    variables = {**job, "COARSE_TIMEOUT_S": "600"}
+    with started([(script, {**variables, "RANK": str(rank)}) for rank in range(2)]) as (first, _):
+        _, errors = first.communicate(timeout=TIMEOUT_S)
+    assert (first.returncode, errors) == (0, "")
 
 
 def test_what_a_stranger_writes_to_the_store_is_refused(job: dict[str, str]) -> None:

@@ -1,0 +1,60 @@
+"""Ends waits of torch's that have no limit of their own: for an answer of a store, above all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from coarse.errors import RendezvousError
+
+_T = TypeVar("_T")
+
+
+class Call(Generic[_T]):
+    """A call under way in a thread, which is left behind if nobody waits for its end.
+
+    Args:
+        function: What is called.
+    """
+
+    def __init__(self, function: Callable[[], _T]) -> None:
+        self._function = function
+        self._results: list[_T] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, name="coarse-call", daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float) -> _T:
+        """What it returns, or raises.
+
+        Raises:
+            TimeoutError: If it takes longer than `timeout_s` from now on; it may be asked again.
+        """
+        self._thread.join(timeout_s)
+        if self._errors:
+            raise self._errors[0]
+        if not self._results:
+            raise TimeoutError(f"nothing came within {timeout_s:.1f} s")
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._errors.append(error)
+
+
+def within(timeout_s: float, function: Callable[[], _T], what: str) -> _T:
+    """What `function` returns or raises.
+
+    Raises:
+        RendezvousError: If it takes longer than `timeout_s`; says that `what` does.
+    """
+    try:
+        return Call(function).result(timeout_s)
+    except TimeoutError:
+        raise RendezvousError(
+            f"{what} has not answered within {timeout_s:.1f} s (COARSE_TIMEOUT_S). It is stopped, or a firewall "
+            "between drops what is sent."
+        ) from None
