@@ -18,10 +18,13 @@ class OptimizerMemory:
     Args:
         plan: Of the group.
         shared: Segments by name; stay the caller's.
+        client: This worker's number on its node.
         gpu: On which this worker has its model, by UUID; "" for the host.
     """
 
-    def __init__(self, plan: _native.GroupPlan, shared: Mapping[str, Segment], gpu: str = "") -> None:
+    def __init__(
+        self, plan: _native.GroupPlan, shared: Mapping[str, Segment], client: int, gpu: str = ""
+    ) -> None:
         self.settings = shared[SETTINGS].map()
         """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
         self._gpu = gpu
@@ -31,7 +34,7 @@ class OptimizerMemory:
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
         request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
-        self.snapshots = _native.SnapshotTrigger(request_fd, control_fd)
+        self.snapshots = _native.SnapshotTrigger(request_fd, control_fd, client)
         self._states = shared[STATES].duplicate() if STATES in shared else None
         self._states_on_gpu: TensorBytes | None = None
 

@@ -96,7 +96,7 @@ class RegisteredGroups:
             if schema.is_open:
                 peers = [shared[slots_of(each)].region for each in range(num_clients)]
                 self._native.add_peers(group, peers)
-            kept = None if schema.state_names is None else OptimizerMemory(plan, shared, gpu)
+            kept = None if schema.state_names is None else OptimizerMemory(plan, shared, client.number, gpu)
             rows = RowMemory(schema.specs, plan, shared[ROWS].fd) if ROWS in shared else None
             reservations = Reservations(schema.name, {name: shared[name] for name in unreserved})
         finally:

@@ -17,9 +17,10 @@ from coarse.client.row_memory import RowMemory
 from coarse.client.slot_opener import DistantSlots
 from coarse.client.snapshots import PoolStatistics, Snapshot
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context
-from coarse.errors import SessionClosedError, SnapshotsBusyError
+from coarse.errors import ProtocolError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
+from coarse.proxy.group_snapshots import told_scribble
 from coarse.proxy.registration import (
     PARAMETERS,
     SLOTS,
@@ -245,8 +246,12 @@ class TensorGroup:
 
         Raises:
             SnapshotsBusyError: If as many as there can be are held.
+            ProtocolError: If a worker has overwritten the counter by which snapshots begin.
         """
-        number = self._memory_kept().snapshots.begin()
+        trigger = self._memory_kept().snapshots
+        number = trigger.begin()
+        if number == 0 and (said := trigger.impossible()):
+            raise ProtocolError(told_scribble(self.name, said, self._client.ranks))
         if number == 0:
             raise SnapshotsBusyError(
                 f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"

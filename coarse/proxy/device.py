@@ -82,7 +82,7 @@ class MemoryDevice:
         self._data_path = DataPath(
             job, memories.own, self._event_fd, look_again=lambda: self._mailbox.post(self._progress)
         )
-        self._snapshots = SnapshotService(memories.own, self._workers.send, self._mailbox.post)
+        self._snapshots = SnapshotService(job, memories.own, self._workers.send, self._mailbox.post)
         self._registrar = Registrar(
             job,
             memories,
@@ -172,6 +172,7 @@ class MemoryDevice:
         while not self._is_over():
             self._loop.run_once(_TICK_S)
             self._workers.drop_silent()
+            self._snapshots.look()
             self._progress()
 
     def _turn_away(self, reason: Exception) -> None:

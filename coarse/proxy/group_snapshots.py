@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coarse.errors import ProtocolError, SnapshotLostError
@@ -46,6 +46,26 @@ def choose_pool_limit(pool_bytes: int, whole_bytes: int, available_bytes: int) -
     return pool_bytes or min(whole_bytes, available_bytes // 2)
 
 
+def told_scribble(name: str, begun: int, ranks: Sequence[int]) -> str:
+    """What is said of a counter of snapshots that says what cannot be.
+
+    Args:
+        name: Of the tensor group.
+        begun: What the counter says.
+        ranks: The workers that share it.
+    """
+    return (
+        f"{name}: the counter by which workers begin snapshots says {begun}, which cannot be: worker "
+        f"{' or '.join(map(str, ranks))} has overwritten it. Snapshots that were begun before stay right, training "
+        "goes on, and no other snapshot begins. Look for a stray write in what these workers run, and start the job "
+        "again."
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 class GroupSnapshots:
     """Reads the versions to which snapshots of a group refer, while memory devices update it.
 
@@ -57,6 +77,7 @@ class GroupSnapshots:
         shared: Its segments by name; stay the caller's.
         memory: What reaches its tensors; None for the host's memory.
         versions: Where old versions lie; None where that is the group's SNAPSHOT_POOL.
+        ranks: The workers that begin snapshots, by client number.
     """
 
     def __init__(
@@ -66,8 +87,12 @@ class GroupSnapshots:
         shared: Mapping[str, Segment],
         memory: _native.TensorMemory | None = None,
         versions: _native.SnapshotPool | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.name = schema.name
+        self._ranks = ranks
+        self._num_lost = 0
+        self._has_told_scribble = False
         self._num_tensors = len(schema.specs)
         self._tensor_of_shard = [shard.tensor for shard in schema.partition().shards]
         self._native = _native.SnapshotReader(
@@ -141,6 +166,25 @@ class GroupSnapshots:
     def statistics(self) -> _native.SnapshotStatistics:
         """What the pool holds, and has cost."""
         return self._native.statistics()
+
+    def incidents(self) -> Iterator[str]:
+        """What has gone wrong since the last call, and by whose doing."""
+        found = self.statistics()
+        if found.num_lost > self._num_lost:
+            self._num_lost = found.num_lost
+            yield (
+                f"{self.name}: a snapshot of {self._describe_holder(found.lost_of)} was given up, after an update "
+                f"had waited for room in the pool of {found.limit_bytes / 2**20:.1f} MiB"
+            )
+        if found.impossible and not self._has_told_scribble:
+            self._has_told_scribble = True
+            yield told_scribble(self.name, found.impossible, self._ranks)
+
+    def _describe_holder(self, client_and_one: int) -> str:
+        """Whose a snapshot was, by that worker's own word."""
+        if 1 <= client_and_one <= len(self._ranks):
+            return f"worker {self._ranks[client_and_one - 1]}"
+        return f"none of workers {_listed(self._ranks)}, by their own word,"
 
     def _shards(self, tensor: int, array: int) -> range:
         if not 0 <= tensor < self._num_tensors or not 0 <= array < self.num_arrays:

@@ -547,7 +547,10 @@ class Registrar:
             return None
         memory = self._reach_of(schema)
         versions = memory.snapshot_pool(plan)
-        snapshots = GroupSnapshots(schema, plan, registration.shared, memory.tensor_memory(), versions)
+        ranks = [self._job.rank(client) for client in range(self._job.num_clients)]
+        snapshots = GroupSnapshots(
+            schema, plan, registration.shared, memory.tensor_memory(), versions, ranks=ranks
+        )
         # In pages, which small tensors do not fill.
         whole_bytes = _native.snapshot_pool_bytes(plan) // _native.SNAPSHOT_PLACES
         available_bytes = self._common.available_bytes() - self._still_to_take(registration, plan)

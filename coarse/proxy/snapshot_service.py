@@ -15,6 +15,7 @@ from typing import Any
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.group_snapshots import GroupSnapshots
+from coarse.proxy.job import DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToWorker
 from coarse.proxy.protocol import Message, Received, int_field
@@ -37,12 +38,14 @@ class SnapshotService:
     to disk has one of its own. None of them is waited for when the device ends.
 
     Args:
+        job: The device's place in the session.
         memory: Where copies for workers lie.
         send: Answers a worker.
         post: Hands answers of threads to the control thread.
     """
 
-    def __init__(self, memory: DeviceMemory, send: SendToWorker, post: Post) -> None:
+    def __init__(self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, post: Post) -> None:
+        self._device = job.device
         self._memory = memory
         self._send = send
         self._post = post
@@ -55,6 +58,12 @@ class SnapshotService:
     def add(self, group: int, snapshots: GroupSnapshots) -> None:
         """Snapshots of a group can be begun from now on."""
         self._groups[group] = snapshots
+
+    def look(self) -> None:
+        """Logs what has gone wrong with snapshots since the last call."""
+        for snapshots in self._groups.values():
+            for incident in snapshots.incidents():
+                logger.warning("[md%s] %s", self._device, incident)
 
     def remove(self, group: int) -> None:
         """The group is gone; whoever still reads a snapshot of it reads it to the end."""

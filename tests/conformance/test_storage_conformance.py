@@ -88,7 +88,7 @@ class UpdatedInPlace:
         ]
         values, request, control, pool = self._fds
         self._values = mmap.mmap(values, end)
-        self._trigger = _native.SnapshotTrigger(request, control)
+        self._trigger = _native.SnapshotTrigger(request, control, 0)
         self._native = _native.SnapshotReader(plan, values, -1, request, control, pool, _PATIENCE_S)
         self._native.set_limit(pool_bytes)
         for key, num_bytes in VALUE_BYTES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import closing
 from importlib.util import find_spec
 
@@ -15,7 +16,13 @@ from coarse.checkpoint.source import SavedTensor
 from coarse.checkpoint.writer import SaveDetails, WriteOptions
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
-from coarse.errors import MemoryDeviceLostError, SnapshotLostError, SnapshotsBusyError, WorkerLostError
+from coarse.errors import (
+    MemoryDeviceLostError,
+    ProtocolError,
+    SnapshotLostError,
+    SnapshotsBusyError,
+    WorkerLostError,
+)
 from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
 from coarse.proxy.snapshot_writer import write_request
 from coarse.schema import TensorSpec
@@ -273,7 +280,7 @@ def test_only_so_many_snapshots_are_held_at_a_time(job):
     job.run(2, worker)
 
 
-def test_a_snapshot_that_nobody_reads_is_given_up_before_it_stops_training_for_long(job):
+def test_a_snapshot_that_nobody_reads_is_given_up_before_it_stops_training_for_long(job, capfd):
     def worker(me):
         with me.join(**settings_of(snapshot_pool_bytes=1, heartbeat_s=2)) as session:
             group = open_group(session)
@@ -293,6 +300,42 @@ def test_a_snapshot_that_nobody_reads_is_given_up_before_it_stops_training_for_l
             session.barrier()
 
     job.run(2, worker)
+    assert (
+        "[md0] model: a snapshot of worker 0 was given up, after an update had waited"
+        in capfd.readouterr().err
+    )
+
+
+def counter_of_snapshots():
+    """The word by which this worker begins snapshots, found as a stray write would."""
+    with open("/proc/self/maps") as maps:
+        line = next(line for line in maps if "memfd:coarse-snapshot request" in line)
+    return ctypes.c_uint32.from_address(int(line.split("-")[0], 16))
+
+
+def test_a_worker_that_overwrites_the_counter_of_snapshots_stalls_nobody_and_is_named(job, capfd):
+    """A pool that holds one block: for each snapshot that seems to be there an update would wait 5 s."""
+
+    def worker(me):
+        with me.join(**settings_of(snapshot_pool_bytes=1)) as session:
+            group = open_group(session)
+            take_step(group, me.rank, 1)
+            session.barrier()
+            if me.rank == 1:
+                counter_of_snapshots().value = 4_000_000_000
+            session.barrier()
+            take_step(group, me.rank, 2)
+            if me.rank == 0:
+                statistics = group.snapshot_statistics()
+                assert (statistics.num_lost, statistics.num_waits) == (0, 0)
+                with pytest.raises(ProtocolError, match="says 4000000000, which cannot be: worker 0 or 1"):
+                    group.snapshot()
+            session.barrier()
+
+    job.run(2, worker)
+    assert (
+        "[md0] model: the counter by which workers begin snapshots says 4000000000" in capfd.readouterr().err
+    )
 
 
 def test_a_worker_may_write_itself_once_snapshots_are_kept(job):

@@ -34,7 +34,7 @@ class GpuBlocks {
   explicit GpuBlocks(milliseconds patience = milliseconds(30'000))
       : request_(sizeof(SnapshotRequest)),
         control_(SnapshotControl::numBytes(kBlockBytes.size())),
-        trigger_(request_.fd, control_.fd),
+        trigger_(request_.fd, control_.fd, 0),
         pool_(std::make_shared<CudaSnapshotPool>(context_, kBlockBytes)),
         store_(kBlockBytes, SnapshotFds{request_.fd, control_.fd, -1, pool_}, patience),
         stream_(context_) {

@@ -322,7 +322,7 @@ class Cluster {
   std::byte* replicatedParameters(const GroupPlan& plan) const { return memoryOf(plan).replica[1].data(); }
   SnapshotTrigger snapshotTrigger(const GroupPlan& plan) const {
     const OptimizerFds fds = memoryOf(plan).optimizerFds();
-    return {fds.snapshots.request, fds.snapshots.control};
+    return {fds.snapshots.request, fds.snapshots.control, 0};
   }
   /// What one device of the group sees of its snapshots; reads parameters and states where they lie.
   GroupSnapshots snapshots(const GroupPlan& plan) const {

@@ -32,7 +32,7 @@ class Blocks {
       : request_(sizeof(SnapshotRequest)),
         control_(SnapshotControl::numBytes(blockBytes.size())),
         poolFd_(createSparseSealedMemory("test", SparsePool::numBytes(blockBytes))),
-        trigger_(request_.fd, control_.fd) {
+        trigger_(request_.fd, control_.fd, 0) {
     for (const std::size_t numBytes : blockBytes) words_.emplace_back(numBytes / sizeof(std::uint32_t));
     for (int device = 0; device < 2; ++device)
       stores_.push_back(std::make_unique<SnapshotStore>(
@@ -44,6 +44,7 @@ class Blocks {
   SnapshotStore& store(std::size_t device) { return *stores_[device]; }
   SnapshotStore& reader() { return *stores_[0]; }
   std::uint32_t begin() { return trigger_.begin(); }
+  const SnapshotTrigger& trigger() const { return trigger_; }
   std::atomic<std::uint32_t>& begun() { return reinterpret_cast<SnapshotRequest*>(request_.data())->begun; }
 
   /// Writes `value` to every word of a block, as the sync core of a device does.
@@ -250,6 +251,43 @@ TEST(Snapshots, SurviveAWorkerThatWritesAnythingToTheCounter) {
   EXPECT_EQ(blocks.residentBytes(), 0U);
 }
 
+TEST(Snapshots, StayRightWhateverAWorkerWritesToTheCounter) {
+  for (const std::uint32_t begun : {4'000'000'000U, ~0U, 7U, 1U, 0U}) {
+    Blocks blocks(kPlentyOfBytes, milliseconds(30'000));
+    blocks.updateAll(1);
+    ASSERT_EQ(blocks.begin(), 1U);
+    blocks.reader().release(1);
+    const std::uint32_t snapshot = blocks.begin();
+    blocks.update(0, 2);  // devices have seen that it has begun
+    blocks.begun() = begun;
+    blocks.updateAll(3);
+    EXPECT_EQ(blocks.reader().statistics().numWaits, 0U) << "nobody waits for what was never begun";
+    EXPECT_EQ(blocks.reader().statistics().impossible, std::max(begun, 1U));
+    EXPECT_EQ(blocks.trigger().impossible(), std::max(begun, 1U));
+    EXPECT_EQ(blocks.begin(), 0U);
+    blocks.expectAll(snapshot, 1);
+    blocks.reader().release(snapshot);
+    blocks.reader().release(begun);
+    EXPECT_EQ(blocks.residentBytes(), 0U);
+  }
+}
+
+TEST(Snapshots, AreNotSuspectedWhileWorkersBeginAndReleaseThem) {
+  Blocks blocks;
+  std::atomic<bool> isOver{false};
+  std::thread updating([&] {
+    for (std::uint32_t value = 0; !isOver; ++value) blocks.updateAll(value);
+  });
+  for (std::uint32_t i = 0; i < 2'000; ++i) {
+    const std::uint32_t snapshot = blocks.begin();
+    EXPECT_EQ(blocks.trigger().impossible(), 0U);
+    blocks.reader().release(snapshot);
+  }
+  isOver = true;
+  updating.join();
+  EXPECT_EQ(blocks.reader().statistics().impossible, 0U);
+}
+
 // ---- a pool that is too small ----
 
 TEST(SnapshotPools, HoldUpUpdatesUntilSomethingIsFreed) {
@@ -299,6 +337,7 @@ TEST(SnapshotPools, GiveUpTheOldestSnapshotWhenNothingIsFreed) {
   blocks.expect(newer, 0, 2);
   blocks.expect(newer, 3, 1);
   EXPECT_EQ(blocks.reader().statistics().numLost, 1U);
+  EXPECT_EQ(blocks.reader().statistics().lostOf, 1U) << "client 0 has begun it, it says";
   EXPECT_EQ(blocks.residentBytes(), 4 * kPageBytes);
   blocks.reader().release(older);
   blocks.reader().release(newer);

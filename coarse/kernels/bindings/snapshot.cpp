@@ -82,8 +82,10 @@ void registerSnapshot(py::module_& module) {
            }),
            py::arg("context"), py::arg("plan"));
   py::class_<SnapshotTrigger>(module, "SnapshotTrigger")
-      .def(py::init<int, int>(), py::arg("request_fd"), py::arg("control_fd"))
-      .def("begin", &SnapshotTrigger::begin);
+      .def(py::init<int, int, std::uint32_t>(), py::arg("request_fd"), py::arg("control_fd"),
+           py::arg("client"))
+      .def("begin", &SnapshotTrigger::begin)
+      .def("impossible", &SnapshotTrigger::impossible);
   py::class_<SnapshotStatistics>(module, "SnapshotStatistics")
       .def_readonly("limit_bytes", &SnapshotStatistics::limitBytes)
       .def_readonly("taken_bytes", &SnapshotStatistics::takenBytes)
@@ -91,7 +93,9 @@ void registerSnapshot(py::module_& module) {
       .def_readonly("kept_bytes", &SnapshotStatistics::keptBytes)
       .def_readonly("num_waits", &SnapshotStatistics::numWaits)
       .def_readonly("waited_s", &SnapshotStatistics::waitedSeconds)
-      .def_readonly("num_lost", &SnapshotStatistics::numLost);
+      .def_readonly("num_lost", &SnapshotStatistics::numLost)
+      .def_readonly("lost_of", &SnapshotStatistics::lostOf)
+      .def_readonly("impossible", &SnapshotStatistics::impossible);
   py::class_<GroupReader>(module, "SnapshotReader")
       .def(py::init([](const GroupPlan& plan, const Region& parameters, const Region& states, int requestFd,
                        int controlFd, int poolFd, double patienceSeconds,

@@ -23,6 +23,18 @@ constexpr BlockState stateIn(std::uint64_t record, std::uint32_t snapshot) noexc
 
 constexpr std::size_t placeOf(std::uint32_t snapshot) noexcept { return snapshot % kMostSnapshots; }
 
+/// The snapshot that takes a place after `released` of it; after none, the first one.
+constexpr std::uint32_t following(std::uint32_t released, std::size_t place) noexcept {
+  if (released != 0) return released + static_cast<std::uint32_t>(kMostSnapshots);
+  return static_cast<std::uint32_t>(place == 0 ? kMostSnapshots : place);
+}
+
+/// The newest of `begun` snapshots that has a place; 0 if none has.
+constexpr std::uint32_t newestAt(std::size_t place, std::uint32_t begun) noexcept {
+  const auto behind = static_cast<std::uint32_t>((begun - place) % kMostSnapshots);
+  return begun <= behind ? 0 : begun - behind;
+}
+
 /// Where in the pool a version lies of which `kept` is recorded.
 constexpr std::size_t roomOf(std::uint32_t snapshot, BlockState kept) noexcept {
   return kept == BlockState::kCommon ? kCommonPlace : placeOf(snapshot);
@@ -32,12 +44,15 @@ constexpr bool isInPool(BlockState state) noexcept {
   return state == BlockState::kKept || state == BlockState::kCommon;
 }
 
+constexpr std::size_t kNumEnds = 2 * kMostSnapshots + 1;  // released and lost of each place, and believed
+constexpr int kMostReads = 16;                            // of a counter that others change meanwhile
+
 }  // namespace
 
 SnapshotControl::SnapshotControl(std::byte* base, std::size_t numBlocks) noexcept {
   ArrayCursor cursor(base);
   meters_ = cursor.take<SnapshotMeters>(1);
-  ended_ = cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
+  ended_ = cursor.take<std::atomic<std::uint32_t>>(kNumEnds);
   records_ = cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
   warm_ = cursor.take<std::atomic<std::uint32_t>>(numBlocks);
 }
@@ -45,32 +60,69 @@ SnapshotControl::SnapshotControl(std::byte* base, std::size_t numBlocks) noexcep
 std::size_t SnapshotControl::numBytes(std::size_t numBlocks) noexcept {
   ArrayCursor cursor(nullptr);
   cursor.take<SnapshotMeters>(1);
-  cursor.take<std::atomic<std::uint32_t>>(2 * kMostSnapshots);
+  cursor.take<std::atomic<std::uint32_t>>(kNumEnds);
   cursor.take<std::atomic<std::uint64_t>>(numBlocks * kMostSnapshots);
   cursor.take<std::atomic<std::uint32_t>>(numBlocks);
   return cursor.offset();
 }
 
+bool SnapshotControl::readBegun(const SnapshotRequest& request, std::uint32_t& begun) const noexcept {
+  for (int i = 0; i < kMostReads; ++i) {
+    // acquire: pairs with SnapshotTrigger::begin().
+    begun = request.begun.load(std::memory_order_acquire);
+    bool canBe = begun >= believed().load(std::memory_order_acquire);
+    for (std::size_t place = 0; place < kMostSnapshots; ++place) {
+      const std::uint32_t newest = newestAt(place, begun);
+      const std::uint32_t last = released(place).load(std::memory_order_acquire);
+      canBe = canBe && (newest == last || newest == following(last, place));
+    }
+    if (canBe) return true;
+    // Others that have begun since may have been released too, which looks alike.
+    if (request.begun.load(std::memory_order_acquire) == begun) return false;
+  }
+  return false;
+}
+
 // ---- the worker's end ----
 
-SnapshotTrigger::SnapshotTrigger(int requestFd, int controlFd)
+SnapshotTrigger::SnapshotTrigger(int requestFd, int controlFd, std::uint32_t client)
     : requestMapping_(
           mapSealed(requestFd, sizeof(SnapshotRequest), Mapping::Access::kReadWrite, "snapshot request")),
-      controlMapping_(mapSealed(controlFd, SnapshotControl::numBytes(0), Mapping::Access::kReadOnly,
-                                "snapshot control")) {}
+      controlMapping_(
+          mapSealed(controlFd, SnapshotControl::numBytes(0), Mapping::Access::kReadOnly, "snapshot control")),
+      client_(client) {}
 
 std::uint32_t SnapshotTrigger::begin() noexcept {
-  auto& begun = reinterpret_cast<SnapshotRequest*>(requestMapping_.data())->begun;
+  auto& request = *reinterpret_cast<SnapshotRequest*>(requestMapping_.data());
+  auto& begun = request.begun;
   const SnapshotControl control(controlMapping_.data(), 0);
   std::uint32_t last = begun.load(std::memory_order_acquire);
   while (true) {
+    // Devices believe no more than was begun: the counter has been overwritten, or others have begun since.
+    if (last < control.believed().load(std::memory_order_acquire)) {
+      const std::uint32_t seen = last;
+      last = begun.load(std::memory_order_acquire);
+      if (last == seen) return 0;
+      continue;
+    }
     const std::uint32_t next = last + 1;
+    if (next == 0) return 0;
     const std::uint32_t before = next > kMostSnapshots ? next - kMostSnapshots : 0;
     // acquire: whatever read the snapshot before is done with its place in the pool.
     if (control.released(placeOf(next)).load(std::memory_order_acquire) != before) return 0;
     // release: all that the caller has seen of the last step; its next push comes after it.
-    if (begun.compare_exchange_weak(last, next, std::memory_order_acq_rel)) return next;
+    if (begun.compare_exchange_weak(last, next, std::memory_order_acq_rel)) {
+      request.beganBy[placeOf(next)].store(client_ + 1, std::memory_order_relaxed);
+      return next;
+    }
   }
+}
+
+std::uint32_t SnapshotTrigger::impossible() const noexcept {
+  const auto& request = *reinterpret_cast<const SnapshotRequest*>(requestMapping_.data());
+  const SnapshotControl control(controlMapping_.data(), 0);
+  std::uint32_t begun = 0;
+  return control.readBegun(request, begun) ? 0 : std::max(begun, 1U);
 }
 
 // ---- the memory devices' end ----
@@ -104,20 +156,32 @@ bool SnapshotStore::warm(std::size_t block) noexcept {
   return true;
 }
 
-/// The newest snapshot of a place, if it is live; else 0.
-std::uint32_t SnapshotStore::newestAt(std::size_t place) const noexcept {
-  // acquire: pairs with SnapshotTrigger::begin().
-  const std::uint32_t begun = request_->begun.load(std::memory_order_acquire);
-  const auto behind = static_cast<std::uint32_t>((begun - place) % kMostSnapshots);
-  if (begun <= behind) return 0;
-  const std::uint32_t newest = begun - behind;
-  return isLive(newest) ? newest : 0;
+/// How many snapshots were begun: what workers say, as long as that can be.
+std::uint32_t SnapshotStore::begun() const noexcept {
+  std::uint32_t believed = control_.believed().load(std::memory_order_acquire);
+  std::uint32_t said = request_->begun.load(std::memory_order_acquire);
+  if (said == believed) return said;
+  if (!control_.readBegun(*request_, said)) {
+    control_.meters().impossible.store(std::max(said, 1U), std::memory_order_relaxed);
+    return believed;
+  }
+  while (believed < said &&
+         !control_.believed().compare_exchange_weak(believed, said, std::memory_order_acq_rel)) {
+  }
+  return std::max(believed, said);
+}
+
+/// The snapshot that has a place; 0 if none has.
+std::uint32_t SnapshotStore::liveAt(std::size_t place) const noexcept {
+  const std::uint32_t next = following(control_.released(place).load(std::memory_order_acquire), place);
+  return isLive(next) ? next : 0;
 }
 
 bool SnapshotStore::isLive(std::uint32_t snapshot) const noexcept {
   const std::size_t place = placeOf(snapshot);
-  return snapshot != 0 && snapshot <= request_->begun.load(std::memory_order_acquire) &&
-         snapshot > control_.released(place).load(std::memory_order_acquire) && !isLost(snapshot);
+  return snapshot != 0 && snapshot <= begun() &&
+         snapshot == following(control_.released(place).load(std::memory_order_acquire), place) &&
+         !isLost(snapshot);
 }
 
 bool SnapshotStore::isLost(std::uint32_t snapshot) const noexcept {
@@ -140,7 +204,7 @@ void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     if (blockBytes_[blocks[i].block] == 0) continue;
     for (std::size_t place = 0; place < kMostSnapshots; ++place) {
-      const std::uint32_t snapshot = newestAt(place);
+      const std::uint32_t snapshot = liveAt(place);
       if (snapshot == 0 || !isPending(snapshot, blocks[i].block)) continue;
       bool hasWaited = false;
       while (!beginToKeep(snapshot, blocks[i], begun, hasWaited)) {
@@ -248,14 +312,17 @@ void SnapshotStore::stopWaiting() noexcept { isWaitingForbidden_.store(true, std
 void SnapshotStore::giveUpOldest() noexcept {
   std::uint32_t oldest = 0;
   for (std::size_t place = 0; place < kMostSnapshots; ++place) {
-    const std::uint32_t snapshot = newestAt(place);
+    const std::uint32_t snapshot = liveAt(place);
     if (snapshot != 0 && (oldest == 0 || snapshot < oldest)) oldest = snapshot;
   }
   if (oldest == 0) return;
   auto& lost = control_.lost(placeOf(oldest));
   std::uint32_t before = lost.load(std::memory_order_relaxed);
   if (before == oldest || !lost.compare_exchange_strong(before, oldest, std::memory_order_acq_rel)) return;
-  control_.meters().numLost.fetch_add(1, std::memory_order_relaxed);
+  control_.meters().lostOf.store(request_->beganBy[placeOf(oldest)].load(std::memory_order_relaxed),
+                                 std::memory_order_relaxed);
+  // release: who sees the number sees whose it was.
+  control_.meters().numLost.fetch_add(1, std::memory_order_release);
   for (std::size_t block = 0; block < numBlocks(); ++block) letGo(oldest, block);
 }
 
@@ -295,8 +362,8 @@ void SnapshotStore::letGo(std::uint32_t snapshot, std::size_t block) noexcept {
 
 void SnapshotStore::release(std::uint32_t snapshot) noexcept {
   auto& released = control_.released(placeOf(snapshot));
-  if (snapshot == 0 || snapshot > request_->begun.load(std::memory_order_acquire) ||
-      released.load(std::memory_order_acquire) >= snapshot)
+  if (snapshot == 0 || snapshot > begun() ||
+      snapshot != following(released.load(std::memory_order_acquire), placeOf(snapshot)))
     return;
   for (std::size_t block = 0; block < numBlocks(); ++block) letGo(snapshot, block);
   pool_->trim();
@@ -322,7 +389,9 @@ SnapshotStatistics SnapshotStore::statistics() const noexcept {
   statistics.keptBytes = meters.keptBytes.load(kRelaxed);
   statistics.numWaits = meters.numWaits.load(kRelaxed);
   statistics.waitedSeconds = static_cast<double>(meters.waitedNs.load(kRelaxed)) / 1e9;
-  statistics.numLost = meters.numLost.load(kRelaxed);
+  statistics.numLost = meters.numLost.load(std::memory_order_acquire);
+  statistics.lostOf = meters.lostOf.load(kRelaxed);
+  statistics.impossible = meters.impossible.load(kRelaxed);
   return statistics;
 }
 

@@ -21,9 +21,10 @@ inline constexpr std::size_t kMostSnapshots = 4;
 /// ahead.
 inline constexpr std::size_t kCommonPlace = kMostSnapshots;
 
-/// What a worker writes to begin a snapshot. Untrusted: a wrong value spoils snapshots, and nothing else.
+/// What workers write to begin a snapshot. Untrusted: a number that cannot be begins nothing (SnapshotStore).
 struct alignas(kCacheLineBytes) SnapshotRequest {
   std::atomic<std::uint32_t> begun;  // snapshots begun so far, and the number of the newest one
+  std::atomic<std::uint32_t> beganBy[kMostSnapshots];  // by place: the client and 1, by its own word
 };
 static_assert(sizeof(SnapshotRequest) == kCacheLineBytes);
 
@@ -44,6 +45,9 @@ struct SnapshotStatistics {
   std::uint64_t numWaits = 0;   // updates that waited because the pool was full
   double waitedSeconds = 0;
   std::uint32_t numLost = 0;  // snapshots that were given up for it
+  std::uint32_t lostOf = 0;   // the client of the last one and 1, by its own word; 0 if none says so
+  std::uint32_t impossible =
+      0;  // what SnapshotRequest::begun said that cannot be, at least 1; 0 if it never did
 };
 
 /// The same in shared memory.
@@ -56,6 +60,8 @@ struct alignas(kCacheLineBytes) SnapshotMeters {
   std::atomic<std::uint64_t> waitedNs;
   std::atomic<std::uint32_t> numLost;
   std::atomic<std::uint32_t> frees;  // futex word: counts what is given back to the pool
+  std::atomic<std::uint32_t> lostOf;
+  std::atomic<std::uint32_t> impossible;
 };
 static_assert(sizeof(SnapshotMeters) == kCacheLineBytes);
 
@@ -74,6 +80,11 @@ class SnapshotControl {
   std::atomic<std::uint32_t>& lost(std::size_t place) const noexcept {
     return ended_[kMostSnapshots + place];
   }
+  /// Snapshots begun so far, as devices last found that it can be.
+  std::atomic<std::uint32_t>& believed() const noexcept { return ended_[2 * kMostSnapshots]; }
+  /// Reads how many snapshots workers say were begun. @returns whether that can be: places have one snapshot
+  /// at a time, and are taken in turn.
+  bool readBegun(const SnapshotRequest& request, std::uint32_t& begun) const noexcept;
   /// What was last recorded of a block in a snapshot of this place: its number and a BlockState.
   std::atomic<std::uint64_t>& record(std::size_t block, std::size_t place) const noexcept {
     return records_[block * kMostSnapshots + place];
@@ -91,18 +102,23 @@ class SnapshotControl {
 /// A worker's end: begins snapshots by adding one to a counter.
 class SnapshotTrigger {
  public:
-  /// Maps `requestFd`, and `controlFd` read-only; both stay the caller's.
+  /// Maps `requestFd`, and `controlFd` read-only; both stay the caller's. @param client whose snapshots it
+  /// begins.
   /// @throws std::invalid_argument if a descriptor is not sealed or too small.
-  SnapshotTrigger(int requestFd, int controlFd);
+  SnapshotTrigger(int requestFd, int controlFd, std::uint32_t client);
 
   /// Begins a snapshot of everything as it is now. @pre no update is under way, as between two steps of the
   /// caller, whose next push is needed for the next update.
   /// @returns its number, from 1 on; 0 if as many as there can be are held.
   std::uint32_t begin() noexcept;
+  /// What the counter of snapshots says, at least 1, if a worker has overwritten it with what cannot be; else
+  /// 0. No snapshot begins then.
+  std::uint32_t impossible() const noexcept;
 
  private:
   Mapping requestMapping_;
   Mapping controlMapping_;
+  std::uint32_t client_;
 };
 
 struct SnapshotFds {
@@ -183,7 +199,8 @@ class SnapshotStore {
     BlockState kept;     // kKept or kCommon: where it lies
   };
 
-  std::uint32_t newestAt(std::size_t place) const noexcept;
+  std::uint32_t begun() const noexcept;
+  std::uint32_t liveAt(std::size_t place) const noexcept;
   bool beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
                    bool& hasWaited);
   void conclude(std::vector<Copy>& begun);
