@@ -107,6 +107,8 @@ class Client:
         self._has_nccl = has_nccl
         self.timeout_s = settings.timeout_s
         """Longest wait before it is an error."""
+        self.has_other_nodes = agreement.num_nodes > 1
+        """Whether some workers of the session are on other nodes."""
         self.table = table
         self.emulation = emulation
         local_device = table.local_device(number)

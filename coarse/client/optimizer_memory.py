@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from coarse.client.gpu_transfers import NOTHING, MappedMemory
+from coarse.client.own_parameters import OwnParameters
+from coarse.client.own_path import Meeting
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context, map_tensors
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
@@ -35,6 +37,8 @@ class OptimizerMemory:
         self._kept_arrays = plan.kept_arrays()
         request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
         self.snapshots = _native.SnapshotTrigger(request_fd, control_fd, client)
+        self._parameter_segment = shared[PARAMETERS].duplicate()
+        self._own_view: _native.PrivateView | None = None
         self._states = shared[STATES].duplicate() if STATES in shared else None
         self._states_on_gpu: TensorBytes | None = None
 
@@ -46,6 +50,32 @@ class OptimizerMemory:
         """The parameter of a tensor."""
         start = self._parameter_offsets[tensor]
         return self._parameters[start : start + num_bytes]
+
+    def map_own_parameters(self) -> str:
+        """Maps parameters for open_own_parameters(); returns why that cannot be, "" if it can."""
+        segment = self._parameter_segment
+        if segment.gpus:
+            return "parameters lie in the memory of GPUs"
+        try:
+            self._own_view = _native.PrivateView(segment.region, segment.num_bytes)
+        except OSError as error:
+            return f"this kernel does not tell which pages a process has written ({error})"
+        return ""
+
+    def open_own_parameters(
+        self, lengths: Sequence[int], meeting: Meeting, *, publishes: bool
+    ) -> OwnParameters:
+        """This worker's own view of the parameters, of so many bytes each; other arguments as of OwnParameters.
+
+        Raises:
+            ValueError: Unless map_own_parameters() has mapped them.
+        """
+        view, self._own_view = self._own_view, None
+        if view is None or isinstance(self._parameters, GpuBytes):
+            raise ValueError("the parameters were not mapped for this worker alone")
+        return OwnParameters(
+            view, self._parameters, self._parameter_offsets, lengths, meeting, publishes=publishes
+        )
 
     def results(self) -> MappedMemory:
         """Where the model's GPU copies parameters from; zeros where no GPU does."""
@@ -85,5 +115,6 @@ class OptimizerMemory:
         return self._states_on_gpu
 
     def __del__(self) -> None:
-        if (states := getattr(self, "_states", None)) is not None:
-            states.close()
+        for name in ("_states", "_parameter_segment"):
+            if (segment := getattr(self, name, None)) is not None:
+                segment.close()

@@ -25,6 +25,7 @@ class Meeting:
         numbers = group.buffer(1)
         assert isinstance(numbers, memoryview)
         self._numbers = numbers.cast("d")
+        self._has_told = False
 
     def wait(self) -> None:
         """Returns when every worker has called it as often.
@@ -41,11 +42,25 @@ class Meeting:
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
         """
+        self.tell(numbers)
+        return self.told()[: len(numbers)]
+
+    def tell(self, numbers: Sequence[float]) -> None:
+        """As largest(), for a worker that need not know the answer: waits for that of the call before alone."""
+        if self._has_told:
+            self.told()
         for index in range(len(self._numbers)):
             self._numbers[index] = numbers[index] if index < len(numbers) else 0.0
         self._group.push(1)
-        self._group.pull(1)
-        return list(self._numbers[: len(numbers)])
+        self._group.flush()
+        self._has_told = True
+
+    def told(self) -> list[float]:
+        """The answer to what was told last."""
+        if self._has_told:
+            self._group.pull(1)
+            self._has_told = False
+        return list(self._numbers)
 
     def close(self) -> None:
         """Gives its memory up. Idempotent."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from coarse.client.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
+from coarse.client.own_parameters import OwnParameters
 from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.reservations import Reservations
 from coarse.client.row_memory import RowMemory
@@ -116,6 +117,7 @@ class TensorGroup:
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
         self._kept = kept
+        self._own_parameters: OwnParameters | None = None
         self._rows = rows
         self._distant = distant  # slots on another GPU
         self._reservations = reservations
@@ -205,6 +207,26 @@ class TensorGroup:
         Memory devices write to it between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull, never else.
         """
         return self._memory_kept().parameter(index, self.specs[index].nbytes)
+
+    def map_own_parameters(self) -> str:
+        """Why this worker cannot see parameters apart from others; "" if it can, for open_own_parameters()."""
+        return self._memory_kept().map_own_parameters()
+
+    def open_own_parameters(self, *, publishes: bool) -> OwnParameters:
+        """This worker's own view of the parameters. Collective; every worker's map_own_parameters() has returned "".
+
+        Args:
+            publishes: As of OwnParameters.
+        """
+        lengths = [spec.nbytes for spec in self.specs]
+        meeting = self._client.open_meeting(f"what is written to {self.name}", 2)
+        self._own_parameters = self._memory_kept().open_own_parameters(lengths, meeting, publishes=publishes)
+        return self._own_parameters
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether some of the workers are on other nodes."""
+        return self._client.has_other_nodes
 
     @property
     def are_parameters_elsewhere(self) -> bool:
@@ -512,8 +534,10 @@ class TensorGroup:
             if self._reservations is not None:
                 self._reservations.close()
             self._slots = self._kept = self._rows = self._distant = None
-            if self._meeting is not None:
-                self._meeting.close()
+            for meeting in (self._meeting, self._own_parameters):
+                if meeting is not None:
+                    meeting.close()
+            self._own_parameters = None
             self._client.release(self.id)
             _native.cuda_unmap_unused()
 

@@ -38,9 +38,10 @@ SETTINGS_DTYPE = np.dtype(
             "second_scale",
             "epsilon",
             "update_number",
+            "written",
             "has_gradient",
         ],
-        "formats": ["u4", *["f4"] * 11, "u4", "u4"],
+        "formats": ["u4", *["f4"] * 11, "u4", "u4", "u4"],
         "itemsize": _native.UPDATE_SETTINGS_BYTES,
     }
 )

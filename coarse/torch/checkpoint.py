@@ -227,6 +227,8 @@ class Checkpointer:
                 return 0
             with checkpoint:
                 states = self._worker_states(checkpoint)
+                if self._snapshots is not None:
+                    self._workers.barrier()  # parameters are loaded for all, of whom some may still use them
                 load_training_state(checkpoint, self._model, self._optimizer, progress)
                 for name, target in self._state.items():
                     if (
@@ -325,6 +327,8 @@ class Checkpointer:
         self._saver.count_skipped(self._due.begin(self._num_steps))
         if (refusal := self._claim_folder()) is not None:
             return functools.partial(self._saver.fail, refusal) if self._workers.rank == 0 else lambda: None
+        if self._snapshots is not None:
+            self._snapshots.take_over_writes()
         own_state = self._own_state()
         if self._workers.rank == 0:
             try:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from coarse.client.own_parameters import OwnParameters
 from coarse.client.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
@@ -56,7 +58,8 @@ class OffloadedParameters:
         self._parameters = parameters
         self._optimizer = optimizer
         self._rule = rule
-        self._writes = writes
+        self.writes = writes
+        """Whether this worker's values are those of its node."""
         self._num_updates = np.zeros(len(parameters), dtype=np.int64)
         self._are_states_zero = True
         self._is_shared = self._is_expected = False
@@ -79,7 +82,9 @@ class OffloadedParameters:
         of_optimizer = [parameter for options in optimizer.param_groups for parameter in options["params"]]
         self.empty = EmptyParameters(of_optimizer, rule, [self._names_kept_of(each) for each in of_optimizer])
         """What the optimizer holds beside, of which memory devices have nothing."""
-        self._views = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
+        self._originals = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
+        self._own: OwnParameters | None = None
+        self._views: Sequence[torch.Tensor] = self._originals
 
     def move(self) -> None:
         """Takes memory for what is kept, and copies this worker's parameters there if it is the one that writes.
@@ -90,9 +95,9 @@ class OffloadedParameters:
         Raises:
             OutOfDeviceMemoryError: If memory is not to be had. All parameters have their values still.
         """
-        if not self._writes or self._group.recovered is not None:
+        if not self.writes or self._group.recovered is not None:
             return
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._originals, strict=True)):
             self._group.reserve_parameter(index)
             with torch.no_grad():
                 copy_all([view], [parameter])
@@ -115,7 +120,7 @@ class OffloadedParameters:
         self._take_own_memory()
         self._cached = CachedParameters(
             self._parameters,
-            self._views,
+            self._originals,
             staleness=staleness,
             finish_update=self._finish_update,
             keep_snapshots=self._group.keep_snapshots,
@@ -135,12 +140,19 @@ class OffloadedParameters:
         """
         self._settle_gradients = settle
         self._take_own_memory()
-        self._mirror = MirroredParameters(self._parameters, self._views, writes=self._writes)
+        self._mirror = MirroredParameters(self._parameters, self._originals, writes=self.writes)
         self._is_shared = True
         return self._mirror
 
-    def share(self) -> None:
-        """Makes every parameter a view of the shared memory. Call it when the worker that writes has written."""
+    def share(self, own: OwnParameters | None = None) -> None:
+        """Makes every parameter a view of the shared memory. Call it when the worker that writes has written.
+
+        Args:
+            own: Through which this worker sees it; None where it sees what other workers write there.
+        """
+        if own is not None:
+            self._own = own
+            self._views = [slot_tensor(own.parameter(i), p) for i, p in enumerate(self._parameters)]
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = same_memory(view)
         self._is_shared = True
@@ -148,7 +160,7 @@ class OffloadedParameters:
     def release(self) -> None:
         """Gives every parameter memory of its own again, with the values of now."""
         self._is_shared = False
-        self._cached = None
+        self._cached = self._own = None
         self._finish_update = lambda: 0  # it refers to this in turn; whoever releases waits by himself
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():
@@ -199,8 +211,8 @@ class OffloadedParameters:
         Raises:
             RuntimeError: If a parameter has been given memory that the memory devices cannot take the values of.
         """
-        self.take_assigned()
         self._publish()
+        digests = self.take_over_writes()
         self._take_lent()
         self._are_states_zero = False
         for options, members in zip(self._optimizer.param_groups, self._members, strict=True):
@@ -212,6 +224,7 @@ class OffloadedParameters:
                     record[name] = value
                 record["gradient_scale"] *= gradient_scale
                 self._settings[members[numbers == number]] = record
+        self._settings["written"] = digests
         if present is not None:
             self._settings["has_gradient"] = present
 
@@ -259,6 +272,17 @@ class OffloadedParameters:
         if not self._is_expected:
             self._note_update(np.flatnonzero(updated).tolist())
         self._is_expected = False
+        self._check_unwritten()
+
+    def _check_unwritten(self) -> None:
+        """Raises if somebody has written to parameters while they were updated: the update would be lost there."""
+        if self._own is None or (index := self._own.first_written()) is None:
+            return
+        raise RuntimeError(
+            f"this worker has written to parameter {index} of shape {tuple(self._parameters[index].shape)}, or to "
+            "one next to it, while memory devices updated it: a thread of its own, or with overlap=True a hook of "
+            "backward(). Write to parameters between step() and the next backward()"
+        )
 
     def _note_update(self, indices: Sequence[int]) -> None:
         if self._mirror is not None:
@@ -273,7 +297,7 @@ class OffloadedParameters:
             self._cached.publish_changes()
         elif self._mirror is not None and (changed := self._mirror.changed()):
             self._settle_gradients()
-            if self._writes:
+            if self.writes:
                 self._group.keep_snapshots()
             self._mirror.publish(changed)
             self._settle()
@@ -290,9 +314,12 @@ class OffloadedParameters:
         if not self._is_shared or self._cached is not None or self._mirror is not None:
             return
         self._moved = self._values_elsewhere()
+        if self._own is not None:  # nobody sees it before all have taken it over
+            copy_all([self._views[i] for i in self._moved], [self._parameters[i] for i in self._moved])
+            return self._return_moved()
         if self._moved:
             self._meet()
-        if self._moved and self._writes:
+        if self._moved and self.writes:
             self._group.keep_snapshots()
             copy_all([self._views[i] for i in self._moved], [self._parameters[i] for i in self._moved])
             self._settle()
@@ -302,6 +329,43 @@ class OffloadedParameters:
         for index in self._moved:
             self._parameters[index].data = same_memory(self._views[index])
         self._moved = []
+
+    def take_over_writes(self) -> npt.NDArray[np.uint32] | int:
+        """Has all workers have what each of them has written alike since the last update. Collective; no update is
+        under way. Where they have written unlike values, these stay their own, and the next update is refused.
+
+        Returns:
+            A digest of what this worker has written to each parameter; 0 for nothing.
+
+        Raises:
+            RuntimeError: If workers have written unlike values, and are on several nodes.
+        """
+        self.take_assigned()
+        if self._own is None:
+            return 0
+        digests, is_alike = self._own.take_over(self._group.keep_snapshots)
+        if not is_alike and self._group.spans_nodes:
+            # Memory devices would notice it after their own node's update.
+            index = int(np.flatnonzero(digests)[0])
+            raise RuntimeError(
+                f"this worker has written values to parameter {index} of shape "
+                f"{tuple(self._parameters[index].shape)} since the last update that others have not: what is "
+                "written to parameters between two steps (load_state_dict(), copy_(), an average of weights) every "
+                "worker has to write alike, or put back what was there before the next step"
+            )
+        return digests
+
+    def in_shared_memory(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same tensors, with those that are this worker's views of parameters as all workers see them."""
+        pairs = zip(self._views, self._originals, strict=True)
+        originals = {view.data_ptr(): original for view, original in pairs}
+        return {name: originals.get(tensor.data_ptr(), tensor) for name, tensor in tensors.items()}
+
+    def see_shared(self) -> None:
+        """Has parameters be what is in the shared memory, whatever this worker has written to them itself."""
+        if self._own is not None:
+            self._own.give_back()
+            torch.autograd.graph.increment_version(list(self._parameters))
 
     def adopt_state(self, loaded: LoadedState | None = None) -> None:
         """Moves the optimizer's own state, if it has any, to the memory devices.
@@ -315,7 +379,7 @@ class OffloadedParameters:
         for index, parameter in enumerate(self._parameters):
             mine: Mapping[str, Any] = state.get(parameter, {})
             self._num_updates[index] = self._rule.num_updates(mine)
-            if self._writes:
+            if self.writes:
                 self._write_state(index, mine)
         self.empty.adopt(state)
         self._settle()
@@ -436,7 +500,7 @@ class OffloadedParameters:
 
     def _settle(self) -> None:
         """Returns when what was written to shared memory is there, if a GPU writes it: others read it next."""
-        for device in {view.device for view in self._views if view.is_cuda}:
+        for device in {view.device for view in self._originals if view.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def _has_state(self, index: int) -> bool:

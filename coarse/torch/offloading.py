@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +32,8 @@ from coarse.torch.module_hooks import OwnHook
 from coarse.torch.offloaded import OffloadedParameters
 from coarse.torch.refusals import Refusals
 from coarse.torch.update_rules import UpdateRule
+
+logger = logging.getLogger(__name__)
 
 
 class Offloading(Refusals):
@@ -271,8 +274,11 @@ class Offloading(Refusals):
             part.cached.follow(self.module)
         elif has_copies:
             updates.mirror(offloaded.mirror(gradients.settle))
-        else:
+        elif self._is_true_anywhere(bool(reason := _tensor_group(gradients).map_own_parameters())):
+            logger.info("workers see what others write to parameters: %s", reason or "another worker has to")
             offloaded.share()
+        else:
+            offloaded.share(_tensor_group(gradients).open_own_parameters(publishes=offloaded.writes))
 
     def _follow_module(self, offloaded: OffloadedParameters) -> None:
         """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""

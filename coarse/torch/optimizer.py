@@ -53,16 +53,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     somebody writes to the parameter becomes its master weight.
 
     What differs where it does run in memory devices:
-        - Every parameter is a view of memory that the workers of the node share: what one of them writes to it
-          between two steps, all of them read. Weights that are swapped for an evaluation (a moving average) are
-          swapped for all: evaluate a copy, or on all workers at once. Parameters are whole and constant between the
-          end of a worker's step() and the beginning of its next one (with overlap=True: of its next backward()). A
-          thread of its own that reads during step() may see some tensors, or parts of one, from before and some
-          from after.
-        - `parameter.data = tensor` of the same shape and type is taken over by the next update, the tensor of the
-          node's first worker for all. Every worker has to assign to the same parameters, for the update begins when
-          all have; until then each has the tensor that it assigned. What `parameter.data` was before is not kept
-          apart: updates go on writing to it.
+        - Every parameter is a view of memory that the workers of the node share. What a worker writes to it between
+          two steps (load_state_dict(), weights that are swapped for an evaluation, `parameter.data = tensor` of the
+          same shape and type) it alone sees, until the next step goes on with what all workers have written
+          alike, as they do under torch's class; until then it takes as much more memory. Where they have written
+          unlike values, that step is refused; what was put back before it counts as not written. Linux tells what
+          was written from 6.7 on. With older ones, where userfaultfd is forbidden, and where parameters lie on a GPU
+          of all workers, every worker of the node sees at once what any of them writes (docs/design/optimizer.md).
+        - Parameters are whole and constant between the end of a worker's step() and the beginning of its next one
+          (with overlap=True: of its next backward()). A thread of its own that reads during step() may see some
+          tensors, or parts of one, from before and some from after.
+        - What `parameter.data` was before a tensor was assigned is not kept apart: updates go on writing to it.
         - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
           update brings anew. What is written to them between two steps has to be written by all workers alike, and
           not in place to `parameter.data`, which torch does not count.
@@ -108,7 +109,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             model's, or memory devices are to be kept and it does not hold all that are, or staleness is above 0; or
             they have replicas and overlap is True.
         RuntimeError: If another DistributedOptimizer has some of its parameters.
-        SchemaMismatchError: If workers construct different ones.
+        SchemaMismatchError: If workers construct different ones. By a later step(), or backward() with overlap=True:
+            if they differ in settings, or have written unlike values to parameters.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
 

@@ -80,6 +80,10 @@ class SnapshotSaves:
             self._prepared_for = which
             self._request(self._take_beside())
 
+    def take_over_writes(self) -> None:
+        """Has the next snapshot hold what workers have written alike since the last update. Collective."""
+        self._offloaded.take_over_writes()
+
     def begin(self, step: int, details: SaveDetails) -> SnapshotWriting:
         """Takes a snapshot and has it written; between two steps.
 

@@ -161,14 +161,17 @@ def load_training_state(
 ) -> None:
     """Loads a checkpoint into model and optimizer; nothing is changed unless everything fits.
 
-    Without an optimizer, an optimizer's state in the checkpoint is left alone.
+    Without an optimizer, an optimizer's state in the checkpoint is left alone. Parameters that memory devices hold
+    are loaded there, into the memory that all workers share: every worker has to do so at the same time.
 
     Raises:
         CheckpointError: If tensors or settings are missing, are too many or have another shape: all are listed.
         OSError: If the disk cannot read it.
     """
-    model_destinations = model_tensors(model)
-    wanted = {described(name, tensor): tensor for name, tensor in model_destinations.items()}
+    offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
+    tensors = model_tensors(model)
+    destinations = tensors if offloaded is None else offloaded.in_shared_memory(tensors)
+    wanted = {described(name, tensor): tensor for name, tensor in destinations.items()}
     parameters = dict(bare(model).named_parameters())
     states = {
         tensor: _empty_state(tensor, parameters)
@@ -177,15 +180,16 @@ def load_training_state(
     }
     _check_model(checkpoint, wanted)
     if optimizer is None:
-        _keep_snapshots(model)
-        load_tensors(checkpoint, wanted, progress)
-        _tell_loaded(model, model_destinations)
-        return
-    state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
+        states = {}
+    else:
+        state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
     _keep_snapshots(model, optimizer)
     load_tensors(checkpoint, {**wanted, **states}, progress)
-    _tell_loaded(model, model_destinations)
-    optimizer.load_state_dict(state_dict)
+    if offloaded is not None:
+        offloaded.see_shared()
+    _tell_loaded(model, tensors)
+    if optimizer is not None:
+        optimizer.load_state_dict(state_dict)
 
 
 def _keep_snapshots(*holders: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from written_pages import tells_written_pages
 
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
@@ -272,3 +273,65 @@ def test_a_job_of_one_has_no_memory_devices(job):
             session.register_parameters("model", means(100), state_names=())
 
     job.run(1, worker)
+
+
+needs_written_pages = pytest.mark.skipif(
+    not tells_written_pages(), reason="this kernel does not tell which pages a process has written"
+)
+
+
+@needs_written_pages
+@pytest.mark.parametrize("writers", [(1,), (0, 1)])
+def test_unlike_values_that_workers_write_to_a_parameter_end_the_session(job, writers):
+    def worker(me):
+        with me.join(profile="off") as session:
+            group = session.register_parameters("model", means(*LENGTHS), state_names=ADAM_STATES)
+            assert group.map_own_parameters() == ""
+            own = group.open_own_parameters(publishes=me.rank == 0)
+            take_steps(group, me.rank, steps=1)
+            shared = bytes(group.parameter(1))
+            if me.rank in writers:
+                array(own.parameter(1))[7] = 5 + me.rank
+            write_settings(group, 2)
+            digests, is_alike = own.take_over(group.keep_snapshots)
+            assert digests.astype(bool).tolist() == [False, me.rank in writers, False]
+            assert is_alike == (me.rank not in writers)
+            assert bytes(group.parameter(1)) == shared
+            np.frombuffer(group.settings(), dtype=SETTINGS_DTYPE)["written"] = digests
+            for index in range(len(LENGTHS)):
+                group.push(index, update=UpdateKind.UPDATE)
+            with pytest.raises(CoarseError, match="tensor 1: workers 0 and 1 have written unlike values"):
+                group.pull_all()
+
+    job.run(2, worker)
+
+
+@needs_written_pages
+def test_what_a_worker_writes_is_its_own_until_all_take_it_over(job):
+    def worker(me):
+        with me.join(profile="off") as session:
+            group = session.register_parameters("model", means(*LENGTHS), state_names=ADAM_STATES)
+            assert group.map_own_parameters() == ""
+            own = group.open_own_parameters(publishes=me.rank == 0)
+            take_steps(group, me.rank, steps=1)
+            shared = [array(group.parameter(index)).copy() for index in range(len(LENGTHS))]
+            session.barrier()
+            array(own.parameter(0))[:] = me.rank
+            array(own.parameter(2))[:] = 3
+            session.barrier()
+            assert (array(own.parameter(0)) == me.rank).all()
+            array(own.parameter(0))[:] = shared[0]
+            digests, is_alike = own.take_over(group.keep_snapshots)
+            assert digests.astype(bool).tolist() == [False, False, True]
+            assert is_alike
+            session.barrier()
+            for index, expected in enumerate([*shared[:2], np.full(LENGTHS[2], 3, dtype=np.float32)]):
+                assert (array(group.parameter(index)) == expected).all()
+            session.barrier()
+            take_steps(group, me.rank, steps=1)  # whose results no page of this worker's own hides
+            for index in range(len(LENGTHS)):
+                assert own.parameter(index) == group.parameter(index)
+                assert not (array(group.parameter(index)) == shared[index]).all()
+            session.barrier()
+
+    job.run(2, worker)

@@ -417,6 +417,26 @@ def what_is_loaded_does_not_get_into_a_snapshot(context: Context) -> None:
 
 
 @checkpoint_scenario
+def what_was_loaded_is_saved_before_the_next_step(context: Context) -> None:
+    from coarse.torch.checkpoint import Checkpointer
+
+    module = with_buffers()
+    model = context.wrap(module)
+    optimizer = offload(context, OPTIMIZERS["adamw"](model.parameters()), model)
+    model(context.inputs(1, 16, 8)).square().mean().backward()
+    optimizer.step()
+    with shared_folder(context) as folder, Checkpointer(folder, model, optimizer) as checkpointer:
+        module.load_state_dict({key: torch.ones_like(value) for key, value in module.state_dict().items()})
+        checkpointer.save()
+        assert all(bool((parameter == 1).all()) for parameter in module.parameters())
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        checkpointer.restore()
+        assert all(bool((parameter == 1).all()) for parameter in module.parameters())
+
+
+@checkpoint_scenario
 def what_is_restored_does_not_get_into_a_snapshot(context: Context) -> None:
     from coarse.torch.checkpoint import Checkpointer
 

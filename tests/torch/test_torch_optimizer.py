@@ -21,12 +21,24 @@ from optimizer_parts_scenarios import PARTS_SCENARIOS
 from optimizer_scenarios import OPTIMIZER_SCENARIOS
 from parity_pool import WorkerPool
 from tiers import slow_but_for
+from written_pages import tells_written_pages
 
 SCENARIOS = {**OPTIMIZER_SCENARIOS, **PARTS_SCENARIOS, **NARROW_SCENARIOS}
 
 PARITY = [name for name, scenario in SCENARIOS.items() if scenario.compare]
+# Needs a kernel that tells which pages a worker has written, and parameters in the host's memory.
+WRITTEN_BY_EACH_WORKER = [
+    "averages_are_evaluated_by_each_worker_for_itself_in_step",
+    "averages_are_evaluated_by_each_worker_for_itself_overlapped",
+    "what_every_worker_writes_counts_once_in_step",
+    "what_every_worker_writes_counts_once_overlapped",
+]
+if not tells_written_pages():
+    PARITY = [name for name in PARITY if name not in WRITTEN_BY_EACH_WORKER]
 # Where memory devices are on a GPU, kernels make the updates, whenever these begin.
-ON_A_GPU = [name for name in PARITY if not name.endswith("_overlapped")]
+ON_A_GPU = [
+    name for name in PARITY if not name.endswith("_overlapped") and name not in WRITTEN_BY_EACH_WORKER
+]
 # Every optimizer in float32; one of two states as 16-bit parameters have it, and where updates are made in backward.
 # Each rule in each type is compared with formulas in tests/native/update_test.cpp.
 VARIANTS = [name for name in PARITY if name.endswith(("_overlapped", "float16_in_step"))]
@@ -85,6 +97,8 @@ ON_A_GPU_ACROSS_NODES_IN_EVERY_RUN = [
     "large_parameters_that_a_worker_leaves_out_overlapped",
 ]
 COARSE_ONLY = [name for name, scenario in SCENARIOS.items() if not scenario.compare]
+if not tells_written_pages():
+    COARSE_ONLY.remove("parameters_that_are_written_during_their_update_are_told")
 # Nodes share no memory, and do not tell each other whose gradient was not finite.
 ON_ONE_NODE = ["nonfinite_gradients_raise_and_name_the_worker", "parameters_and_state_live_once"]
 

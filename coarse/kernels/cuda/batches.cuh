@@ -105,8 +105,9 @@ struct alignas(16) RuleSettings {
   float secondScale;
   float epsilon;
   std::uint32_t updateNumber;
+  std::uint32_t written;
   std::uint32_t hasGradient;
-  std::uint32_t reserved[2];
+  std::uint32_t reserved;
 };
 static_assert(sizeof(RuleSettings) == 64, "a wire format");
 

@@ -63,6 +63,14 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
              "parameter. Call backward() and optimizer.step() equally often on every worker";
     }
     const UpdateSettings other = group.settings(shard, client);
+    if ((expectedKind & kUpdate) != 0 && expected.written != other.written) {
+      return whom() +
+             "have written unlike values to this parameter since the last update, or one of them has and the "
+             "other "
+             "one has not. What is written to parameters between two steps (load_state_dict(), copy_(), an "
+             "average of "
+             "weights) every worker has to write alike, or put back what was there before the next step";
+    }
     if ((expectedKind & kUpdate) == 0 || std::memcmp(&expected, &other, kComparedBytes) == 0) continue;
     return whom() + "disagree on the optimizer's settings: " + firstDifference(expected, other) +
            ". Every worker must run the same scheduler and load the same state";

@@ -323,8 +323,8 @@ std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) 
     if (theirs.settings != ours.settings) {
       return "tensor " + std::to_string(group.tensors->plan().shards[shard].tensor) + ": " + workersOf(node) +
              " and " + workersOf(index_.node) +
-             " disagree on the optimizer's settings. Every worker must run the same scheduler and load the "
-             "same state";
+             " disagree on the optimizer's settings. Every worker must run the same scheduler, load the same "
+             "state, and write the same values to parameters";
     }
     const ShardShape other = shapeOf(theirs);
     if (areEqual(own, other)) continue;

@@ -81,8 +81,10 @@ struct alignas(64) UpdateSettings {
   float secondScale = 1;
   float epsilon = 0;
   std::uint32_t updateNumber = 0;  // of its next update, from 1 on; workers that skipped a step disagree
-  std::uint32_t hasGradient = 0;   // of this worker, by whom it need not be the same; for finishUpdates()
-  std::uint32_t reserved[2] = {};
+  std::uint32_t written =
+      0;  // digest of what this worker itself has written to the parameter since the last update
+  std::uint32_t hasGradient = 0;  // of this worker, by whom it need not be the same; for finishUpdates()
+  std::uint32_t reserved = 0;
 };
 static_assert(sizeof(UpdateSettings) == 64 && std::is_trivially_copyable_v<UpdateSettings>);
 
