@@ -601,7 +601,7 @@ def all_workers_hear_that_a_save_which_they_wait_for_failed(context: Context) ->
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         checkpointer._parent._observe = fail
-        with raises("CheckpointError", "No space left" if context.rank == 0 else "another worker's error"):
+        with raises("CheckpointError", "No space left" if context.rank == 0 else "error of another worker"):
             checkpointer.save()
         checkpointer._parent._observe = lambda operation, name: None
         checkpointer.save()
