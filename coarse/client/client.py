@@ -134,6 +134,8 @@ class Client:
             is_emulated=emulation is not None,
             heartbeat_ms=heartbeat_limit_ms(settings.heartbeat_s),
         )
+        # They live as long as this object, which must not live because of them.
+        has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
         self._losses = Losses(
             rank=self.rank,
             connections=connections,
@@ -141,7 +143,7 @@ class Client:
             heartbeat_s=settings.heartbeat_s,
             fate_of_device=fate_of_device,
             kill_silent=kill_silent,
-            has_gpu_tensors=lambda: any(group.gpu is not None or group.is_on_gpu for group in self._groups),
+            has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
             replicas=settings.replicas,
         )
         self._questions = Questions(self.rank, settings.timeout_s, self._losses)
@@ -159,6 +161,9 @@ class Client:
             self._native.tell_of_lateness(
                 self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
             )
+
+    def _has_gpu_tensors(self) -> bool:
+        return any(group.gpu is not None or group.is_on_gpu for group in self._groups)
 
     @property
     def is_closed(self) -> bool:
