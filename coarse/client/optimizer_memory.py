@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from coarse.client.gpu_transfers import NOTHING, MappedMemory
-from coarse.client.own_parameters import OwnParameters
 from coarse.client.own_path import Meeting
 from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context, map_tensors
 from coarse.kernels import _native
 from coarse.proxy.memory import Segment
 from coarse.proxy.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
+
+if TYPE_CHECKING:
+    from coarse.client.own_parameters import OwnParameters
 
 
 class OptimizerMemory:
@@ -73,6 +76,8 @@ class OptimizerMemory:
         view, self._own_view = self._own_view, None
         if view is None or isinstance(self._parameters, GpuBytes):
             raise ValueError("the parameters were not mapped for this worker alone")
+        from coarse.client.own_parameters import OwnParameters  # needs numpy
+
         return OwnParameters(
             view, self._parameters, self._parameter_offsets, lengths, meeting, publishes=publishes
         )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from coarse.client.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.nccl_own_path import NcclOwnPath
 from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.own_parameters import OwnParameters
 from coarse.client.own_path import HostOwnPath, Meeting
 from coarse.client.reservations import Reservations
 from coarse.client.row_memory import RowMemory
@@ -34,6 +33,7 @@ from coarse.schema import ITEM_BYTES
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
+    from coarse.client.own_parameters import OwnParameters
 
 _OWN_PATH_FLAGS = {
     "ring": _native.OWN_PATH,
