@@ -381,6 +381,11 @@ class Client:
         self._check_usable()
         self._connections[HOME_DEVICE].send(message, fds)
 
+    def tell_devices(self, message: Message) -> None:
+        """Sends a message to all memory devices."""
+        self._check_usable()
+        send_to_all(self._connections, message)
+
     def ask_home(self, message: Message, kind: str, about: str) -> Received:
         """Sends a message to the home device and waits for its answer.
 

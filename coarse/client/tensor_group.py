@@ -281,9 +281,9 @@ class TensorGroup:
         return Snapshot(self._client, self.id, number)
 
     def warm_snapshots(self) -> None:
-        """Has the home device take the memory for a snapshot ahead. Returns at once. Of a group with an optimizer."""
+        """Has the memory devices take the memory for a snapshot ahead. Returns at once. Of a group with an optimizer."""
         self._memory_kept()
-        self._client.tell_home({"type": "warm_snapshots", "group": self.id})
+        self._client.tell_devices({"type": "warm_snapshots", "group": self.id})
 
     def keep_snapshots(self) -> None:
         """To be called before a worker itself writes to parameters or states: copies what snapshots refer to."""

@@ -117,7 +117,7 @@ class MemoryDevice:
             "release_storage": lambda worker, message: self._storage.release_snapshot(worker.client, message),
             "release_snapshot": lambda worker, message: self._snapshots.release(message),
             "read_snapshot": lambda worker, message: self._snapshots.read(worker.client, message),
-            "warm_snapshots": lambda worker, message: self._snapshots.warm(message),
+            "warm_snapshots": lambda _, message: self._warm_snapshots(message),
             "keep_snapshots": lambda worker, message: self._snapshots.keep(worker.client, message),
             "snapshot_statistics": lambda worker, message: self._snapshots.report(worker.client, message),
             "departures": self._tell_departures,
@@ -446,6 +446,12 @@ class MemoryDevice:
     def _unregister(self, worker: WorkerConnection, message: Message) -> None:
         if not self._is_to_be_continued():  # what is given up on the way out is wanted again
             self._registrar.unregister(worker.client, message, self._data_path.proxy)
+
+    def _warm_snapshots(self, message: Message) -> None:
+        proxy = self._data_path.running_proxy
+        snapshots = None if proxy is None else proxy.snapshots_of(int_field(message, "group"))
+        if snapshots is not None:
+            self._snapshots.warm(snapshots)
 
     def _tell_departures(self, worker: WorkerConnection, _: Message) -> None:
         worker.send({"type": "departures", "ranks": sorted(self._other_nodes.departed_ranks)})

@@ -46,6 +46,23 @@ def choose_pool_limit(pool_bytes: int, whole_bytes: int, available_bytes: int) -
     return pool_bytes or min(whole_bytes, available_bytes // 2)
 
 
+def warm(snapshots: _native.GroupSnapshots, first: int, should_stop: Callable[[], bool]) -> None:
+    """Takes the memory of one whole snapshot ahead, and for good: the update after a snapshot then only copies.
+
+    Does nothing where the limit is below that, or memory runs out: it is then taken as versions are kept. To be
+    called in each memory device, for each maps the memory into itself.
+
+    Args:
+        snapshots: Of the device's proxy.
+        first: The shard to begin with: devices that begin apart share the clearing of pages.
+        should_stop: Asked now and then.
+    """
+    for array in range(snapshots.num_arrays):
+        for shard in range(snapshots.num_shards):
+            if should_stop() or not snapshots.warm((first + shard) % snapshots.num_shards, array):
+                return
+
+
 def told_scribble(name: str, begun: int, ranks: Sequence[int]) -> str:
     """What is said of a counter of snapshots that says what cannot be.
 
@@ -110,19 +127,6 @@ class GroupSnapshots:
     def set_limit(self, num_bytes: int) -> None:
         """How much memory old versions may take. Before the first snapshot."""
         self._native.set_limit(num_bytes)
-
-    def warm(self, should_stop: Callable[[], bool]) -> None:
-        """Takes the memory of one whole snapshot ahead, and for good: the update after a snapshot then only copies.
-
-        Does nothing where the limit is below that, or memory runs out: it is then taken as versions are kept.
-
-        Args:
-            should_stop: Asked now and then.
-        """
-        for array in range(self.num_arrays):
-            for shard in range(len(self._tensor_of_shard)):
-                if should_stop() or not self._native.warm(shard, array):
-                    return
 
     def num_bytes(self, tensor: int, array: int) -> int:
         """Length of an array of a tensor.

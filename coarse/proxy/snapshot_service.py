@@ -14,7 +14,7 @@ from typing import Any
 
 from coarse.errors import CoarseError, ProtocolError
 from coarse.kernels import _native
-from coarse.proxy.group_snapshots import GroupSnapshots
+from coarse.proxy.group_snapshots import GroupSnapshots, warm
 from coarse.proxy.job import DeviceJob
 from coarse.proxy.memory import DeviceMemory, Segment
 from coarse.proxy.outbox import SendToWorker
@@ -32,7 +32,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class SnapshotService:
-    """Serves the snapshot messages of docs/design/control-protocol.md, on the home device.
+    """Serves the snapshot messages of docs/design/control-protocol.md, on the home device; warm() on all.
 
     Used from the control thread, which it never holds up: memory is copied in a thread, and each snapshot that goes
     to disk has one of its own. None of them is waited for when the device ends.
@@ -46,6 +46,7 @@ class SnapshotService:
 
     def __init__(self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, post: Post) -> None:
         self._device = job.device
+        self._num_devices = job.num_devices
         self._memory = memory
         self._send = send
         self._post = post
@@ -94,13 +95,13 @@ class SnapshotService:
 
         self._run(lambda: self._answer(client, keep_all))
 
-    def warm(self, message: Message) -> None:
+    def warm(self, snapshots: _native.GroupSnapshots) -> None:
         """A worker is going to save now and then: takes the memory for a snapshot ahead, at low priority."""
-        group = self._group(message)
+        first = snapshots.num_shards * self._device // self._num_devices
 
         def run() -> None:
             lower_priority()
-            group.warm(self._is_closing.is_set)
+            warm(snapshots, first, self._is_closing.is_set)
 
         threading.Thread(target=run, name="coarse-snapshot-memory", daemon=True).start()
 

@@ -126,6 +126,7 @@ void registerProxy(py::module_& module) {
           py::arg("memory") = nullptr, py::arg_v("replica", ReplicaFds(), "Replica()"),
           py::arg_v("undo", UndoFds(), "UndoLog()"), py::arg("versions") = nullptr, ReleaseGil())
       .def("remove_group", &Proxy::removeGroup, py::arg("group"), ReleaseGil())
+      .def("snapshots_of", &Proxy::snapshotsOf, py::arg("group"))
       .def(
           "finish_updates",
           [](Proxy& proxy, const std::vector<std::size_t>& lostClients) {

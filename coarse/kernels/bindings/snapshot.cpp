@@ -54,10 +54,6 @@ class GroupReader {
     std::iota(all.begin(), all.end(), 0U);
     snapshots_.keep(all);
   }
-  bool warm(std::uint32_t shard, std::size_t array) {
-    check(shard, array);
-    return snapshots_.warm(shard, array);
-  }
   SnapshotStore& store() { return snapshots_.store(); }
 
  private:
@@ -96,6 +92,10 @@ void registerSnapshot(py::module_& module) {
       .def_readonly("num_lost", &SnapshotStatistics::numLost)
       .def_readonly("lost_of", &SnapshotStatistics::lostOf)
       .def_readonly("impossible", &SnapshotStatistics::impossible);
+  py::class_<GroupSnapshots, std::shared_ptr<GroupSnapshots>>(module, "GroupSnapshots")
+      .def_property_readonly("num_arrays", &GroupSnapshots::numArrays)
+      .def_property_readonly("num_shards", &GroupSnapshots::numShards)
+      .def("warm", &GroupSnapshots::warm, py::arg("shard"), py::arg("array"), ReleaseGil());
   py::class_<GroupReader>(module, "SnapshotReader")
       .def(py::init([](const GroupPlan& plan, const Region& parameters, const Region& states, int requestFd,
                        int controlFd, int poolFd, double patienceSeconds,
@@ -118,7 +118,6 @@ void registerSnapshot(py::module_& module) {
            py::arg("destination"))
       .def("let_go", &GroupReader::letGo, py::arg("snapshot"), py::arg("shard"), py::arg("array"),
            ReleaseGil())
-      .def("warm", &GroupReader::warm, py::arg("shard"), py::arg("array"), ReleaseGil())
       .def("keep", &GroupReader::keep, py::arg("shard"), ReleaseGil())
       .def("keep_all", &GroupReader::keepAll, ReleaseGil())
       .def(

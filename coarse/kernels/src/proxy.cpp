@@ -245,6 +245,11 @@ void Proxy::removeGroup(std::uint32_t id) {
       [&] { unused = groups_.remove(id, [this](const TensorGroup& group) { return isWorkingOn(group); }); });
 }
 
+std::shared_ptr<GroupSnapshots> Proxy::snapshotsOf(std::uint32_t id) const noexcept {
+  const TensorGroup* const group = groups_.find(id);
+  return group == nullptr ? nullptr : group->sharedSnapshots();
+}
+
 bool Proxy::isWorkingOn(const TensorGroup& group) noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
   // its last step around the ring before it.

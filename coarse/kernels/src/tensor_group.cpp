@@ -154,7 +154,7 @@ void TensorGroup::mapOptimizer(const OptimizerFds& fds) {
   if (const std::size_t keptBytes = plan_.keptBytes(); keptBytes > 0)
     states_ = memory_->map(fds.states, keptBytes, "states");
   if (fds.snapshots.control >= 0 && fds.snapshots.hasPool())
-    snapshots_ = std::make_unique<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
+    snapshots_ = std::make_shared<GroupSnapshots>(plan_, parameters_.get(), states_.get(), fds.snapshots);
   if (fds.undo.control >= 0) {
     if (!tables_.empty() || replica_ != nullptr)
       throw std::invalid_argument("neither tables nor groups with a replica undo a step");

@@ -100,6 +100,10 @@ class Proxy {
   /// Unmaps a tensor group, unless a sync core is still at it: then the next call unmaps it. @pre every shard
   /// that was pushed is complete, and no client will push to it any more.
   void removeGroup(std::uint32_t group);
+  /// Snapshots of a group, through the mappings to which its updates store old versions. From then on only
+  /// their store may be used, for the group may go.
+  /// @returns nullptr if there is no such group, or it has none.
+  std::shared_ptr<GroupSnapshots> snapshotsOf(std::uint32_t group) const noexcept;
 
   /// Brings each group that has an optimizer to one step, and tells which. @pre stop() was called, on all
   /// devices, and no worker lives any more.

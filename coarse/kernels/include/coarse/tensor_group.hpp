@@ -217,6 +217,7 @@ class TensorGroup {
   void moveToReplica();
   /// Null without an optimizer or snapshots of what it keeps.
   GroupSnapshots* snapshots() const noexcept { return snapshots_.get(); }
+  const std::shared_ptr<GroupSnapshots>& sharedSnapshots() const noexcept { return snapshots_; }
   /// Null without one.
   Replica* replica() const noexcept { return replica_.get(); }
   /// Null without one.
@@ -258,7 +259,7 @@ class TensorGroup {
   std::vector<KeptArrays> kept_;  // by tensor
   std::vector<bool> isLost_;      // by client
   std::size_t firstClient_ = 0;
-  std::unique_ptr<GroupSnapshots> snapshots_;
+  std::shared_ptr<GroupSnapshots> snapshots_;
   std::unique_ptr<Replica> replica_;
   std::unique_ptr<UndoLog> undoLog_;
 };
