@@ -16,7 +16,7 @@ FORMATTED_SOURCES = $(shell find coarse tests benchmarks -name '*.cpp' -o -name 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-tf experiments gpu test test-all lint python-test native-test native-test-asan native-test-tsan clean
+.PHONY: help train train-tf experiments benchmarks gpu quick test test-all lint python-test native-test native-test-asan native-test-tsan clean
 
 help:  ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,13 @@ experiments: $(INSTALLED)  ## Run the paper's experiments and rewrite their tabl
 
 gpu: $(INSTALLED)  ## Run what only a GPU decides: tests and benchmarks, in a table beside their aims (half an hour).
 	$(BIN)/python benchmarks/gpu_report.py
+
+quick: $(INSTALLED)  ## Run ruff, the unit tests and the core of the multi-process tests: the loop while you work.
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q $(IN_PARALLEL) tests/unit tests/multiproc/test_sync.py
+
+benchmarks: $(INSTALLED)  ## Run the benchmarks and rewrite the tables of docs/benchmarks.md (an hour, on a quiet machine).
+	$(BIN)/python benchmarks/tables.py
 
 test:  ## Run all linters and tests but the slow ones, the native ones under sanitizers.
 	@$(MAKE) --jobs=2 lint native-test-sanitized  # native tests build while Python's packages are installed

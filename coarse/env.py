@@ -1,4 +1,4 @@
-"""What launchers tell a process of its job. The only module beside coarse.settings that reads the environment.
+"""The environment of a process: launchers' variables, and those of other programs. No other module reads it.
 
 Nothing is read at import.
 """
@@ -6,7 +6,7 @@ Nothing is read at import.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +133,32 @@ def job_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
             f"same {_LEAST_SECRET_BYTES} random ones or more, such as `openssl rand -hex 32` prints"
         )
     return JobSecret(value)
+
+
+def process_environment() -> MutableMapping[str, str]:
+    """The environment of this process itself, for code that passes it on or reads the variables of launchers."""
+    return os.environ
+
+
+def compiler_command() -> tuple[str, ...]:
+    """CXX, the command of the C++ compiler with its options; empty if it is not set."""
+    return tuple(os.environ.get("CXX", "").split())
+
+
+def may_share_gpus_over_nccl() -> bool:
+    """NCCL_MULTI_RANK_GPU_ENABLE, by which NCCL 2.30 and later admit several ranks on a GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def is_of_tensorflow(environ: Mapping[str, str]) -> bool:
+    """Whether TF_CONFIG describes the job, because no launcher does."""
+    return bool(environ.get("TF_CONFIG")) and "RANK" not in environ and "WORLD_SIZE" not in environ
+
+
+def forget_settings() -> None:
+    """Removes all variables of COARSE from the environment of this process."""
+    for name in [name for name in os.environ if name.startswith("COARSE_")]:
+        del os.environ[name]
 
 
 def own_process_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, is_of_tensorflow, process_environment
 from coarse.errors import RendezvousError
 from coarse.socket_store import Address, LocalAddress, TcpAddress
 
@@ -50,8 +50,8 @@ class Launch:
         Raises:
             RendezvousError: If they contradict each other, or TF_CONFIG has tasks other than workers.
         """
-        environ = dict(os.environ if environ is None else environ)
-        if "RANK" not in environ and "WORLD_SIZE" not in environ and environ.get("TF_CONFIG"):
+        environ = dict(process_environment() if environ is None else environ)
+        if is_of_tensorflow(environ):
             return _from_tf_config(environ["TF_CONFIG"])
         adopt_launcher(environ)
         identity = WorkerIdentity.from_environment(environ)
@@ -151,7 +151,7 @@ def adopt_launcher(environ: MutableMapping[str, str] | None = None, *, parent_pi
     all of MPI's workers are on this node, to it and a port by the launcher's process. Workers on several nodes under
     mpirun have to be told (`mpirun -x MASTER_ADDR=host`).
     """
-    environ = os.environ if environ is None else environ
+    environ = process_environment() if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return
     found = _slurm(environ) or _mpi(environ, os.getppid() if parent_pid is None else parent_pid)

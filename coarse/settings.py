@@ -5,12 +5,13 @@ Explicit arguments beat the environment, the environment beats the defaults. Not
 
 from __future__ import annotations
 
-import os
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
+from coarse.env import process_environment
 from coarse.errors import SettingsError
 from coarse.failpoints import parse_failpoints
 from coarse.machine.memory_name import MemoryName, parse_memory_devices
@@ -124,24 +125,33 @@ def _is_anything(name: str, value: object) -> None:
 _DECLARED = "setting"
 
 
-def _setting(default: object, summary: str, *, read: _Read = _read_text, check: _Check = _is_anything) -> Any:
-    return field(default=default, metadata={_DECLARED: (summary, read, check)})
+def _setting(
+    default: object,
+    summary: str,
+    *,
+    read: _Read = _read_text,
+    check: _Check = _is_anything,
+    is_advanced: bool = False,
+) -> Any:
+    return field(default=default, metadata={_DECLARED: (summary, read, check, is_advanced)})
 
 
-def _choice(default: str, summary: str, *choices: str) -> Any:
-    return _setting(default, f"{summary}: {', '.join(choices)}", check=_is_one_of(*choices))
+def _choice(default: str, summary: str, *choices: str, is_advanced: bool = False) -> Any:
+    text = f"{summary}: {', '.join(choices)}"
+    return _setting(default, text, check=_is_one_of(*choices), is_advanced=is_advanced)
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a setting is to whoever asks for it.
+    """A setting as the command line and the documentation present it.
 
     Args:
         name: Of its field.
         default: Of its field.
-        summary: What it is for, in a line.
-        read: Makes a value of the text of its variable.
-        check: Raises ValueError if its value cannot be.
+        summary: Its purpose in one line.
+        read: Parses the text of its variable.
+        check: Raises ValueError if a value is out of range.
+        is_advanced: Whether only researchers and tests need it.
     """
 
     name: str
@@ -149,84 +159,89 @@ class Declaration:
     summary: str
     read: _Read
     check: _Check
+    is_advanced: bool
 
     @property
     def variable(self) -> str:
-        """By which the environment has it."""
+        """Its environment variable."""
         return f"{_PREFIX}{self.name.upper()}"
 
     @property
     def flag(self) -> str:
-        """By which `coarse run` sets its variable."""
+        """Its flag of `coarse run`."""
         return "--" + self.name.removesuffix("_s").replace("_", "-")
 
     @property
     def default_text(self) -> str:
-        """The default as users would write it; "" for none."""
+        """The default as users write it; "" if there is none."""
         return f"{self.default:g}" if isinstance(self.default, float) else f"{self.default}"
 
 
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Which of the known variables may be meant."""
+    found = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"do you mean {found[0]}?" if found else "docs/settings.md lists them, and coarse run --help-all"
+
+
 def declarations() -> tuple[Declaration, ...]:
-    """Of all settings, in the order in which users are shown them."""
+    """All settings, in the order in which users see them."""
     return tuple(Declaration(each.name, each.default, *each.metadata[_DECLARED]) for each in fields(Settings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a session is set up. The same on every worker.
+    """The configuration of a session, the same on every worker except for `node` and `node_address`.
 
     Args:
-        memory_devices: Memory devices on each node; 0 stands for as many as local workers. Or the memory of each.
-        partition_table: A TOML file that says which memory device serves which workers, instead of `memory_devices`;
-            "" for an even one.
-        sync_cores: Sync cores (threads) of each memory device; 0 stands for a share of the cores available.
-        shard_bytes: Partition threshold: no shard is smaller unless its tensor is; 0 stands for what the links'
-            profile says, or 256 KiB.
-        gather_bytes: Tensors of up to so many bytes are gathered by one sync core.
-        routing_threshold_bytes: Shards below go to the lowest-latency proxy, others to the widest one.
-        algorithm: "auto", "gather", "direct", "ring", "exchange" or, between GPUs, "nccl". There "auto" is what
-            is measured to be fastest when tensors are first registered.
-        scheduling: "queues", or "fcfs" to see first-come-first-serve deadlock.
-        timeout_s: A wait longer than this is an error.
-        warn_after_s: A wait that has taken so long is logged with the workers that it waits for, and again whenever
-            that time has doubled; 0 for never.
-        heartbeat_s: A memory device that does no work at all for so long, although its process is there, is lost;
-            0 for never.
-        snapshot_pool_bytes: How much memory old versions may take that snapshots refer to, for each model whose
-            optimizer runs in the memory devices; 0 stands for those of one whole snapshot, at most half of the memory
-            that is available.
-        spin_us: How long a wait looks for its result before it sleeps, in microseconds; -1 stands for long where
-            every process has a processor, and short where spinning would take it from whom it waits for.
-        profile: Of the links: "off"; "cached" to use one that is kept; "auto" to measure one where none is kept;
-            "refresh" to measure one in any case; or a file.
-        routing: "profile" for routes by the links' profile; "local" for each worker's own memory device; "auto" for
-            those of the profile where links carry the shards: not in the host's memory, and to memory devices on GPUs
-            where a trial is faster; "spread" to have large shards take turns between both memory devices of the
-            table, where all links of an emulated machine carry more so.
-        machine: Name of a machine, or a TOML file, whose links the session emulates; "" for those that are there.
-        time_dilation: Emulated links take so many times longer than the machine's.
-        transfer_log: How many transfers, the first ones, an emulated session writes down for Session.transfers().
-        dual_sync: "off" has the memory devices synchronise everything; "auto" has the workers reduce some tensors
-            themselves, where a profile of the links says that this is faster, or a trial where models are on GPUs: by
-            NCCL then, which adds in an order of its own. A size is what goes to the memory devices. Workers of one
-            node can; in the host's memory, unless the algorithm is "ring".
-        own_path: How they do it on an emulated machine: "ring", "all-gather", "all-to-all", or "auto" for what is
-            fastest for each size. In the host's memory "all-to-all" is the only one.
-        gpu_transfers: "auto" has gradients on a GPU travel on streams of their own while it computes, and stay there
-            where memory devices are on it; "wait" has backward wait for their results, so that after an error no
-            update has used gradients that were not averaged; "off" has the processor copy each one and wait, and
+        memory_devices: Number of memory devices per node, 0 for one per local worker; or the memory of each.
+        partition_table: TOML file that assigns workers to memory devices, instead of `memory_devices`; "" assigns
+            them evenly.
+        sync_cores: Sync cores (threads) per memory device; 0 takes a share of the available cores.
+        shard_bytes: Partition threshold: the smallest shard of a larger tensor. 0 takes the value of the links'
+            profile, or 256 KiB.
+        gather_bytes: Largest tensor that a single sync core reduces.
+        routing_threshold_bytes: Smallest shard for the widest link; smaller ones go to the proxy with the lowest
+            latency. 0 takes the value of the links' profile.
+        algorithm: "auto", "gather", "direct", "ring", "exchange" or, between GPUs, "nccl". Between GPUs "auto"
+            measures the algorithms when tensors are first registered.
+        scheduling: "queues"; or "fcfs", which demonstrates the deadlock of first-come-first-serve.
+        timeout_s: Seconds after which a wait fails.
+        warn_after_s: Seconds after which a wait logs the workers it waits for, and again each time its duration
+            doubles; 0 disables.
+        heartbeat_s: Seconds without progress before a running memory device counts as lost; 0 disables.
+        snapshot_pool_bytes: Memory limit for old versions that snapshots refer to, for each model whose optimizer
+            runs in the memory devices. 0 allows one whole snapshot, and at most half of the available memory.
+        spin_us: Microseconds that a wait spins before it sleeps. -1 spins long if every process has a core of its
+            own, and briefly if spinning would starve the process being waited on.
+        profile: Links' profile: "off"; "cached" uses a stored one; "auto" measures if none is stored; "refresh"
+            always measures; or a file.
+        routing: "profile" routes by the links' profile; "local" uses each worker's own memory device; "auto" follows
+            the profile where links carry the shards: not in host memory, and on GPUs only if a trial is faster;
+            "spread" alternates large shards between the two memory devices of the table, on emulated machines.
+        machine: Machine whose links the session emulates, by name or TOML file; "" uses the real links.
+        time_dilation: Factor by which emulated links are slower than the machine's.
+        transfer_log: Number of transfers, from the first on, that an emulated session records for
+            Session.transfers().
+        dual_sync: "off" synchronises everything in the memory devices; "auto" lets workers reduce some tensors
+            directly where a profile, or on GPUs a trial, shows that it is faster (on GPUs by NCCL, which adds in its
+            own order); a size sets the bytes that go to the memory devices. For workers of one node; in host memory
+            not with the algorithm "ring".
+        own_path: Algorithm of that direct reduction on emulated machines: "ring", "all-gather", "all-to-all", or
+            "auto" for the fastest at each size. Host memory supports only "all-to-all".
+        gpu_transfers: "auto" moves gradients of a GPU on separate streams during backward, and leaves them there if
+            a memory device is on that GPU; "wait" makes backward wait for their averages, so that no update uses
+            unaveraged gradients after an error; "off" copies each one synchronously through the processor, and
             leaves optimizers of such models to the workers.
-        replan_steps: Steps between two looks at the links while training; 0 for none, -1 for what costs 1 % of them.
-        keep_devices: Seconds for which memory devices outlive workers that crash, so that the next attempt goes on
-            from their memory (docs/design/recovery.md); 0 for not at all.
-        replicas: How many other memory devices have what each of them keeps once more, so that the next attempt goes
-            on from there if a device is lost: 0 or 1. Needs `keep_devices`.
+        replan_steps: Steps between two checks of the links; 0 disables, -1 spends 1 % of the time on them.
+        keep_devices: Seconds that memory devices outlive crashed workers, so that the next attempt continues from
+            their memory (docs/design/recovery.md); 0 disables.
+        replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
+            device is lost. Needs `keep_devices`.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
-        torch_backend: What init_process_group("coarse") takes: "native" for the C++ backend, compiled at first need;
-            "python" for the slower one; "auto" for that where the other cannot be compiled.
-        node: Name of this worker's node, to try several nodes on one machine; "" for what the system says. This one
-            and the next may differ between workers.
-        node_address: Address of this machine that other nodes can reach; "" for that of the interface which leads to
+        torch_backend: Implementation of init_process_group("coarse"): "native" compiles the C++ backend at first use;
+            "python" is slower; "auto" falls back to it if the C++ one does not compile.
+        node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
+        node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
             MASTER_ADDR.
 
     Raises:
@@ -235,118 +250,150 @@ class Settings:
 
     memory_devices: int | tuple[MemoryName, ...] = _setting(
         0,
-        "how many on this node, 0 for one per worker; or the memory of each: host,numa:2,dax:/dev/dax0.0,cuda:0",
+        "memory devices per node, 0 for one per worker; or the memory of each: host,numa:2,dax:/dev/dax0.0,cuda:0",
         read=_read_memory_devices,
         check=_are_not_too_many,
     )
-    partition_table: str = _setting("", "TOML file: which memory device serves which workers")
+    partition_table: str = _setting("", "TOML file that assigns workers to memory devices")
     sync_cores: int = _setting(
         0,
-        "sync cores of each memory device, 0 for a share of the cores",
+        "sync cores (threads) per memory device, 0 for a share of the cores",
         read=_read_int,
         check=_is_between(0, 256),
     )
     shard_bytes: int = _setting(
         0,
-        "smallest shard, such as 256KiB; 0 for what the profile says, or that",
+        "smallest shard of a larger tensor; 0 takes the profile's value, or 256KiB",
         read=_read_bytes,
         check=_is_between(64, 1 << 32, or_zero=True),
+        is_advanced=True,
     )
     gather_bytes: int = _setting(
         64 << 10,
-        "largest tensor that one sync core gathers",
+        "largest tensor that a single sync core reduces",
         read=_read_bytes,
         check=_is_between(0, 1 << 32),
+        is_advanced=True,
     )
     routing_threshold_bytes: int = _setting(
         0,
-        "smallest shard for the widest link, 0 for what the profile says",
+        "smallest shard for the widest link; 0 takes the profile's value",
         read=_read_bytes,
         check=_is_between(0, 1 << 40),
+        is_advanced=True,
     )
-    algorithm: str = _choice("auto", "how sync cores reduce", *ALGORITHM_CHOICES)
-    scheduling: str = _choice("queues", "which shard comes next", *SCHEDULING_CHOICES)
+    algorithm: str = _choice(
+        "auto", "reduction algorithm of the sync cores", *ALGORITHM_CHOICES, is_advanced=True
+    )
+    scheduling: str = _choice(
+        "queues", "order in which shards are served", *SCHEDULING_CHOICES, is_advanced=True
+    )
     profile: str = _setting(
         "cached",
-        "of the links: off, cached, auto, refresh or a file that `coarse profile` wrote",
+        "links' profile: off, cached, auto, refresh, or a file written by `coarse profile`",
         check=_is_a_profile,
     )
-    routing: str = _choice("auto", "which memory device takes a shard", "auto", "profile", "spread", "local")
-    machine: str = _setting("", "emulate the links of this machine, a name or a TOML file")
+    routing: str = _choice(
+        "auto",
+        "choice of the memory device for a shard",
+        "auto",
+        "profile",
+        "spread",
+        "local",
+        is_advanced=True,
+    )
+    machine: str = _setting("", "machine whose links are emulated, a name or a TOML file")
     time_dilation: float = _setting(
         1.0,
-        "how many times slower than the machine emulated links are",
+        "slow-down of emulated links",
         read=_read_float,
         check=_is_between(0.001, 10**6),
     )
     transfer_log: int = _setting(
-        0, "transfers that an emulated session writes down", read=_read_int, check=_is_between(0, 10**7)
+        0,
+        "number of transfers that an emulated session records",
+        read=_read_int,
+        check=_is_between(0, 10**7),
+        is_advanced=True,
     )
     snapshot_pool_bytes: int = _setting(
         0,
-        "most memory of old versions for snapshots, 0 for one whole snapshot",
+        "memory limit for old versions of snapshots; 0 allows one whole snapshot",
         read=_read_bytes,
         check=_is_between(0, 1 << 50),
+        is_advanced=True,
     )
     timeout_s: float = _setting(
-        600.0, "seconds after which a wait is an error", read=_read_float, check=_is_between(0.001, 10**7)
+        600.0, "seconds after which a wait fails", read=_read_float, check=_is_between(0.001, 10**7)
     )
     warn_after_s: float = _setting(
         30.0,
-        "seconds after which a wait names the workers that it waits for, 0 for never",
+        "seconds after which a wait logs the workers it waits for; 0 disables",
         read=_read_float,
         check=_is_between(0.001, 10**7, or_zero=True),
     )
     heartbeat_s: float = _setting(
         10.0,
-        "seconds for which a memory device may stand still, 0 for ever",
+        "seconds without progress before a device counts as lost; 0 disables",
         read=_read_float,
         check=_is_between(0.5, 10**6, or_zero=True),
+        is_advanced=True,
     )
     spin_us: int = _setting(
         -1,
-        "microseconds that a wait looks before it sleeps, -1 for what suits the number of cores",
+        "microseconds that a wait spins before it sleeps; -1 adapts to the number of cores",
         read=_read_int,
         check=_is_between(-1, 10**6),
+        is_advanced=True,
     )
     dual_sync: str = _setting(
         "auto",
-        "what the workers reduce themselves: off, auto, or bytes for memory devices",
+        "direct reduction by the workers: off, auto, or the bytes that go to memory devices",
         check=_is_a_dual_sync,
+        is_advanced=True,
     )
     own_path: str = _choice(
-        "auto", "how workers reduce themselves", "auto", "ring", "all-gather", "all-to-all"
+        "auto",
+        "algorithm of the direct reduction by the workers",
+        "auto",
+        "ring",
+        "all-gather",
+        "all-to-all",
+        is_advanced=True,
     )
     gpu_transfers: str = _choice(
         "auto",
-        "gradients on a GPU: wait has backward wait for averages, off has the processor copy them",
+        "transfer of GPU gradients; wait: backward waits for averages, off: synchronous copies",
         "auto",
         "wait",
         "off",
+        is_advanced=True,
     )
     replan_steps: int = _setting(
         -1,
-        "steps between looks at the links, 0 for none, -1 for a hundredth of the time",
+        "steps between checks of the links; 0 disables, -1 spends 1 % of the time",
         read=_read_int,
         check=_is_between(-1, 10**9),
+        is_advanced=True,
     )
     keep_devices: float = _setting(
         0.0,
-        "seconds for which memory devices outlive workers that crash, for --max-restarts",
+        "seconds that memory devices outlive crashed workers, for --max-restarts",
         read=_read_float,
         check=_is_between(0, 10**6),
     )
     replicas: int = _setting(
         0,
-        "1 keeps each memory device's parameters and optimizer state at its neighbour too, so that a job goes on "
-        "without a checkpoint if a device is lost; with --keep-devices and --max-restarts",
+        "extra copies of each memory device's contents, 0 or 1; with --keep-devices and --max-restarts",
         read=_read_int,
         check=_is_between(0, 1),
     )
-    torch_backend: str = _choice("auto", 'of init_process_group("coarse")', "auto", "native", "python")
-    failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints)
-    node: str = _setting("", "name of this node, to try several on one machine")
-    node_address: str = _setting("", "address of this node that others can reach, else it is found")
+    torch_backend: str = _choice(
+        "auto", 'implementation of init_process_group("coarse")', "auto", "native", "python", is_advanced=True
+    )
+    failpoints: str = _setting("", "faults to inject, for tests", check=_are_failpoints, is_advanced=True)
+    node: str = _setting("", "name of this node, to run several on one machine", is_advanced=True)
+    node_address: str = _setting("", "address by which other nodes reach this one; detected by default")
 
     def __post_init__(self) -> None:
         for each in declarations():
@@ -401,7 +448,7 @@ class Settings:
             SettingsError: If a variable cannot be read, or a variable of that prefix is not known.
         """
         try:
-            return cls._read(os.environ if environ is None else environ)
+            return cls._read(process_environment() if environ is None else environ)
         except ValueError as error:
             raise SettingsError(str(error)) from None
 
@@ -411,9 +458,7 @@ class Settings:
         names = {*known, *_OTHER_VARIABLES}
         for name in sorted(environ):
             if name.startswith(_PREFIX) and name not in names:
-                raise ValueError(
-                    f"{name} is set, but there is no such setting; there are {', '.join(sorted(names))}"
-                )
+                raise ValueError(f"{name} is set, but there is no such setting; {_nearest(name, known)}")
         given = {name: each for name, each in known.items() if name in environ}
         values: dict[str, Any] = {each.name: each.read(name, environ[name]) for name, each in given.items()}
         return cls(**values)

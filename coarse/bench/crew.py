@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import shutil
 import tempfile
 import traceback
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, forget_settings
 from coarse.session import Session
 from coarse.settings import Settings
 from coarse.store import DirectoryStore
@@ -138,8 +137,7 @@ class Crew:
 
 
 def _work(work: Callable[[Seat], None], rank: int, num_workers: int, folder: Path, pipe: Connection) -> None:
-    for name in [name for name in os.environ if name.startswith("COARSE_")]:
-        del os.environ[name]  # an experiment's settings are its own
+    forget_settings()  # an experiment's settings are its own
     try:
         work(Seat(rank=rank, num_workers=num_workers, folder=folder, pipe=pipe))
     except (EOFError, KeyboardInterrupt):

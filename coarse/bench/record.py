@@ -13,6 +13,7 @@ from typing import Any
 
 import coarse
 from coarse.bench.statistics import Timing
+from coarse.env import process_environment
 from coarse.machine.host import count_granted_cores, read_memory
 
 MEASURED = "measured"
@@ -118,7 +119,7 @@ def _cpu_model() -> str:
 
 def _commit() -> str:
     """What an image says, `git describe` of the checkout this package runs from, or the version that is installed."""
-    if said := os.environ.get("COARSE_COMMIT"):
+    if said := process_environment().get("COARSE_COMMIT"):
         return said
     package = Path(coarse.__file__).resolve().parent
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coarse.bench.worker import WorkerJob
+from coarse.env import process_environment
 
 RANK_FROM_LAUNCHER = -1
 
@@ -65,7 +66,7 @@ def launch(system: str, job: WorkerJob, socket_path: str) -> Launch:
     ranks = range(job.num_workers)
     return Launch(
         commands=tuple(_worker_command(system, job, socket_path, rank) for rank in ranks),
-        environment={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+        environment={"GLOO_SOCKET_IFNAME": process_environment().get("GLOO_SOCKET_IFNAME", "lo")},
     )
 
 
@@ -160,7 +161,7 @@ def _openmpi_launcher() -> str | None:
 
 def intel_mpi_root() -> Path | None:
     """Where Intel MPI is: I_MPI_ROOT, as its own set-up names it, else this environment; None if in neither."""
-    for root in (os.environ.get("I_MPI_ROOT"), sys.prefix):
+    for root in (process_environment().get("I_MPI_ROOT"), sys.prefix):
         if root and (Path(root) / "lib" / "libmpi.so.12").exists() and _is_intel(Path(root)):
             return Path(root)
     return None

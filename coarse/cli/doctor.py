@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from importlib import metadata
 from coarse import __version__
 from coarse.cli.failure import signal_name
 from coarse.cli.sync_probe import NUM_ELEMENTS, NUM_WORKERS, SCRIPT_MODULE, SyncProbeError, probe_sync
-from coarse.env import own_process_environment
+from coarse.env import compiler_command, own_process_environment
 from coarse.errors import SettingsError
 from coarse.machine.host import (
     Cpu,
@@ -175,7 +174,7 @@ def _package(topic: str, name: str, *, missing: str, advice: str) -> Finding:
 
 def _compiler(topic: str) -> Finding:
     name = "C++ compiler"
-    for candidate in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+    for candidate in (" ".join(compiler_command()), "c++", "g++", "clang++"):
         version = _first_line(candidate, "--version") if candidate else ""
         if version:
             return Finding(topic=topic, name=name, value=f"{candidate}: {version}")

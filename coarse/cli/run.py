@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import shutil
 import sys
@@ -13,12 +12,12 @@ from typing import NoReturn
 
 from coarse.cli.arguments import num_workers, seconds, whole_number
 from coarse.cli.master_port import MasterPort
-from coarse.env import job_secret
+from coarse.env import job_secret, process_environment
 from coarse.errors import CoarseError
 from coarse.machine.catalogue import load_machine
 from coarse.machine.host import read_cpu
 from coarse.profiler.start import AUTO, CACHED, OFF, REFRESH
-from coarse.settings import Settings, declarations
+from coarse.settings import Declaration, Settings, declarations
 
 _DESCRIPTION = """\
 Starts N workers on this node with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -133,10 +132,30 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_session_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("session", "each sets the variable that it names, for all workers")
+    parser.add_argument(
+        "--help-all",
+        action=_HelpAll,
+        nargs=0,
+        help="show this help with advanced settings, for research and tests",
+    )
     for each in declarations():
-        default = f"default: {each.default_text}; " if each.default_text else ""
-        text = f"{each.summary} ({default}{each.variable})"
+        text = argparse.SUPPRESS if each.is_advanced else _help_of(each)
         group.add_argument(each.flag, dest=each.variable, metavar=each.name.upper(), help=text)
+
+
+def _help_of(setting: Declaration) -> str:
+    default = f"default: {setting.default_text}; " if setting.default_text else ""
+    return f"{setting.summary} ({default}{setting.variable})".replace("%", "%%")
+
+
+class _HelpAll(argparse.Action):
+    """Shows the help of all settings, advanced ones included, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        texts = {each.variable: _help_of(each) for each in declarations()}
+        for action in parser._actions:
+            action.help = texts.get(action.dest, action.help)
+        parser.exit(message=parser.format_help())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -154,7 +173,7 @@ def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
     try:
         plan = JobPlan(
             command=command_of(arguments),
-            environments=environments_of(arguments, os.environ, master_port.number),
+            environments=environments_of(arguments, process_environment(), master_port.number),
             first_rank=_first_rank(arguments),
             plain_first=arguments.no_prefix,
             log_dir=_prepare_log_dir(arguments),
@@ -321,7 +340,7 @@ def _prepare_log_dir(arguments: argparse.Namespace) -> Path | None:
 
 
 def _announce_threads(environment: Mapping[str, str], num_workers: int) -> None:
-    if "OMP_NUM_THREADS" in os.environ:
+    if "OMP_NUM_THREADS" in process_environment():
         return
     threads = environment["OMP_NUM_THREADS"]
     print(

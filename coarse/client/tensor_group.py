@@ -281,7 +281,7 @@ class TensorGroup:
         return Snapshot(self._client, self.id, number)
 
     def warm_snapshots(self) -> None:
-        """Has the memory devices take the memory for a snapshot ahead. Returns at once. Of a group with an optimizer."""
+        """Lets the memory devices allocate a whole snapshot ahead; returns at once. For a group with an optimizer."""
         self._memory_kept()
         self._client.tell_devices({"type": "warm_snapshots", "group": self.id})
 

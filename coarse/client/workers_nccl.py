@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from coarse.client.tensor_bytes import gpu_context
+from coarse.env import may_share_gpus_over_nccl
 from coarse.kernels import _native
 from coarse.kernels.nccl import find_nccl
 from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS
@@ -38,8 +38,7 @@ def join_workers(
         WorkerLostError, MemoryDeviceLostError: As `check_others`.
     """
     gpus = [each.decode() for each in gather(gpu.encode())]
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    _fail_together(gather, "" if may_share else _describe_sharing(gpus, number))
+    _fail_together(gather, "" if may_share_gpus_over_nccl() else _describe_sharing(gpus, number))
     name, reason = b"", ""
     try:
         library = find_nccl()

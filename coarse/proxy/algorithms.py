@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from itertools import combinations, pairwise
 
+from coarse.env import may_share_gpus_over_nccl
 from coarse.kernels import _native
 from coarse.kernels.nccl import describe, find_nccl
 from coarse.machine.partition_table import PartitionTable
@@ -81,7 +81,7 @@ def _nccl_problem(table: PartitionTable) -> str:
         return str(error)
     in_order = sorted((memory, device) for device, memory in enumerate(table.memories))
     for (memory, first), (other, second) in pairwise(in_order):
-        shares = library.version >= _SHARES_GPUS and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        shares = library.version >= _SHARES_GPUS and may_share_gpus_over_nccl()
         if memory == other and not shares:
             return (
                 f"memory devices {first} and {second} are both on {memory}, which {describe(library)} refuses; 2.30 "

@@ -7,7 +7,6 @@ import fcntl
 import functools
 import hashlib
 import logging
-import os
 import shlex
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, ops
 
 import coarse.kernels
+from coarse.env import compiler_command
 from coarse.errors import CoarseError
 from coarse.tensorflow.collectives import Collectives
 
@@ -119,7 +119,7 @@ def load_kernel(collectives: Collectives, number: int) -> ReduceKernel | None:
         number: Tells the sessions of this process apart.
     """
     try:
-        return ReduceKernel(build_library(os.environ.get("CXX", "g++")), collectives, number)
+        return ReduceKernel(build_library(" ".join(compiler_command()) or "g++"), collectives, number)
     except (KernelBuildError, OSError, tf.errors.NotFoundError) as error:
         logger.warning(
             "coarse.tensorflow: tensors are reduced through Python, which is slower, for the op cannot be built: %s",

@@ -22,6 +22,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops, random_seed
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
+from coarse.env import is_of_tensorflow, process_environment
 from coarse.launch import Launch
 from coarse.session import Session
 from coarse.tensorflow import keras_patches
@@ -543,7 +544,7 @@ def _cluster_resolver(session: Session) -> Any:
     Without a TF_CONFIG nobody serves TensorFlow's own protocol: addresses are names.
     """
     identity = session.identity
-    if os.environ.get("TF_CONFIG") and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if is_of_tensorflow(process_environment()):
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     workers = [f"worker{rank}:0" for rank in range(identity.world_size)]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(

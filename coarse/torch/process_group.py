@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from coarse.env import WorkerIdentity
+from coarse.env import WorkerIdentity, process_environment
 from coarse.errors import RendezvousError
 from coarse.launch import meeting_place, unserved, why_unresolved
 from coarse.listening import meeting_host
@@ -50,7 +50,7 @@ def current_process_group() -> Any:
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed; install a build that has it")
     if not dist.is_initialized():
-        _make_process_group(WorkerIdentity.from_environment(), os.environ)
+        _make_process_group(WorkerIdentity.from_environment(), process_environment())
     return dist.group.WORLD
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from coarse.env import job_secret
+from coarse.env import job_secret, master_address
 from coarse.errors import RendezvousError
 from coarse.listening import listen_for_workers, meeting_host
 from coarse.settings import Settings
@@ -147,4 +146,4 @@ def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
 
 
 def _reachable_host() -> str:
-    return os.environ.get("MASTER_ADDR") or socket.gethostname()
+    return master_address() or socket.gethostname()

@@ -214,6 +214,14 @@ def test_workers_may_build_on_the_meta_device_and_take_values_from_the_first() -
     assert said.count("as worker 0") == 2
 
 
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("accelerate", "transformers"))), reason="needs accelerate"
+)
+def test_workers_may_build_without_weights_and_take_those_that_the_first_has_loaded() -> None:
+    said = launch(COARSE_RUN, Path(__file__).parent / "empty_weights_script.py", ())
+    assert said.count("as worker 0") == 2
+
+
 def test_memory_that_is_gone_when_it_is_reserved_leaves_the_model_as_it_was() -> None:
     said = launch(COARSE_RUN, Path(__file__).parent / "memory_shortage_script.py", ())
     assert said.count("averages as before") == 2

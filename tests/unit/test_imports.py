@@ -25,7 +25,8 @@ LAYERS = (
     ("client",),
     ("proxy",),
     ("profiler", "checkpoint", "rendezvous"),
-    ("kernels", "env", "settings", "socket_store"),
+    ("kernels", "settings", "socket_store"),
+    ("env",),
     ("store_server",),
     ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
     ("private_directories",),
@@ -87,6 +88,25 @@ def test_dependencies_point_one_way():
             if layer_of[part_of(name)] <= layer_of[part]:
                 upward.add(f"{file.relative_to(root)} imports {name}")
     assert upward == set()
+
+
+def test_env_is_the_only_reader_of_the_environment():
+    root = Path(coarse.__file__).parent
+    readers = set()
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = {node.attr} if isinstance(node, ast.Attribute) else set()
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                names = {alias.name for alias in node.names}
+            if names & {"environ", "environb", "getenv"} and not _is_a_variable(node):
+                readers.add(f"{file.relative_to(root)}")
+    assert readers == {"env.py"}
+
+
+def _is_a_variable(node):
+    return isinstance(node, ast.Attribute) and not (
+        isinstance(node.value, ast.Name) and node.value.id == "os"
+    )
 
 
 def test_a_tensorflow_that_was_not_tested_is_refused_by_name(tmp_path):

@@ -13,7 +13,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 import coarse
+from coarse.env import compiler_command
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,10 @@ def build_key() -> str:
 
 def _compiler() -> tuple[str, ...]:
     """The command of the C++ compiler; empty if there is none."""
-    command = os.environ.get("CXX", "").split() or ["g++"]
+    command = compiler_command() or ("g++",)
     if shutil.which(command[0]) is None:
-        command = ["c++"]
-    return tuple(command) if shutil.which(command[0]) else ()
+        command = ("c++",)
+    return command if shutil.which(command[0]) else ()
 
 
 def _compile(target: Path) -> None:
