@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from coarse.bench.record import Provenance, append_records
-from coarse.client.gpu_transfers import GpuTensor, GpuTransfers
+from coarse.client.gpu.gpu_transfers import GpuTensor, GpuTransfers
 from coarse.client.tensor_group import TensorGroup
 from coarse.kernels import _native
 from coarse.schema import TensorSpec

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import coarse.torch
-from coarse.bench.crew import Crew, Seat
+from coarse.bench.process_pool import Crew, Seat
 from coarse.bench.record import EMULATED, Provenance, append_records
 
 NUM_NODES = 2

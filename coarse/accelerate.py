@@ -19,7 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch.distributed.algorithms.join import Join, Joinable
 
 from coarse.torch import DistributedDataParallel
-from coarse.torch.trainers import OptimizerOffloading
+from coarse.torch.optimizer.trainers import OptimizerOffloading
 
 _DATA_PARALLEL = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -16,7 +16,7 @@ from lightning.fabric import strategies as fabric
 from lightning.pytorch import strategies
 
 from coarse.torch import DistributedDataParallel
-from coarse.torch.trainers import OptimizerOffloading, parameters_of
+from coarse.torch.optimizer.trainers import OptimizerOffloading, parameters_of
 
 NAME = "coarse"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, WorkerLostError, follow_up, told_error
-from coarse.presence import Lookout, Presence
+from coarse.liveness import Lookout, Presence
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)

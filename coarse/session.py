@@ -13,13 +13,11 @@ import numpy.typing as npt
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.client import Client
-from coarse.client.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
-from coarse.client.kept_devices import Keeping
 from coarse.client.link_probes import LinkProbes
+from coarse.client.memory.parameter_storage import StorageSnapshot
+from coarse.client.memory.stored_value import StoredValue
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
-from coarse.client.parameter_storage import StorageSnapshot
-from coarse.client.solo import SoloClient, SoloTensorGroup
-from coarse.client.stored_value import StoredValue
+from coarse.client.single_worker import SoloClient, SoloTensorGroup
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Attempt, WorkerIdentity
 from coarse.errors import SessionClosedError
@@ -30,15 +28,17 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.routing import RoutingTable
 from coarse.profiler.start import OFF, FoundProfile
-from coarse.proxy.launch import DeviceProcesses
-from coarse.proxy.node_links import try_address_of_this_node
-from coarse.proxy.registration import EAGER, WorkerMemory
 from coarse.rendezvous import NodeMap, PeerWatch, gather_workers
 from coarse.schema import UPDATABLE_DTYPES, TensorSpec
 from coarse.session_checks import check_array, check_nodes, check_solo, check_specs
 from coarse.settings import Settings
+from coarse.startup.device_processes import DeviceProcesses
+from coarse.startup.join import Joining, NodeDevices, agree_on_profile, connect, provide_devices
+from coarse.startup.node_links import try_address_of_this_node
+from coarse.startup.persistent_devices import Keeping
 from coarse.store import Store
 from coarse.tuning.step_planning import StepPlanning
+from coarse.wire.registration import EAGER, WorkerMemory
 
 if TYPE_CHECKING:  # slow to import
     from coarse.profiler.profile import Profile

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coarse.bench.fleet import BenchError, Fleet, time_for
 from coarse.bench.memory import PeakMemory, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.train import Progress
 from coarse.bench.training import OPTIMIZERS
+from coarse.bench.worker_pool import BenchError, Fleet, time_for
 from coarse.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")

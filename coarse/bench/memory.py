@@ -10,7 +10,7 @@ from types import TracebackType
 
 from coarse.bench.control_group import ControlGroup, NoControlGroupError
 from coarse.machine.host import parse_fields, parse_kib, read_memory
-from coarse.proxy.memory.host import within_cgroup
+from coarse.wire.host_memory import within_cgroup
 
 _SAMPLE_INTERVAL_S = 0.02
 

@@ -162,7 +162,7 @@ class CoarseSaves:
         from coarse.checkpoint.catalogue import find_newest
         from coarse.checkpoint.folder import Folder
 
-        export = importlib.import_module("coarse.torch.checkpoint_export")
+        export = importlib.import_module("coarse.torch.checkpoint.export")
         with Folder.open(self._folder) as parent:
             checkpoint = find_newest(parent)
             assert checkpoint is not None

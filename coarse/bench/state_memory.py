@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coarse.bench.control_group import ControlGroup
-from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.memory import available_bytes
 from coarse.bench.models import NUM_PARAMETERS
 from coarse.bench.train import TrainPlan
+from coarse.bench.worker_pool import BenchError, Fleet
 from coarse.errors import CoarseError
 
 BASELINE_MODEL = "bert-tiny"

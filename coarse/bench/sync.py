@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.memory import available_bytes
 from coarse.bench.record import SyncRecord
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
+from coarse.bench.worker_pool import BenchError, Fleet
 from coarse.machine.memory_name import parse_memory_devices
 from coarse.settings import Settings
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coarse.bench.control_group import ControlGroup
-from coarse.bench.fleet import BenchError, Fleet, time_for
 from coarse.bench.memory import JobMemory, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
 from coarse.bench.training import CPU, LEARNING_RATE, OPTIMIZERS, PHASES, check_device
+from coarse.bench.worker_pool import BenchError, Fleet, time_for
 
 PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 DDPS = ("ddp", "ddp-tuned", "ddp-default")

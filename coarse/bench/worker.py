@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from coarse.bench import leftovers
+from coarse.bench import cleanup
 from coarse.bench.channel import Channel
 
 
@@ -123,7 +123,7 @@ def _receive_all(channel: Channel, inbox: Inbox, job: WorkerJob) -> None:
         while True:
             inbox.put(channel.receive())
     except (EOFError, OSError):
-        leftovers.remove(leftovers.mpi_segments([os.getpid()]))
+        cleanup.remove(cleanup.mpi_segments([os.getpid()]))
         shutil.rmtree(job.directory, ignore_errors=True)
         os._exit(1)
 

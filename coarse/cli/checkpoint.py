@@ -133,9 +133,9 @@ def run_export(arguments: argparse.Namespace) -> int:
         if arguments.format == "safetensors":
             from coarse.checkpoint.export import export_safetensors as export
         elif arguments.format == "torch":
-            from coarse.torch.checkpoint_export import export_torch as export
+            from coarse.torch.checkpoint.export import export_torch as export
         else:
-            from coarse.torch.checkpoint_export import export_dcp as export
+            from coarse.torch.checkpoint.export import export_dcp as export
         export(checkpoint, arguments.output, progress)
         print(f"{checkpoint.path.name} as {arguments.format}: {arguments.output}")
     return 0

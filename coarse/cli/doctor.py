@@ -260,7 +260,7 @@ def settings_findings(memory: Memory) -> list[Finding]:
 
 
 def pool_finding(memory: Memory, settings: Settings) -> Finding:
-    """What old versions may take while a checkpoint is written (coarse.proxy.group_snapshots.choose_pool_limit)."""
+    """The limit of old versions while a checkpoint is written (choose_pool_limit() of proxy.snapshots)."""
     variable = "COARSE_SNAPSHOT_POOL_BYTES"
     available = memory.available_bytes
     if memory.cgroup_limit_bytes is not None:

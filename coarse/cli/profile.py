@@ -265,7 +265,7 @@ def _scope(arguments: argparse.Namespace) -> Scope:
     if table.is_on_gpus and not machine:
         raise ValueError("links to the memory of GPUs are measured by `coarse profile --gpus`")
     if not name and not machine:
-        from coarse.client.nearest_gpus import pair_with_nearest
+        from coarse.startup.nearest_gpus import pair_with_nearest
 
         table = pair_with_nearest(table)  # as sessions do
     flags = ["--partition-table", name] if name else ["--memory-devices", ",".join(table.memories)]

@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, master_port: MasterPort) -> int:
     from coarse.cli.processes import run_guarded
     from coarse.cli.supervisor import JobPlan, Supervisor
-    from coarse.proxy.kept_directory import forget_job
+    from coarse.wire.persistent_sessions import forget_job
 
     fail: Callable[[str], NoReturn] = arguments.usage_error
     try:
@@ -314,7 +314,7 @@ def _require_sound_settings(environment: Mapping[str, str], num_workers: int, nu
             check_nodes(settings, num_nodes)
         asked = (settings.memory_devices, settings.partition_table, settings.replicas, settings.algorithm)
         if asked != (0, "", 0, "auto"):  # a tenth of a second to import
-            from coarse.client.device_checks import check_node
+            from coarse.startup.device_checks import check_node
 
             check_node(settings, num_workers=num_workers, num_nodes=num_nodes)
     except (OSError, ValueError, CoarseError) as error:

@@ -26,7 +26,7 @@ from coarse.cli.processes import (
 from coarse.env import Attempt
 from coarse.errors import CoarseError
 from coarse.machine.out_of_memory import OutOfMemoryWatch
-from coarse.proxy.kept_directory import forget_job, kept_pids
+from coarse.wire.persistent_sessions import forget_job, kept_pids
 
 REPORT_GRACE_S = 1.0
 """After a failure, how long the other workers may take to report an error of their own."""

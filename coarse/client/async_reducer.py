@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.tensor_bytes import TensorBytes
+from coarse.client.memory.tensor_bytes import TensorBytes
 from coarse.errors import CoarseError
 from coarse.kernels import _native
 from coarse.schema import ITEM_BYTES, TensorSpec

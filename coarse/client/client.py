@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, send_to_all
+from coarse.client.direct_allreduce import Meeting
 from coarse.client.emulated_links import EmulatedLinks
+from coarse.client.failure_detector import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
+from coarse.client.internal_groups import meeting_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
-from coarse.client.losses import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
+from coarse.client.memory.parameter_storage import ParameterStorage, StorageSnapshot
+from coarse.client.memory.stored_value import StoredValue
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.own_groups import meeting_schema, staging_schema
-from coarse.client.own_path import Meeting
-from coarse.client.parameter_storage import ParameterStorage, StorageSnapshot
-from coarse.client.questions import Questions
 from coarse.client.registered_groups import RegisteredGroups
-from coarse.client.stored_value import StoredValue
+from coarse.client.requests import Questions
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import (
     CoarseError,
@@ -34,22 +34,16 @@ from coarse.machine.emulation import Emulation
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.link_plan import DEFAULT_SHARD_BYTES
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.algorithms import DIRECT, NCCL, RING, algorithms_of, routable_algorithms
-from coarse.proxy.job import HOME_DEVICE
-from coarse.proxy.launch import Pace
-from coarse.proxy.protocol import Message, Received
-from coarse.proxy.registration import (
-    DTYPE_NUMBERS,
-    EAGER,
-    OP_NUMBERS,
-    GroupSchema,
-    WorkerMemory,
-)
 from coarse.schema import TensorSpec
 from coarse.settings import Settings
+from coarse.wire.algorithms import DIRECT, NCCL, RING, algorithms_of, routable_algorithms
+from coarse.wire.device_job import HOME_DEVICE
+from coarse.wire.messages import Message, Received
+from coarse.wire.pace import Pace
+from coarse.wire.registration import DTYPE_NUMBERS, EAGER, OP_NUMBERS, GroupSchema, WorkerMemory
 
 if TYPE_CHECKING:  # slow to import, and needed between GPUs only
-    from coarse.client.algorithm_choice import AlgorithmChoice
+    from coarse.client.gpu.algorithm_choice import AlgorithmChoice
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +271,7 @@ class Client:
         if self.algorithm_choice is None:
             if len(self._algorithms) == 1 and not self._routable:
                 return None
-            from coarse.client.algorithm_choice import Way, measure_ways
+            from coarse.client.gpu.algorithm_choice import Way, measure_ways
 
             ways = [Way(algorithm) for algorithm in self._algorithms if algorithm != NCCL or self._has_nccl]
             ways += [Way(algorithm, is_routed=True) for algorithm in self._routable]

@@ -19,7 +19,7 @@ from coarse.errors import (
     SyncTimeoutError,
     told_error,
 )
-from coarse.proxy.protocol import Channel, Message, Received
+from coarse.wire.messages import Channel, Message, Received
 
 _SILENCE_S = 0.25
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from coarse.client.connection import DeviceConnection
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
-from coarse.client.questions import Questions
+from coarse.client.requests import Questions
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
 from coarse.machine.links import Bucket

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coarse.kernels import _native
-from coarse.proxy.registration import GroupSchema
 from coarse.schema import TensorSpec
+from coarse.wire.registration import GroupSchema
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

@@ -7,30 +7,23 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from coarse.client.connection import DeviceConnection, check_peers, collect_replies, send_to_all
-from coarse.client.losses import Losses
+from coarse.client.failure_detector import Losses
+from coarse.client.memory.optimizer_memory import OptimizerMemory
+from coarse.client.memory.reservations import Reservations
+from coarse.client.memory.row_memory import RowMemory
+from coarse.client.memory.slot_opener import SlotOpener
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.questions import Questions
-from coarse.client.reservations import Reservations
-from coarse.client.row_memory import RowMemory
-from coarse.client.slot_opener import SlotOpener
+from coarse.client.requests import Questions
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
 from coarse.late_notice import LateNotice
 from coarse.profiler.partition import PartitionPlan
 from coarse.profiler.routing import RoutingTable, route_shards
-from coarse.proxy.job import HOME_DEVICE
-from coarse.proxy.memory import Segment, unpack
-from coarse.proxy.protocol import Message
-from coarse.proxy.registration import (
-    ROWS,
-    GroupSchema,
-    RecoveredUpdates,
-    WorkerMemory,
-    WorkerPlaces,
-    slots_of,
-)
+from coarse.wire.device_job import HOME_DEVICE
+from coarse.wire.messages import Message
+from coarse.wire.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerMemory, WorkerPlaces, slots_of
+from coarse.wire.segments import Segment, unpack
 
 if TYPE_CHECKING:
     from coarse.client.client import Client

@@ -8,32 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from coarse.client.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
-from coarse.client.nccl_own_path import NcclOwnPath
-from coarse.client.optimizer_memory import OptimizerMemory
-from coarse.client.own_path import HostOwnPath, Meeting
-from coarse.client.reservations import Reservations
-from coarse.client.row_memory import RowMemory
-from coarse.client.slot_opener import DistantSlots
-from coarse.client.snapshots import PoolStatistics, Snapshot
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_context
+from coarse.client.direct_allreduce import HostOwnPath, Meeting
+from coarse.client.gpu.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
+from coarse.client.gpu.nccl_direct_allreduce import NcclOwnPath
+from coarse.client.memory.optimizer_memory import OptimizerMemory
+from coarse.client.memory.reservations import Reservations
+from coarse.client.memory.row_memory import RowMemory
+from coarse.client.memory.slot_opener import DistantSlots
+from coarse.client.memory.snapshots import PoolStatistics, Snapshot
+from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_context
 from coarse.errors import ProtocolError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.group_snapshots import told_scribble
-from coarse.proxy.registration import (
-    PARAMETERS,
-    SLOTS,
-    STATES,
-    GroupSchema,
-    RecoveredUpdates,
-    WorkerPlaces,
-)
 from coarse.schema import ITEM_BYTES
+from coarse.wire.failure_messages import overwritten_counter
+from coarse.wire.registration import PARAMETERS, SLOTS, STATES, GroupSchema, RecoveredUpdates, WorkerPlaces
 
 if TYPE_CHECKING:
     from coarse.client.client import Client
-    from coarse.client.own_parameters import OwnParameters
+    from coarse.client.memory.private_writes import OwnParameters
 
 _OWN_PATH_FLAGS = {
     "ring": _native.OWN_PATH,
@@ -273,7 +266,7 @@ class TensorGroup:
         trigger = self._memory_kept().snapshots
         number = trigger.begin()
         if number == 0 and (said := trigger.impossible()):
-            raise ProtocolError(told_scribble(self.name, said, self._client.ranks))
+            raise ProtocolError(overwritten_counter(self.name, said, self._client.ranks))
         if number == 0:
             raise SnapshotsBusyError(
                 f"{self.name}: {_native.MOST_SNAPSHOTS} snapshots are held already; release one of them first"

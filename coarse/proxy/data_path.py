@@ -8,7 +8,11 @@ from collections.abc import Callable
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
-from coarse.proxy.job import (
+from coarse.proxy.memory import DeviceMemory
+from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
+from coarse.proxy.paced_links import PacedLinks, write_link_table
+from coarse.settings import SCHEDULING_CHOICES
+from coarse.wire.device_job import (
     COLLECTIVE_LOGS,
     DOORBELLS,
     EXCHANGE_LOGS,
@@ -17,10 +21,7 @@ from coarse.proxy.job import (
     RING_LOGS,
     DeviceJob,
 )
-from coarse.proxy.memory import DeviceMemory, Segment
-from coarse.proxy.nccl_join import NcclJoin, write_nccl_id
-from coarse.proxy.paced_links import PacedLinks, write_link_table
-from coarse.settings import SCHEDULING_CHOICES
+from coarse.wire.segments import Segment
 
 
 class DataPath:

@@ -24,10 +24,20 @@ from coarse.kernels import _native
 from coarse.machine.out_of_memory import OutOfMemoryWatch
 from coarse.proxy.data_path import DataPath
 from coarse.proxy.event_loop import EventLoop
-from coarse.proxy.job import HOME_DEVICE, DeviceJob
-from coarse.proxy.kept_directory import leave_session_directory
-from coarse.proxy.kept_groups import DeviceContents
-from coarse.proxy.loss import (
+from coarse.proxy.mailbox import Mailbox
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories
+from coarse.proxy.memory.values import value_memory
+from coarse.proxy.nodes.other_nodes import OtherNodes
+from coarse.proxy.nodes.peers import ENDED, STOPPED, Peers
+from coarse.proxy.recovery.persistent_groups import DeviceContents
+from coarse.proxy.recovery.replication import REFILL_GROUP, REFILL_VALUE, Replication
+from coarse.proxy.registrar import Registrar
+from coarse.proxy.snapshots.snapshot_service import SnapshotService
+from coarse.proxy.storage_service import StorageService
+from coarse.proxy.workers import WorkerConnection, Workers
+from coarse.scratch import hold
+from coarse.wire.device_job import HOME_DEVICE, DeviceJob
+from coarse.wire.failure_messages import (
     Loss,
     device_died,
     device_failed,
@@ -37,18 +47,9 @@ from coarse.proxy.loss import (
     worker_evicted,
     workers_departed,
 )
-from coarse.proxy.mailbox import Mailbox
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, open_memories, pack, unpack
-from coarse.proxy.memory.values import value_memory
-from coarse.proxy.other_nodes import OtherNodes
-from coarse.proxy.peers import ENDED, STOPPED, Peers
-from coarse.proxy.protocol import Message, Received, int_field
-from coarse.proxy.registrar import Registrar
-from coarse.proxy.replication import REFILL_GROUP, REFILL_VALUE, Replication
-from coarse.proxy.snapshot_service import SnapshotService
-from coarse.proxy.storage_service import StorageService
-from coarse.proxy.workers import WorkerConnection, Workers
-from coarse.scratch import hold
+from coarse.wire.messages import Message, Received, int_field
+from coarse.wire.persistent_sessions import leave_session_directory
+from coarse.wire.segments import pack, unpack
 
 logger = logging.getLogger(__name__)
 

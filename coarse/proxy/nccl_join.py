@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from coarse.kernels import _native
 from coarse.kernels.nccl import find_nccl
-from coarse.proxy.job import NCCL_ID_BYTES, DeviceJob
-from coarse.proxy.memory import Segment
+from coarse.wire.device_job import NCCL_ID_BYTES, DeviceJob
+from coarse.wire.segments import Segment
 
 if TYPE_CHECKING:  # it is imported where there are GPUs
     from coarse.proxy.memory.cuda import CudaMemory

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from coarse.proxy.event_loop import EventLoop
-from coarse.proxy.protocol import Channel, Message
+from coarse.wire.messages import Channel, Message
 
 SendToWorker = Callable[[int, Message, Sequence[int]], None]
 """Sends a message and descriptors to a client; does nothing if it is gone."""

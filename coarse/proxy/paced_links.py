@@ -5,13 +5,7 @@ from __future__ import annotations
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
-from coarse.proxy.protocol import Message, int_field
-
-
-def link_table_bytes(emulation: Emulation) -> int:
-    """Memory that the link table takes."""
-    links = emulation.links
-    return _native.link_table_bytes(links.num_endpoints, len(links.buckets), emulation.num_logged)
+from coarse.wire.messages import Message, int_field
 
 
 def write_link_table(fd: int, emulation: Emulation) -> None:

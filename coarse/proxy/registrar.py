@@ -9,17 +9,14 @@ from collections.abc import Mapping
 from coarse.errors import CoarseError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.profiler.partition import PartitionPlan
-from coarse.proxy.group_snapshots import (
-    GroupSnapshots,
-    allocate_snapshots,
-    choose_pool_limit,
-)
-from coarse.proxy.job import HOME_DEVICE, DeviceJob
-from coarse.proxy.kept_groups import KeptGroups
-from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory, Segment, pack
+from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory
 from coarse.proxy.outbox import SendToPeers, SendToWorker
-from coarse.proxy.protocol import Message, int_field
-from coarse.proxy.registration import (
+from coarse.proxy.recovery.persistent_groups import KeptGroups
+from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, allocate_snapshots, choose_pool_limit
+from coarse.proxy.snapshots.snapshot_service import SnapshotService
+from coarse.wire.device_job import HOME_DEVICE, DeviceJob
+from coarse.wire.messages import Message, int_field
+from coarse.wire.registration import (
     CONTROL,
     NODE,
     PARAMETERS,
@@ -47,8 +44,8 @@ from coarse.proxy.registration import (
     region_of,
     slots_of,
 )
-from coarse.proxy.slot_pieces import check_routes, pieces_of_slots
-from coarse.proxy.snapshot_service import SnapshotService
+from coarse.wire.segments import Segment, pack
+from coarse.wire.slot_pieces import check_routes, pieces_of_slots
 
 logger = logging.getLogger(__name__)
 

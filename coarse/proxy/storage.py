@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from coarse.errors import OutOfDeviceMemoryError, SnapshotLostError
-from coarse.proxy.memory import Segment
+from coarse.wire.segments import Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +28,6 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Length of the value."""
         return 0 if self.segment is None else self.segment.num_bytes
-
-
-def holders_of(key: str, num_devices: int, replicas: int = 0) -> tuple[int, ...]:
-    """The memory devices that keep the value of a key: the one that is asked for it, then those with a replica."""
-    first = zlib.crc32(key.encode()) % num_devices
-    return tuple((first + place) % num_devices for place in range(replicas + 1))
 
 
 _NOTHING = StoredTensor(version=0, segment=None)

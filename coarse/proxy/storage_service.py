@@ -11,11 +11,11 @@ from coarse.errors import (
     SnapshotLostError,
     SnapshotsBusyError,
 )
-from coarse.proxy.memory import Segment
 from coarse.proxy.memory.values import ValueMemory
 from coarse.proxy.outbox import SendToWorker
-from coarse.proxy.protocol import Message, int_field, text_field
 from coarse.proxy.storage import Storage
+from coarse.wire.messages import Message, int_field, text_field
+from coarse.wire.segments import Segment
 
 MOST_STORAGE_SNAPSHOTS = 16
 """That one worker may hold at a time: each may keep a version of every value."""

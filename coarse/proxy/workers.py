@@ -17,10 +17,10 @@ from coarse.errors import ProtocolError
 from coarse.local_sockets import peer_of
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
-from coarse.proxy.job import DeviceJob
-from coarse.proxy.protocol import Channel, Message, Received, int_field
-from coarse.proxy.socket_directory import OwnSocket, socket_path
 from coarse.strangers import Acceptor, RareWarnings
+from coarse.wire.device_job import DeviceJob
+from coarse.wire.messages import Channel, Message, Received, int_field
+from coarse.wire.socket_directory import OwnSocket, socket_path
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ Example:
 """
 
 from coarse.launch import adopt_launcher as _adopt_launcher
-from coarse.torch.distributed import DistributedDataParallel
-from coarse.torch.optimizer import DistributedOptimizer
+from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from coarse.torch.process_group import init_process_group
 from coarse.torch.recovery import Recovery
 from coarse.torch_entry import register as _register

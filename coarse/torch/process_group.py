@@ -26,8 +26,8 @@ from coarse.torch.group_teardown import (
     keep_process_groups_in_forks,
     leave_process_groups,
 )
-from coarse.torch.meeting import fresh_part
 from coarse.torch.store import serve_store
+from coarse.torch.store_namespace import fresh_part
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from coarse.checkpoint.values import from_json, to_json
-from coarse.torch.data_position import DataPosition
-from coarse.torch.distributed import DistributedDataParallel
-from coarse.torch.optimizer import DistributedOptimizer, stand_in_of
-from coarse.torch.trainers import bare_optimizer
-from coarse.torch.training_state import as_small_tensor, from_small_tensor
-from coarse.torch.worker_state import RandomState, WorkerState, checked
+from coarse.torch.checkpoint.data_position import DataPosition
+from coarse.torch.checkpoint.training_state import as_small_tensor, from_small_tensor
+from coarse.torch.checkpoint.worker_state import RandomState, WorkerState, checked
+from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer, stand_in_of
+from coarse.torch.optimizer.trainers import bare_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from coarse.session import Session
 from coarse.settings import Settings
 from coarse.torch.failing import is_failing
 from coarse.torch.group_teardown import hold_process_groups, keep_process_groups_in_forks
-from coarse.torch.meeting import fresh_part
 from coarse.torch.store import TorchStore, store_of_group
+from coarse.torch.store_namespace import fresh_part
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coarse.client.workers_nccl import join_workers
+from coarse.client.gpu.workers_nccl import join_workers
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import DualSyncInputs, parse_mode, plan_dual_sync
 from coarse.tuning.first_steps import TIMED_STEPS, FirstSteps, shards_in_order

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from coarse.client.tensor_bytes import gpu_context
+from coarse.client.memory.tensor_bytes import gpu_context
 from coarse.errors import CoarseError, NcclFailedError, SyncTimeoutError, is_refusal
 from coarse.kernels import _native
 from coarse.profiler.dual_sync import SyncCosts

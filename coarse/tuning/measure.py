@@ -34,7 +34,7 @@ from coarse.profiler.profile import (
     profile_key,
 )
 from coarse.profiler.routing import sizes_in_doubt
-from coarse.proxy.memory import available_bytes
+from coarse.startup.device_checks import least_available_bytes
 
 if TYPE_CHECKING:
     from coarse.machine.emulation import Emulation
@@ -302,7 +302,7 @@ def _part_of(progress: Progress | None, turn: int, num_turns: int) -> Progress:
 
 def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
     """The sizes for which there is memory, as the worker that sees the least of it says."""
-    available = min(map(available_bytes, table.memories))
+    available = least_available_bytes(table)
     # Two slots of every worker, and an end at every memory device.
     most = np.array([-available * _MEMORY_FRACTION / (2 * table.num_workers + table.num_devices)])
     session.all_reduce(most, op="max")

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coarse.bench.crew import Crew, Seat
+from coarse.bench.process_pool import Crew, Seat
 from coarse.errors import SyncTimeoutError
 from coarse.profiler.figures import LOCAL_STYLE, REMOTE_STYLE
 from coarse.profiler.profile import MEASURED

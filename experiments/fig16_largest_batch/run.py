@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from matplotlib.figure import Figure
 
 from coarse.bench.control_group import ControlGroup
-from coarse.bench.fleet import BenchError
+from coarse.bench.worker_pool import BenchError
 from coarse.profiler.figures import COLOURS
 from coarse.profiler.profile import MEASURED
 from experiments.common import FOLDER, Experiment, Finding, Options, Outcome, main

@@ -11,8 +11,8 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from coarse.bench.fleet import Fleet
 from coarse.bench.statistics import slowest_worker
+from coarse.bench.worker_pool import Fleet
 
 SEQUENCE = 128
 

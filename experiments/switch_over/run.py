@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from coarse.bench.crew import Crew, Seat
+from coarse.bench.process_pool import Crew, Seat
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint

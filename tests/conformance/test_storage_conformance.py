@@ -15,8 +15,8 @@ from coarse.machine.host import read_numa_nodes
 from coarse.proxy.memory import DeviceMemory, HostMemory
 from coarse.proxy.memory.dax import DaxMemory
 from coarse.proxy.memory.numa import NumaMemory
-from coarse.proxy.registration import DTYPE_NUMBERS, OP_NUMBERS
 from coarse.proxy.storage import VersionedStorage
+from coarse.wire.registration import DTYPE_NUMBERS, OP_NUMBERS
 
 _PATIENCE_S = 0.01
 _DEVICE_BYTES = 256 << 20  # sparse

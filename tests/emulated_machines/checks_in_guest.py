@@ -24,9 +24,10 @@ from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.machine.host import MemoryAccess, read_dax_devices, read_numa_nodes
 from coarse.machine.memory_name import parse_memory_devices
-from coarse.proxy.memory import Extent, open_memory
+from coarse.proxy.memory import open_memory
 from coarse.proxy.memory.dax import DaxMemory, dax_geometry
 from coarse.proxy.memory.numa import NumaMemory, parse_numa_maps
+from coarse.wire.segments import Extent
 
 FAR = 1  # the node without processors
 UNIT = 2 << 20

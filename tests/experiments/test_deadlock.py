@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.crew import Crew, CrewError
+from coarse.bench.process_pool import Crew, CrewError
 from experiments.fig10_deadlock import run as fig10
 
 OPPOSITE = ((0, 1), (1, 0))

@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import torch
 
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
+from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.schema import ITEM_BYTES, OPS, TensorSpec
 from coarse.session import Session

@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "multiproc"))
 
 from kept_training import train
 
-from coarse.client.tensor_bytes import gpu_uuid
+from coarse.client.memory.tensor_bytes import gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError
 from coarse.machine.memory_name import MemoryName
-from coarse.proxy.kept_directory import KeptDevices, find_session_directory
 from coarse.session import Session
 from coarse.store import DirectoryStore
+from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import coarse.torch  # noqa: F401 (the process group)
-from coarse.torch.host_copies import HostCopies
+from coarse.torch.checkpoint.host_copies import HostCopies
 
 CYCLES = 500_000_000
 NUM_ELEMENTS = 1 << 20

@@ -13,8 +13,8 @@ import time
 
 import numpy as np
 
-from coarse.client.gpu_transfers import GpuTensor
-from coarse.client.tensor_bytes import gpu_context, gpu_uuid
+from coarse.client.gpu.gpu_transfers import GpuTensor
+from coarse.client.memory.tensor_bytes import gpu_context, gpu_uuid
 from coarse.env import WorkerIdentity
 from coarse.kernels import _native
 from coarse.schema import TensorSpec

@@ -15,7 +15,7 @@ from kept_attempts import train_in_attempts
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
-from coarse.proxy.algorithms import check_nccl
+from coarse.wire.algorithms import check_nccl
 
 HERE = Path(__file__).parent
 LIMIT_S = 300

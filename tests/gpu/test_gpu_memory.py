@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from coarse.client.tensor_bytes import gpu_bytes
-from coarse.proxy.memory import Segment
+from coarse.client.memory.tensor_bytes import gpu_bytes
 from coarse.proxy.memory.cuda import CudaMemory
+from coarse.wire.segments import Segment
 
 
 @pytest.fixture

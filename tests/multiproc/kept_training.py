@@ -10,7 +10,7 @@ import hashlib
 import numpy as np
 from harness import LIMIT_S
 
-from coarse.client.tensor_bytes import GpuBytes, gpu_context
+from coarse.client.memory.tensor_bytes import GpuBytes, gpu_context
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.env import Attempt

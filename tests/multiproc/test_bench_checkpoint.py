@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from coarse.bench.checkpoint import SYSTEMS, SavePlan, run_checkpoint
-from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.systems import missing
+from coarse.bench.worker_pool import BenchError, Fleet
 
 pytest.importorskip("torch")
 pytest.importorskip("crc32c")

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coarse.bench.fleet import BenchError, Fleet
 from coarse.bench.worker import WorkerJob
+from coarse.bench.worker_pool import BenchError, Fleet
 from coarse.errors import SyncTimeoutError, WorkerLostError
 
 pytest.importorskip("torch")
@@ -102,7 +102,7 @@ def test_worker_that_does_not_answer_is_named() -> None:
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
         "import signal, sys, tempfile\n"
-        "from coarse.bench.fleet import Fleet\n"
+        "from coarse.bench.worker_pool import Fleet\n"
         "from coarse.cli.main import told_to_end_as_by_ctrl_c\n"
         "tempfile.tempdir = sys.argv[1]\n"
         "with told_to_end_as_by_ctrl_c(), Fleet('gloo', 2) as fleet:\n"

@@ -13,10 +13,10 @@ import pytest
 
 from coarse.bench import train
 from coarse.bench.control_group import NoControlGroupError
-from coarse.bench.fleet import BenchError
 from coarse.bench.state_memory import run_state_memory
 from coarse.bench.systems import missing
 from coarse.bench.train import FirstStep, TrainPlan, num_progress_steps, run_train
+from coarse.bench.worker_pool import BenchError
 
 pytest.importorskip("torch")
 

@@ -34,9 +34,8 @@ from test_sync import (
 )
 
 from coarse import rendezvous
-from coarse.client import join
 from coarse.errors import SchemaMismatchError
-from coarse.proxy import node_links
+from coarse.startup import join, node_links
 
 SHAPES = [  # workers of each node, memory devices of each, sync cores
     ((2, 2), 2, 1),

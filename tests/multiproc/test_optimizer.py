@@ -14,8 +14,8 @@ from written_pages import tells_written_pages
 from coarse.client.tensor_group import UpdateKind
 from coarse.client.update_settings import SETTINGS_DTYPE, Rule
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, SchemaMismatchError
-from coarse.proxy.registration import WorkerMemory
 from coarse.schema import TensorSpec
+from coarse.wire.registration import WorkerMemory
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 LENGTHS = (70_001, 33, 5)  # several shards of 64 KiB, and two that are gathered

@@ -12,10 +12,10 @@ import pytest
 from harness import open_descriptors
 from kept_training import LENGTHS, STATES, STEPS, WORKERS, finish, join, register, take_step, train
 
-from coarse.client import join as join_module
 from coarse.errors import RendezvousError, SchemaMismatchError
-from coarse.proxy.socket_directory import socket_path
 from coarse.scratch import remove_if_abandoned
+from coarse.startup import join as join_module
+from coarse.wire.socket_directory import socket_path
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from harness import LIMIT_S, job_of_test
 from kept_training import STEPS, WORKERS, finish, join, register, take_step, train
 
 from coarse.errors import MemoryDeviceLostError
-from coarse.proxy.kept_directory import KeptDevices, find_session_directory
 from coarse.settings import Settings
+from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
 
 REPLICATED = {"replicas": 1}
 

@@ -23,9 +23,8 @@ from coarse.errors import (
     SnapshotsBusyError,
     WorkerLostError,
 )
-from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
-from coarse.proxy.snapshot_writer import write_request
 from coarse.schema import TensorSpec
+from coarse.wire.snapshots import KeptTensor, SentTensor, SnapshotContents, write_request
 
 needs_crc32c = pytest.mark.skipif(find_spec("crc32c") is None, reason="needs crc32c")
 

@@ -14,11 +14,10 @@ import pytest
 from harness import PROMPT_S, Worker
 
 from coarse import rendezvous
-from coarse.client import join
 from coarse.env import WorkerIdentity
-from coarse.proxy import launch
 from coarse.session import Session
 from coarse.settings import Settings
+from coarse.startup import device_processes, join
 from coarse.store import DirectoryStore
 
 SHORT_S = 1.0
@@ -219,7 +218,7 @@ def test_devices_that_cannot_be_started_are_told_to_all_workers(job, monkeypatch
     def fail(_):
         raise OSError(11, "no more processes")
 
-    monkeypatch.setattr(launch, "_start", fail)
+    monkeypatch.setattr(device_processes, "_start", fail)
     first, second = job.outcomes(2, join_and_stay)
     assert "no more processes" in first.message
     assert second.error == "MemoryDeviceLostError"
@@ -229,7 +228,7 @@ def test_devices_that_cannot_be_started_are_told_to_all_workers(job, monkeypatch
 
 
 def test_a_worker_that_waits_long_for_memory_devices_says_so(job, monkeypatch):
-    start, (told, go_on) = launch._start, os.pipe()
+    start, (told, go_on) = device_processes._start, os.pipe()
 
     def start_when_told(device_job):
         os.read(told, 1)
@@ -243,7 +242,7 @@ def test_a_worker_that_waits_long_for_memory_devices_says_so(job, monkeypatch):
         with me.join(memory_devices=1, warn_after_s=0.3):
             logging.getLogger("coarse").handlers.clear()
 
-    monkeypatch.setattr(launch, "_start", start_when_told)
+    monkeypatch.setattr(device_processes, "_start", start_when_told)
     workers = job.start(2, worker)
     said = workers[1].hear()
     os.write(go_on, b"!")
@@ -256,7 +255,7 @@ def test_a_worker_that_waits_long_for_memory_devices_says_so(job, monkeypatch):
 
 
 def test_a_device_that_ends_at_once_is_told_to_all_workers(job, monkeypatch):
-    monkeypatch.setattr(launch.sys, "executable", "/bin/false")
+    monkeypatch.setattr(device_processes.sys, "executable", "/bin/false")
     first, second = job.outcomes(2, join_and_stay)
     assert first.error == "MemoryDeviceLostError", first
     # Worker 0 may notice while it still tells the device its job, and may have ended when worker 1 notices.

@@ -355,7 +355,7 @@ class Odd(nn.Module):
 @checkpoint_scenario
 def snapshots_hold_what_a_copy_would_hold(context: Context) -> None:
     from coarse.torch.checkpoint import Checkpointer
-    from coarse.torch.training_state import load_training_state
+    from coarse.torch.checkpoint.training_state import load_training_state
 
     module = Odd()
     model = context.wrap(module, find_unused_parameters=True)

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from coarse.client.gpu_transfers import GpuTransfers
-from coarse.client.tensor_bytes import GpuBytes, TensorBytes
+from coarse.client.gpu.gpu_transfers import GpuTransfers
+from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes
 from coarse.kernels import _native
-from coarse.torch import gpu_gradients, layout, offloading, registered_gradients
+from coarse.torch.gradients import gpu_gradients, layout, registered_gradients
+from coarse.torch.optimizer import remote_optimizer
 
 
 class StandInGpu(gpu_gradients.Gpu):
@@ -55,7 +56,9 @@ def install(ordinal: int = 0) -> StandInGpu:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     layout._flat_tensor = flat_tensor
-    registered_gradients.common_gpu = offloading.common_gpu = lambda _: _native.cuda_device_uuid(ordinal)
+    registered_gradients.common_gpu = remote_optimizer.common_gpu = lambda _: _native.cuda_device_uuid(
+        ordinal
+    )
     gpu_gradients.find_gpu = find_gpu
     GpuTransfers.join = join_and_wait  # type: ignore[method-assign]
     return gpu

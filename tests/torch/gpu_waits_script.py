@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import coarse.torch
-from coarse.client.gpu_transfers import GpuTransfers
+from coarse.client.gpu.gpu_transfers import GpuTransfers
 from coarse.client.tensor_group import TensorGroup
 
 NUM_STEPS = 4

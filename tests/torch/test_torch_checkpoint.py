@@ -35,12 +35,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from coarse.cli.main import main
 from coarse.errors import CheckpointError
-from coarse.torch import host_copies
-from coarse.torch.checkpoint import Checkpointer, DataPosition, RandomState, load_state_dicts
-from coarse.torch.checkpoint_export import export_torch
-from coarse.torch.host_copies import CopiedState
-from coarse.torch.layout import as_bytes
-from coarse.torch.training_state import training_state
+from coarse.torch.checkpoint import Checkpointer, DataPosition, RandomState, host_copies, load_state_dicts
+from coarse.torch.checkpoint.export import export_torch
+from coarse.torch.checkpoint.host_copies import CopiedState
+from coarse.torch.checkpoint.training_state import training_state
+from coarse.torch.gradients.layout import as_bytes
 
 
 @pytest.mark.parametrize(

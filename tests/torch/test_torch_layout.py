@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from coarse.torch.layout import copy_all
+from coarse.torch.gradients.layout import copy_all
 
 
 class Placed(torch.Tensor):

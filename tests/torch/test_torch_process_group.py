@@ -290,7 +290,7 @@ def test_a_worker_that_dies_in_backward_ends_the_others(job: dict[str, str]) -> 
 def test_a_worker_that_gives_up_does_not_wait_for_one_that_hangs(job: dict[str, str]) -> None:
     """Neither for collectives, which take COARSE_TIMEOUT_S where COARSE makes the group, nor in a destructor."""
     script = (
-        "import signal\n" + TRAIN + "from coarse.torch.checkpoint_agreement import Workers\n"
+        "import signal\n" + TRAIN + "from coarse.torch.checkpoint.agreement import Workers\n"
         "group = Workers()._group\n"
         "for each in (dist.group.WORLD, group):\n"
         "    print(each._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"

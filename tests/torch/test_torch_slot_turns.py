@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from coarse.client.tensor_group import TensorGroup
-from coarse.torch.gradient_path import GradientPath
-from coarse.torch.slot_turns import SlotTurns
+from coarse.torch.gradients.gradient_path import GradientPath
+from coarse.torch.gradients.slot_window import SlotTurns
 
 
 class _Slots:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from coarse.client.tensor_bytes import GpuBytes, gpu_uuid, map_tensors, reach
+from coarse.client.memory.tensor_bytes import GpuBytes, gpu_uuid, map_tensors, reach
 from coarse.errors import GpuUnavailableError
 from coarse.kernels import _native
-from coarse.proxy.memory import Segment
 from coarse.proxy.memory.cuda import CudaMemory
+from coarse.wire.segments import Segment
 
 
 class DLManagedTensor(ctypes.Structure):

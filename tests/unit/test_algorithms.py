@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from coarse.client.algorithm_choice import AlgorithmChoice, Way
+from coarse.client.gpu.algorithm_choice import AlgorithmChoice, Way
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy import algorithms
 from coarse.settings import Settings
+from coarse.wire import algorithms
 
 
 def table(*memories):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from coarse.bench import state_memory, sync, train
-from coarse.bench.fleet import BenchError
 from coarse.bench.models import MODELS, NUM_PARAMETERS, build_workload
 from coarse.bench.sync import SyncPlan, run_sync
 from coarse.bench.train import TrainPlan, run_train
 from coarse.bench.training import gpu_of_worker
+from coarse.bench.worker_pool import BenchError
 from coarse.cli import bench
 
 SYNC: dict[str, Any] = {"systems": ("gloo",), "num_workers": 2, "sizes": (4096,)}

@@ -158,7 +158,7 @@ def test_memory_of_a_gpu_whose_kernels_nothing_compiles_is_refused_before_anythi
 
 def test_looking_at_gpus_makes_no_context_in_the_launcher(cuda_stand_ins):
     code = (
-        "from coarse.client.device_checks import check_node; from coarse.settings import Settings; "
+        "from coarse.startup.device_checks import check_node; from coarse.settings import Settings; "
         "from coarse.kernels import _native; "
         "check_node(Settings.from_environment(), num_workers=2, num_nodes=1); print('checked'); "
         "_native.CudaContext(0)"

@@ -8,7 +8,7 @@ import threading
 
 from coarse.proxy import outbox
 from coarse.proxy.event_loop import EventLoop
-from coarse.proxy.protocol import Channel
+from coarse.wire.messages import Channel
 
 MESSAGES = 2000
 

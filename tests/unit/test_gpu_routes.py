@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from coarse.client.gpu_routes import NOTHING_TO_COPY, SIZES, plan_routes
+from coarse.client.gpu.gpu_routes import NOTHING_TO_COPY, SIZES, plan_routes
 
 INFINITE = [np.inf] * len(SIZES)
 NOTHING = [NOTHING_TO_COPY] * len(SIZES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coarse.client.nccl_own_path import less_accurate_by_nccl
+from coarse.client.gpu.nccl_direct_allreduce import less_accurate_by_nccl
 from coarse.schema import TensorSpec
 from coarse.tuning import gpu_step_clock
 from coarse.tuning.gpu_dual_sync_trial import TrialTimes

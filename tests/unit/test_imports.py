@@ -22,15 +22,17 @@ LAYERS = (
     ("torch", "tensorflow"),
     ("session",),
     ("tuning", "session_checks", "launch"),
+    ("startup",),
     ("client",),
     ("proxy",),
+    ("wire",),
     ("profiler", "checkpoint", "rendezvous"),
     ("kernels", "settings", "socket_store"),
     ("env",),
     ("store_server",),
     ("machine", "schema", "store", "failpoints", "local_sockets", "job_secret"),
     ("private_directories",),
-    ("errors", "scheduling", "scratch", "presence", "listening", "strangers", "late_notice"),
+    ("errors", "scheduling", "scratch", "liveness", "listening", "strangers", "late_notice"),
 )
 """Packages and modules of coarse: each imports from those below it only."""
 
@@ -88,6 +90,21 @@ def test_dependencies_point_one_way():
             if layer_of[part_of(name)] <= layer_of[part]:
                 upward.add(f"{file.relative_to(root)} imports {name}")
     assert upward == set()
+
+
+def test_workers_import_nothing_of_memory_devices():
+    root = Path(coarse.__file__).parent
+    files = [
+        root / "session.py",
+        *(f for part in ("client", "torch", "tuning") for f in root.glob(f"{part}/**/*.py")),
+    ]
+    found = {
+        f"{file.relative_to(root)} imports {name}"
+        for file in files
+        for name in parts_imported(ast.parse(file.read_text()))
+        if name.startswith("coarse.proxy")
+    }
+    assert found == set()
 
 
 def test_env_is_the_only_reader_of_the_environment():

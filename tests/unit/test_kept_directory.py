@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from coarse.client.kept_devices import Keeping, find_kept_devices
 from coarse.env import Attempt
 from coarse.local_sockets import short_address
 from coarse.machine.partition_table import PartitionTable
-from coarse.proxy.kept_directory import (
+from coarse.scratch import hold
+from coarse.settings import Settings
+from coarse.startup.persistent_devices import Keeping, find_kept_devices
+from coarse.wire.persistent_sessions import (
     KeptDevices,
     find_session_directory,
     forget_job,
@@ -22,9 +24,7 @@ from coarse.proxy.kept_directory import (
     leave_session_directory,
     make_session_directory,
 )
-from coarse.proxy.socket_directory import TOKEN_FILE, OwnSocket, socket_path
-from coarse.scratch import hold
-from coarse.settings import Settings
+from coarse.wire.socket_directory import TOKEN_FILE, OwnSocket, socket_path
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ import pytest
 
 from coarse.machine import host
 from coarse.machine.out_of_memory import OutOfMemoryWatch
-from coarse.proxy.launch import choose_pace, count_sync_cores
 from coarse.settings import Settings
+from coarse.wire.pace import choose_pace, count_sync_cores
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

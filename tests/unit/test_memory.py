@@ -14,7 +14,7 @@ import pytest
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.proxy.memory import HostMemory
-from coarse.proxy.memory.host import refused
+from coarse.wire.host_memory import refused
 
 NUM_BYTES = 3 * mmap.PAGESIZE + 1
 TERABYTES = 1 << 50

@@ -17,8 +17,9 @@ import pytest
 
 from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError, ProtocolError
 from coarse.kernels import _native
-from coarse.proxy.memory import Extent, Segment, available_bytes, dax, open_memory, try_memory
+from coarse.proxy.memory import available_bytes, dax, open_memory, try_memory
 from coarse.proxy.memory.dax import DaxMemory
+from coarse.wire.segments import Extent, Segment
 
 UNIT = 2 << 20
 DEVICE_BYTES = 8 * UNIT

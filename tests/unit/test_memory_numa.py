@@ -14,8 +14,9 @@ from coarse.errors import OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.machine.host import NumaNode, read_numa_nodes
 from coarse.proxy.device import _move_near
-from coarse.proxy.memory import Segment, available_bytes, numa, open_memories, open_memory, try_memory
+from coarse.proxy.memory import available_bytes, numa, open_memories, open_memory, try_memory
 from coarse.proxy.memory.numa import NumaMemory, parse_numa_maps
+from coarse.wire.segments import Segment
 
 NODES = read_numa_nodes()
 NODE = next((node.node for node in NODES if node.memory_bytes), None)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coarse.errors import ProtocolError
-from coarse.proxy.memory import Extent, HostMemory, Segment, pack, unpack
+from coarse.proxy.memory import HostMemory
 from coarse.proxy.memory.spread_cuda import piece_lengths, reachable_from
+from coarse.wire.segments import Extent, Segment, pack, unpack
 
 PAGE = 2 << 20
 

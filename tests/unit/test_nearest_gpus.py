@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from coarse.client import nearest_gpus
-from coarse.client.nearest_gpus import pair_with_nearest
 from coarse.errors import CoarseError
 from coarse.machine.gpu_topology import Distance, GpuPlace, GpuTopology
 from coarse.machine.host import NumaNode
 from coarse.machine.memory_name import MemoryName
 from coarse.machine.partition_table import PartitionTable
+from coarse.startup import nearest_gpus
+from coarse.startup.nearest_gpus import pair_with_nearest
 
 
 def even_table(*memories):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.parameter_cache import CacheStatistics, ParameterCache
+from coarse.client.memory.parameter_cache import CacheStatistics, ParameterCache
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from coarse.presence import Lookout, Presence
+from coarse.liveness import Lookout, Presence
 
 LIMIT_S = 30.0
 MANY = 50

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coarse.errors import CoarseError, ProtocolError
-from coarse.proxy.protocol import (
+from coarse.wire.messages import (
     MAX_DESCRIPTORS,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,

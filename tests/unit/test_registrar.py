@@ -13,10 +13,10 @@ import pytest
 from coarse.client.connection import DeviceConnection, collect_replies
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.proxy.memory import HostMemory
-from coarse.proxy.protocol import Channel
 from coarse.proxy.registrar import Registrar
-from coarse.proxy.registration import GroupSchema
 from coarse.schema import TensorSpec
+from coarse.wire.messages import Channel
+from coarse.wire.registration import GroupSchema
 
 SPEC = TensorSpec(name="tensor", dtype="float32", num_elements=10)
 SCHEMA = GroupSchema(name="model", specs=(SPEC,), shard_bytes=64, gather_bytes=0, algorithm="auto")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from coarse.client.update_settings import SETTINGS_DTYPE
 from coarse.errors import ProtocolError, SchemaMismatchError
 from coarse.profiler.routing import RoutingTable
-from coarse.proxy.registration import GroupSchema, check_agreement
 from coarse.schema import ITEM_BYTES, OPS, TensorSpec
+from coarse.wire.registration import GroupSchema, check_agreement
 
 
 def spec(name, num_elements=10, dtype="float32", op="mean"):

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coarse.client.slot_order import find_predecessors
+from coarse.client.memory.slot_order import find_predecessors
 from coarse.profiler.partition import plan_partition
 from coarse.schema import TensorSpec
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from coarse.profiler.partition import plan_partition
 from coarse.profiler.routing import RoutingTable, route_shards
-from coarse.proxy.slot_pieces import PIECE_BYTES, SlotPiece, slot_pieces
 from coarse.schema import TensorSpec
+from coarse.wire.slot_pieces import PIECE_BYTES, SlotPiece, slot_pieces
 
 models = st.lists(st.integers(1, 3 << 20), min_size=1, max_size=12).map(
     lambda lengths: [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coarse.checkpoint.source import DTYPE_BYTES, SavedTensor
 from coarse.errors import ProtocolError
-from coarse.proxy.snapshot_source import KeptTensor, SentTensor, SnapshotContents
+from coarse.wire.snapshots import KeptTensor, SentTensor, SnapshotContents
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 saved = st.builds(

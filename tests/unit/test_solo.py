@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coarse.client.solo import SoloClient
+from coarse.client.single_worker import SoloClient
 from coarse.errors import SessionClosedError
 from coarse.schema import TensorSpec
 

@@ -15,19 +15,14 @@ from coarse.proxy.memory.device_memory import (
     try_memory,
 )
 from coarse.proxy.memory.host import HostMemory
-from coarse.proxy.memory.segment import Extent, Segment, pack, unpack
 
 __all__ = [
     "DeviceMemories",
     "DeviceMemory",
-    "Extent",
     "HostMemory",
-    "Segment",
     "available_bytes",
     "open_memories",
     "open_memory",
-    "pack",
     "require_compiler",
     "try_memory",
-    "unpack",
 ]

@@ -11,7 +11,7 @@ from coarse.kernels.cuda_kernels import DTYPES, MEASURED_DTYPES, CudaKernels
 from coarse.machine.host import nearest_cores, read_numa_nodes
 from coarse.machine.pci import read_pci_node
 from coarse.proxy.memory.host import HostMemory
-from coarse.proxy.memory.segment import Extent, Segment
+from coarse.wire.segments import Extent, Segment
 
 _POSIX_FD_SUPPORTED = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 

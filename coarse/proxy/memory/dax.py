@@ -17,7 +17,7 @@ from coarse.errors import DeviceMemoryBusyError, OutOfDeviceMemoryError
 from coarse.kernels import _native
 from coarse.machine.host import nearest_cores, read_dax_devices, read_numa_nodes
 from coarse.proxy.memory.host import HostMemory
-from coarse.proxy.memory.segment import Extent, Segment
+from coarse.wire.segments import Extent, Segment
 
 _ALIGNMENT_BYTES = 2 << 20  # of extents, unless the device asks for more
 _LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process

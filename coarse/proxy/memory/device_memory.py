@@ -8,7 +8,7 @@ from typing import Protocol
 
 from coarse.kernels import _native
 from coarse.machine.memory_name import MemoryName
-from coarse.proxy.memory.segment import Segment
+from coarse.wire.segments import Segment
 
 
 class DeviceMemory(Protocol):

@@ -18,8 +18,8 @@ from coarse.machine.host import (
     parse_kib,
     read_numa_nodes,
 )
-from coarse.proxy.memory.host import RESERVE_BYTES, memory_name, refused, within_cgroup
-from coarse.proxy.memory.segment import Segment
+from coarse.wire.host_memory import RESERVE_BYTES, memory_name, refused, within_cgroup
+from coarse.wire.segments import Segment
 
 _PAGE_BYTES = mmap.PAGESIZE  # what numa_maps counts in; a huge page counts as many small ones
 

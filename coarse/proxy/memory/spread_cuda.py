@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from coarse.kernels import _native
 from coarse.proxy.memory.cuda import CudaMemory
-from coarse.proxy.memory.segment import Segment
+from coarse.wire.segments import Segment
 
 
 class SpreadCudaMemory:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from coarse.errors import OutOfDeviceMemoryError
 from coarse.proxy.memory.device_memory import DeviceMemory
-from coarse.proxy.memory.segment import Segment
+from coarse.wire.segments import Segment
 
 if TYPE_CHECKING:
     from coarse.proxy.memory.cuda import CudaMemory

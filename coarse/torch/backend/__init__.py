@@ -13,8 +13,8 @@ from datetime import timedelta
 from typing import Any
 
 from coarse.settings import Settings
-from coarse.torch.backend.meeting import open_group
-from coarse.torch.meeting import fresh_part
+from coarse.torch.backend.rank_rendezvous import open_group
+from coarse.torch.store_namespace import fresh_part
 
 # A group's time-out is of its operations; processes may take longer to come together, once.
 _LEAST_MEETING_S = 30.0

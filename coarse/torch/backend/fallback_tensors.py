@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from coarse.kernels._native import Combine, ElementType
-from coarse.torch.callers_order import CallersOrder
+from coarse.torch.gradients.stream_order import CallersOrder
 
 ELEMENTS = {
     torch.float32: ElementType.FLOAT32,

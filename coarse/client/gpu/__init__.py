@@ -1,0 +1,1 @@
+"""Tensors on GPUs: transfers, routes, NCCL between the workers."""

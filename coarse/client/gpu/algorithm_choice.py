@@ -1,0 +1,173 @@
+"""How large tensors are reduced fastest between the GPUs of memory devices: by trying each way."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from coarse.client.gpu.gpu_routes import measure_routes, wait_for_all
+from coarse.client.memory.tensor_bytes import gpu_context
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, is_refusal
+from coarse.kernels import _native
+from coarse.profiler.routing import RoutingTable, with_threshold
+from coarse.schema import TensorSpec
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+    from coarse.client.tensor_group import TensorGroup
+    from coarse.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_TRIAL = TensorSpec(name="trial", dtype="float32", num_elements=(32 << 20) // 4, op="mean")
+_NUM_TRIALS = 5  # of which the first is not counted
+
+
+class Way(NamedTuple):
+    """One of the ways to reduce.
+
+    Attributes:
+        algorithm: Its name.
+        is_routed: Whether slots lie where the routing tables say, and not with each worker's own memory device.
+    """
+
+    algorithm: str
+    is_routed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.algorithm} along the routes" if self.is_routed else self.algorithm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmChoice:
+    """The fastest of several ways.
+
+    Args:
+        seconds: What a push and a pull of all workers took by each; of a single one nobody looks at it.
+        routes: The routing table of each worker; () where none was measured.
+    """
+
+    seconds: Mapping[Way, float]
+    routes: tuple[RoutingTable, ...] = ()
+
+    def fastest(self, algorithm: str = "") -> Way:
+        """Of all ways, or of those of one algorithm."""
+        ways = [way for way in self.seconds if algorithm in ("", way.algorithm)]
+        return min(ways, key=self.seconds.__getitem__, default=Way(algorithm))
+
+    def routes_of(self, way: Way) -> tuple[RoutingTable, ...]:
+        """Where slots lie; () for each worker's own memory device."""
+        return self.routes if way.is_routed else ()
+
+    def describe(self) -> list[str]:
+        """What was measured, and what follows, in words."""
+        chosen = f"large tensors between memory devices by {self.fastest()}"
+        if len(self.seconds) > 1:
+            times = ", ".join(f"{seconds * 1e3:.2f} ms by {way}" for way, seconds in self.seconds.items())
+            chosen += f": {_TRIAL.nbytes >> 20} MiB took {times}"
+        return [chosen] + [f"w{worker} along the routes: {table}" for worker, table in enumerate(self.routes)]
+
+
+def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
+    """Times each way; every worker must call it with the same ones, and gets the same choice.
+
+    Args:
+        client: Of this worker.
+        ways: For which the memory devices are set up. Those that are routed are tried if some worker has a better
+            path than that to its own memory device.
+        gpu: Where this worker's tensors are, as for Client.register().
+        settings: Of the session. With COARSE_ROUTING=profile those that are routed are chosen then, whatever others
+            take.
+    """
+    is_routed = any(way.is_routed for way in ways) and _is_any_on_gpu(client, gpu)
+    routes = _measured_routes(client, gpu) if is_routed else ()
+    if settings.routing_threshold_bytes:
+        routes = tuple(with_threshold(table, settings.routing_threshold_bytes) for table in routes)
+    else:
+        routes = tuple(_for_whole_tensors(table, client.shard_bytes) for table in routes)
+    if not _leads_elsewhere(client, routes):
+        ways = [way for way in ways if not way.is_routed]
+    elif settings.routing == "profile":
+        ways = [way for way in ways if way.is_routed]
+    if len(ways) == 1:
+        return AlgorithmChoice(seconds={ways[0]: 0.0}, routes=routes)
+    seconds = np.array([_least_seconds(client, way, gpu, routes if way.is_routed else ()) for way in ways])
+    client.all_reduce(seconds.ctypes.data, len(ways), "float64", "max")
+    return AlgorithmChoice(seconds=dict(zip(ways, map(float, seconds), strict=True)), routes=routes)
+
+
+def _for_whole_tensors(table: RoutingTable, shard_bytes: int) -> RoutingTable:
+    """The table where tensors of a shard and more are copied as a whole, however they are cut."""
+    return replace(table, threshold_bytes=min(table.threshold_bytes, shard_bytes))
+
+
+def _measured_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
+    try:
+        return measure_routes(client, gpu)
+    except OutOfDeviceMemoryError as error:  # of every worker
+        logger.warning(
+            "tensors stay with the workers' own memory devices, for links cannot be measured: %s", error
+        )
+        return ()
+
+
+def _is_any_on_gpu(client: Client, gpu: str) -> bool:
+    """Whether any worker has its tensors on a GPU."""
+    number = np.array([float(bool(gpu))])
+    client.all_reduce(number.ctypes.data, 1, "float64", "max")
+    return bool(number[0])
+
+
+def _leads_elsewhere(client: Client, routes: Sequence[RoutingTable]) -> bool:
+    return any(
+        device != client.table.local_device(worker)
+        for worker, table in enumerate(routes)
+        for device in (table.lat_proxy, table.bw_proxy)
+    )
+
+
+def _least_seconds(client: Client, way: Way, gpu: str, routes: tuple[RoutingTable, ...]) -> float:
+    try:
+        group = client.register_trial(f"trial of {way}", _TRIAL, way.algorithm, gpu, routes)
+    except CoarseError as error:
+        if not way.is_routed or not is_refusal(error):
+            raise
+        logger.warning("tensors stay with the workers' own memory devices: %s", error)
+        return float("inf")
+    exchange = _exchange_of(group, gpu)
+    times = []
+    for _ in range(_NUM_TRIALS):
+        wait_for_all(client)
+        begin = time.perf_counter()
+        exchange()
+        times.append(time.perf_counter() - begin)
+    group.close()
+    return min(times[1:])
+
+
+def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
+    """A push and a pull of a group's one tensor, from where this worker has its tensors, and back there."""
+
+    def exchange() -> None:
+        group.push(0)
+        group.pull_all()
+
+    def exchange_from_gpu() -> None:
+        transfers.push([(0, _native.PRESENT, memory.address, memory.address, 0)], stream.handle)
+        transfers.join(stream.handle)
+        stream.synchronize()
+
+    if group.is_on_gpu or not gpu:
+        return exchange
+    context = gpu_context(gpu)
+    try:
+        memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
+        transfers = group.open_gpu_transfers(context)
+    except _native.CudaError:  # whoever registers tensors then says so, and has the processor copy them
+        return exchange
+    return exchange_from_gpu

@@ -1,0 +1,148 @@
+"""Measures what lies between workers on GPUs and memory devices on others, and plans their routes by it.
+
+How, and why so: docs/design/gpu.md, "Routes".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from coarse.client.memory.tensor_bytes import gpu_context
+from coarse.kernels import _native
+from coarse.profiler.curve import Curve
+from coarse.profiler.gpu_links import CopyTimer
+from coarse.profiler.routing import RoutingTable, plan_tables
+from coarse.schema import TensorSpec
+from coarse.wire.algorithms import DIRECT
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+    from coarse.client.tensor_group import TensorGroup
+
+logger = logging.getLogger(__name__)
+
+SIZES = tuple(4096 << 2 * power for power in range(7))
+"""4 KiB to 16 MiB."""
+
+_NUM_TRIALS = 4  # of which the first is not counted
+_ENDS = TensorSpec(name="ends", dtype="uint8", num_elements=2 * SIZES[-1], op="sum")
+
+NOTHING_TO_COPY = 0.0
+"""Stands for a time where a worker's tensors are its slots."""
+
+Times = npt.NDArray[np.float64]
+
+
+def measure_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
+    """Plans a routing table for every worker; every worker must call it, and gets the same.
+
+    Workers take turns, so that each path is measured alone.
+
+    Args:
+        client: Of this worker; its memory devices are on GPUs.
+        gpu: Where this worker's tensors are, as for Client.register().
+
+    Raises:
+        OutOfDeviceMemoryError: If a memory device has no 32 MiB for each worker.
+    """
+    num_workers, num_devices = client.table.num_workers, client.table.num_devices
+    times_us = np.zeros((num_workers, num_devices, len(SIZES)))
+    for device in range(num_devices):
+        there = (RoutingTable(lat_proxy=device, bw_proxy=device),) * num_workers
+        group = client.register_trial(f"link to md{device}", _ENDS, DIRECT, gpu, there, is_for_gpu=True)
+        for worker in range(num_workers):
+            if worker == client.number:
+                is_own = device == client.table.local_device(worker)
+                times_us[worker, device] = _measure(group, gpu, is_own=is_own)
+            wait_for_all(client)
+        group.close()
+    client.all_reduce(times_us.ctypes.data, times_us.size, "float64", "sum")
+    local_devices = [client.table.local_device(worker) for worker in range(num_workers)]
+    return plan_routes(times_us, local_devices)
+
+
+def wait_for_all(client: Client) -> None:
+    """Returns when every worker of the node has called it."""
+    number = np.zeros(1)
+    client.all_reduce(number.ctypes.data, 1, "float64", "sum")
+
+
+def plan_routes(times_us: Times, local_devices: Sequence[int]) -> tuple[RoutingTable, ...]:
+    """The routing table of each worker; a pure function.
+
+    Args:
+        times_us: Of a push and a pull at once, by worker, memory device and size of each (SIZES); infinite where a
+            worker's GPU does not reach the memory device's, or it has none, and NOTHING_TO_COPY.
+        local_devices: The memory device of each worker.
+    """
+    curves = [_curves(times_us[worker]) for worker in range(len(local_devices))]
+    tables = [
+        RoutingTable(lat_proxy=local, bw_proxy=local, reasons=(_why_local(times_us[worker, local], own),))
+        for worker, (local, own) in enumerate(zip(local_devices, curves, strict=True))
+    ]
+    free = [worker for worker, table in enumerate(tables) if not table.reasons[0]]
+    # A worker that does not reach its own memory device has the first one that it reaches in its place.
+    nearest = [
+        local_devices[worker] if local_devices[worker] in curves[worker] else min(curves[worker])
+        for worker in free
+    ]
+    planned = plan_tables([curves[worker] for worker in free], nearest)
+    for worker, table in zip(free, planned, strict=True):
+        tables[worker] = table
+    return tuple(tables)
+
+
+def _why_local(to_own_us: Times, curves: Mapping[int, Curve]) -> str:
+    """Why a worker has no choice; "" if it has."""
+    if (to_own_us == NOTHING_TO_COPY).all():
+        return "tensors of this worker are its slots"
+    return "" if curves else "tensors of this worker are on no GPU that reaches a memory device"
+
+
+def _curves(times_us: Times) -> dict[int, Curve]:
+    """By memory device, of those that take time and are reached."""
+    return {
+        device: Curve.from_repeats(
+            {size: [time] for size, time in zip(SIZES, map(float, times), strict=True)}
+        )
+        for device, times in enumerate(times_us)
+        if np.isfinite(times).all() and (times > NOTHING_TO_COPY).all()
+    }
+
+
+def _measure(group: TensorGroup, gpu: str, *, is_own: bool) -> Times:
+    """Times by size; of this worker, to the memory device that has the group's slots."""
+    slots = group.address_on_gpu
+    unreached = np.full(len(SIZES), np.inf)
+    if slots == 0:
+        return unreached
+    if is_own and group.is_on_gpu:
+        return np.full(len(SIZES), NOTHING_TO_COPY)
+    try:
+        return _times_us(gpu_context(gpu), slots)
+    except _native.CudaError as error:  # others wait for this worker
+        logger.warning("links of %s cannot be measured: %s", gpu, error)
+        return unreached
+
+
+def _times_us(context: _native.CudaContext, slots: int) -> Times:
+    """Of copies to and from slots at once, by size."""
+    tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
+    half = SIZES[-1]
+    timer = CopyTimer(context)
+
+    def time_us(size: int) -> float:
+        return timer.time_us(
+            [
+                lambda stream: stream.copy_on_device(slots, tensors.address, size),
+                lambda stream: stream.copy_on_device(tensors.address + half, slots + half, size),
+            ]
+        )
+
+    return np.array([median([time_us(size) for _ in range(_NUM_TRIALS)][1:]) for size in SIZES])

@@ -1,0 +1,49 @@
+"""Tensor groups that a client registers for itself, beside those of its user; they lie in the host's memory."""
+
+from __future__ import annotations
+
+from coarse.schema import TensorSpec
+from coarse.wire.registration import GroupSchema
+
+_STAGING_BUFFERS = 2
+_STAGING_BYTES = 2 << 20
+
+
+def staging_schema(*, is_emulated: bool) -> GroupSchema:
+    """Buffers through which tensors go that are not registered, by turns.
+
+    Args:
+        is_emulated: Whether links are those of another machine.
+    """
+    buffers = [
+        TensorSpec(name=f"buffer{i}", dtype="uint8", num_elements=_STAGING_BYTES, op="sum")
+        for i in range(_STAGING_BUFFERS)
+    ]
+    return GroupSchema(
+        name="staging buffers",
+        specs=tuple(buffers),
+        shard_bytes=_STAGING_BYTES,
+        gather_bytes=0,
+        algorithm="exchange" if is_emulated else "direct",
+        is_staging=True,
+        on_host=True,
+    )
+
+
+def meeting_schema(name: str, most_numbers: int, *, is_emulated: bool) -> GroupSchema:
+    """What workers meet over (coarse.client.direct_allreduce.Meeting): a byte, and numbers to compare.
+
+    Args:
+        name: Of what the meeting is about.
+        most_numbers: How many they can compare at once.
+        is_emulated: As for staging_schema().
+    """
+    numbers = TensorSpec(name="numbers", dtype="float64", num_elements=most_numbers, op="max")
+    return GroupSchema(
+        name=f"meeting over {name}",
+        specs=(TensorSpec(name="byte", dtype="uint8", num_elements=1, op="max"), numbers),
+        shard_bytes=numbers.nbytes,
+        gather_bytes=numbers.nbytes,
+        algorithm="exchange" if is_emulated else "gather",
+        on_host=True,
+    )

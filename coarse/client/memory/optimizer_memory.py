@@ -1,0 +1,125 @@
+"""What an optimizer in the memory devices keeps for all workers of a node, as one worker sees it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from coarse.client.direct_allreduce import Meeting
+from coarse.client.gpu.gpu_transfers import NOTHING, MappedMemory
+from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_context, map_tensors
+from coarse.kernels import _native
+from coarse.wire.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNAPSHOT_REQUEST, STATES
+from coarse.wire.segments import Segment
+
+if TYPE_CHECKING:
+    from coarse.client.memory.private_writes import OwnParameters
+
+
+class OptimizerMemory:
+    """Parameters, mapped as long as this or a view of them lives, and float32 arrays beside them, mapped on request.
+
+    Args:
+        plan: Of the group.
+        shared: Segments by name; stay the caller's.
+        client: This worker's number on its node.
+        gpu: On which this worker has its model, by UUID; "" for the host.
+    """
+
+    def __init__(
+        self, plan: _native.GroupPlan, shared: Mapping[str, Segment], client: int, gpu: str = ""
+    ) -> None:
+        self.settings = shared[SETTINGS].map()
+        """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
+        self._gpu = gpu
+        self._parameters, self._mapped_for = map_tensors(shared[PARAMETERS], gpu)
+        self.are_parameters_elsewhere = set(shared[PARAMETERS].gpus) != ({gpu} - {""})
+        """Whether parameters lie where the model does not."""
+        self._parameter_offsets = plan.parameter_offsets()
+        self._kept_arrays = plan.kept_arrays()
+        request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
+        self.snapshots = _native.SnapshotTrigger(request_fd, control_fd, client)
+        self._parameter_segment = shared[PARAMETERS].duplicate()
+        self._own_view: _native.PrivateView | None = None
+        self._states = shared[STATES].duplicate() if STATES in shared else None
+        self._states_on_gpu: TensorBytes | None = None
+
+    def parameter_offset(self, tensor: int) -> int:
+        """The first byte of a parameter, counted from the first one of all."""
+        return self._parameter_offsets[tensor]
+
+    def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:
+        """The parameter of a tensor."""
+        start = self._parameter_offsets[tensor]
+        return self._parameters[start : start + num_bytes]
+
+    def map_own_parameters(self) -> str:
+        """Maps parameters for open_own_parameters(); returns why that cannot be, "" if it can."""
+        segment = self._parameter_segment
+        if segment.gpus:
+            return "parameters lie in the memory of GPUs"
+        try:
+            self._own_view = _native.PrivateView(segment.region, segment.num_bytes)
+        except OSError as error:
+            return f"this kernel does not tell which pages a process has written ({error})"
+        return ""
+
+    def open_own_parameters(
+        self, lengths: Sequence[int], meeting: Meeting, *, publishes: bool
+    ) -> OwnParameters:
+        """This worker's own view of the parameters, of so many bytes each; other arguments as of OwnParameters.
+
+        Raises:
+            ValueError: Unless map_own_parameters() has mapped them.
+        """
+        view, self._own_view = self._own_view, None
+        if view is None or isinstance(self._parameters, GpuBytes):
+            raise ValueError("the parameters were not mapped for this worker alone")
+        from coarse.client.memory.private_writes import OwnParameters  # needs numpy
+
+        return OwnParameters(
+            view, self._parameters, self._parameter_offsets, lengths, meeting, publishes=publishes
+        )
+
+    def results(self) -> MappedMemory:
+        """Where the model's GPU copies parameters from; zeros where no GPU does."""
+        if not self._gpu:
+            return NOTHING
+        if isinstance(self._parameters, GpuBytes):
+            return self._parameters.address, self._parameters.nbytes, gpu_context(self._mapped_for)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._parameters))
+        return address, self._parameters.nbytes, None
+
+    def result(self, tensor: int) -> int:
+        """Where it copies one of them from; 0 where none does."""
+        address, *_ = self.results()
+        return address and address + self._parameter_offsets[tensor]
+
+    def kept_array(self, tensor: int, number: int) -> TensorBytes:
+        """The `number`-th float32 array kept for a tensor: its states, then its master weights.
+
+        Those in the host's memory are mapped anew.
+
+        Raises:
+            ValueError: If there are not so many.
+        """
+        start, array_bytes, num_arrays = self._kept_arrays[tensor]
+        if self._states is None or number >= num_arrays:
+            raise ValueError(
+                f"this optimizer keeps no state of number {number} for tensor {tensor}, only {num_arrays}"
+            )
+        start += number * array_bytes
+        return self._map_states(self._states)[start : start + array_bytes]
+
+    def _map_states(self, segment: Segment) -> TensorBytes:
+        if not segment.gpus:
+            return segment.map()
+        if self._states_on_gpu is None:  # mapping, and waiting before it is undone, takes long
+            self._states_on_gpu, _ = map_tensors(segment, self._gpu)
+        return self._states_on_gpu
+
+    def __del__(self) -> None:
+        for name in ("_states", "_parameter_segment"):
+            if (segment := getattr(self, name, None)) is not None:
+                segment.close()

@@ -1,0 +1,141 @@
+"""A worker's access to the parameter storage of the memory devices (COARSE paper, section III-D)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from coarse.client.connection import DeviceConnection
+from coarse.client.memory.stored_value import StoredValue
+from coarse.client.requests import Questions
+from coarse.errors import SnapshotLostError
+from coarse.wire.messages import Received, int_field
+from coarse.wire.segments import Segment
+from coarse.wire.storage import holders_of
+
+
+class ParameterStorage:
+    """Keeps values at the memory device that their key belongs to.
+
+    Args:
+        connections: One to each memory device.
+        questions: Wait for its answers.
+        replicas: How many other memory devices have each value too.
+    """
+
+    def __init__(
+        self, connections: Sequence[DeviceConnection], questions: Questions, *, replicas: int = 0
+    ) -> None:
+        self._connections = connections
+        self._questions = questions
+        self._replicas = replicas
+
+    def store(self, key: str, value: memoryview[Any]) -> int:
+        """Keeps a value; returns its version.
+
+        Who has loaded the key before keeps what he has; who loads it from now on gets this value, whole.
+        """
+        versions = [
+            self._store_at(self._connections[device], key, value)
+            for device in holders_of(key, len(self._connections), self._replicas)
+        ]
+        return versions[0]
+
+    def _store_at(self, connection: DeviceConnection, key: str, value: memoryview[Any]) -> int:
+        connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
+        reserved = self._questions.wait_for(connection, "reserved", f"storage of {key!r}")
+        segment = _take(reserved)
+        with segment.map() as target:
+            target[: value.nbytes] = value
+        segment.close()
+        connection.send({"type": "commit"})
+        return int(
+            self._questions.wait_for(connection, "committed", f"storage of {key!r}").message["version"]
+        )
+
+    def load(self, key: str) -> StoredValue:
+        """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
+        return self._look_up(key, 0)
+
+    def snapshot(self) -> StorageSnapshot:
+        """Begins a snapshot of all values. Each memory device takes its own, at a moment before this returns.
+
+        Raises:
+            SnapshotsBusyError: If this worker holds too many.
+        """
+        numbers: list[int] = []
+        try:
+            for connection in self._connections:
+                connection.send({"type": "snapshot_storage"})
+                reply = self._questions.wait_for(
+                    connection, "storage_snapshot", "a snapshot of stored values"
+                )
+                numbers.append(int(reply.message["snapshot"]))
+        except BaseException:
+            self._release(numbers)
+            raise
+        return StorageSnapshot(
+            lambda key: self._look_up(key, numbers[self._device_of(key)]), lambda: self._release(numbers)
+        )
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        for connection, number in zip(self._connections, numbers, strict=False):
+            connection.send({"type": "release_storage", "snapshot": number})
+
+    def _look_up(self, key: str, snapshot: int) -> StoredValue:
+        connection = self._connections[self._device_of(key)]
+        connection.send({"type": "lookup", "key": key, "snapshot": snapshot})
+        found = self._questions.wait_for(connection, "found", f"storage of {key!r}")
+        version = int(found.message["version"])
+        if not found.fds:
+            return StoredValue(version=version, value=memoryview(b""))
+        num_bytes = int_field(found.message, "num_bytes", low=1)
+        segment = _take(found)
+        value = segment.map(read_only=True)[:num_bytes]
+        segment.close()
+        return StoredValue(version=version, value=value)
+
+    def _device_of(self, key: str) -> int:
+        return holders_of(key, len(self._connections))[0]
+
+
+class StorageSnapshot:
+    """All stored values of a node as they were when the snapshot began; later ones do not change it.
+
+    Values that were replaced since then take memory until release(). Release it, or use it in a `with` block. Made by
+    Session.snapshot_stored(); as that, one caller at a time.
+    """
+
+    def __init__(self, load: Callable[[str], StoredValue], release: Callable[[], None]) -> None:
+        self._load = load
+        self._release: Callable[[], None] | None = release
+
+    def load(self, key: str) -> StoredValue:
+        """The value of `key` as it was then; version 0 and no bytes if there was none.
+
+        Raises:
+            SnapshotLostError: After release().
+        """
+        if self._release is None:
+            raise SnapshotLostError(f"stored value {key[:100]!r}: this snapshot was released")
+        return self._load(key)
+
+    def release(self) -> None:
+        """Lets it go; what it alone refers to is freed. Idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> StorageSnapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _take(answer: Received) -> Segment:
+    """The segment that came with an answer."""
+    return Segment.received(answer.fds.pop(), answer.message["extent"])

@@ -1,0 +1,114 @@
+"""A worker's own view of the parameters that all workers of a node share: it alone sees what it writes there."""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from coarse.client.direct_allreduce import Meeting
+from coarse.kernels import _native
+
+_ABOVE_ALL_DIGESTS = 1 << 33
+
+
+class OwnParameters:
+    """The parameters of a tensor group, of which the pages that this worker writes are its own until take_over().
+
+    Made by TensorGroup.open_own_parameters(). One caller at a time.
+
+    Args:
+        view: Of the shared memory.
+        shared: The same memory, as all see it.
+        offsets, lengths: Where in it the parameter of each tensor lies, in bytes.
+        meeting: Of all workers, for take_over() alone.
+        publishes: Whether this worker writes for its node what all have written: one worker of each node does.
+    """
+
+    def __init__(
+        self,
+        view: _native.PrivateView,
+        shared: memoryview[Any],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        meeting: Meeting,
+        *,
+        publishes: bool,
+    ) -> None:
+        self._view = view
+        self._bytes: memoryview[Any] = memoryview(view)  # type: ignore[arg-type,unused-ignore]
+        self._shared = shared
+        self._offsets = offsets
+        self._lengths = lengths
+        self._meeting = meeting
+        self._publishes = publishes
+
+    def parameter(self, tensor: int) -> memoryview[Any]:
+        """The writable bytes of a tensor's parameter; mapped as long as a view of them lives."""
+        start = self._offsets[tensor]
+        return self._bytes[start : start + self._lengths[tensor]]
+
+    def take_over(self, before_writing: Callable[[], object]) -> tuple[npt.NDArray[np.uint32], bool]:
+        """Has the shared parameters become what workers have written, if all have written alike. Collective.
+
+        To be called between two updates. Waits for others only where this worker has written: what has come back
+        to the shared values counts as not written.
+
+        Args:
+            before_writing: Called before shared parameters change, by the worker that writes for its node.
+
+        Returns:
+            A digest of what this worker has written to each parameter, 0 for nothing; and whether all have written
+            the same. If not, shared parameters are as they were, and this worker's still its own.
+
+        Raises:
+            WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
+        """
+        written = self._written()
+        digests = np.zeros(len(self._offsets), dtype=np.uint32)
+        for tensor in written:
+            digests[tensor] = zlib.crc32(self.parameter(tensor)) or 1
+        mine = float(zlib.crc32(digests.tobytes()) + 1) if written else 0.0
+        numbers = [mine, _ABOVE_ALL_DIGESTS - mine]
+        self._meeting.tell(numbers)
+        if not written:
+            return digests, True
+        if self._meeting.told()[: len(numbers)] != numbers:
+            return digests, False
+        if self._publishes:
+            before_writing()
+            for tensor in written:
+                start = self._offsets[tensor]
+                self._shared[start : start + self._lengths[tensor]] = self.parameter(tensor)
+        self._meeting.wait()
+        self._view.give_back()
+        return digests, True
+
+    def first_written(self) -> int | None:
+        """The first tensor in a page that this worker has written since take_over(); None if there is none."""
+        written = self._view.written()
+        return bisect_right(self._offsets, written[0][0]) - 1 if written else None
+
+    def give_back(self) -> None:
+        """Forgets what this worker has written: it sees the shared parameters again."""
+        self._view.give_back()
+
+    def _written(self) -> list[int]:
+        """Tensors that differ from the shared ones; if none does, pages that were written are given back."""
+        if not self._view.written():
+            return []
+        tensors: set[int] = set()
+        for offset, num_bytes in self._view.changed(self._shared):
+            first = bisect_right(self._offsets, offset) - 1
+            tensors.update(range(first, bisect_left(self._offsets, offset + num_bytes)))
+        if not tensors:
+            self._view.give_back()
+        return sorted(tensors)
+
+    def close(self) -> None:
+        """Leaves the meeting; what is mapped stays as long as a view lives. Idempotent."""
+        self._meeting.close()

@@ -1,0 +1,197 @@
+"""Snapshots of parameters and optimizer state in the memory devices, as the worker holds them that began them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from coarse.errors import CoarseError, MemoryDeviceLostError, told_error
+from coarse.kernels import _native
+from coarse.wire.messages import Channel, Message
+
+if TYPE_CHECKING:
+    from coarse.client.client import Client
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics:
+    """What the versions take, and have cost, to which snapshots of one tensor group refer.
+
+    Args:
+        limit_bytes: So much they may take.
+        taken_bytes, peak_bytes: So much they take now, and took at most.
+        kept_bytes: Of all versions that were ever kept.
+        num_waits, waited_s: How many updates of a shard waited because the pool was full, and how long in sum.
+        num_lost: Snapshots that were given up because nothing was freed.
+    """
+
+    limit_bytes: int
+    taken_bytes: int
+    peak_bytes: int
+    kept_bytes: int
+    num_waits: int
+    waited_s: float
+    num_lost: int
+
+
+class Snapshot:
+    """Everything that an optimizer keeps in the memory devices, as it was when the snapshot began.
+
+    Training goes on; what changes is copied before, and takes memory until release(). Release it, use it in a `with`
+    block, or hand it over with write(). Made by TensorGroup.snapshot(); as that, one caller at a time.
+    """
+
+    def __init__(self, client: Client, group: int, number: int) -> None:
+        self._client = client
+        self._place = {"group": group, "snapshot": number}
+        self.number = number
+        self._is_held = True
+
+    def read(self, tensor: int, array: int = 0) -> memoryview[Any]:
+        """A copy of one array of a tensor, in device memory that is freed when nothing refers to it.
+
+        Args:
+            tensor: Position in the group's specs.
+            array: 0 for the parameter; from 1 on what TensorGroup.state() numbers from 0 on.
+
+        Raises:
+            SnapshotLostError: If the snapshot was given up because the memory for old versions was full.
+        """
+        request = {"type": "read_snapshot", **self._place, "tensor": tensor, "array": array}
+        reply = self._client.ask_home(request, "snapshot_read", f"snapshot {self.number}")
+        try:
+            return memoryview(mmap.mmap(reply.fds[0], 0, prot=mmap.PROT_READ))
+        finally:
+            reply.close()
+
+    def write(self, request: Message, sent: Sequence[bytes | memoryview[Any]] = ()) -> SnapshotWrite:
+        """Has the home device write the snapshot to disk, and release it. Returns at once.
+
+        Args:
+            request: The fields of SnapshotContents.to_message() and write_request() in coarse.wire.
+            sent: Bytes of its `sent` tensors, one after the other.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = [theirs.fileno()]
+        try:
+            if num_bytes := sum(map(len, sent)):
+                fds.append(_native.create_sealed_memory("coarse-tensors of a checkpoint", num_bytes))
+                with mmap.mmap(fds[1], num_bytes) as target:
+                    for each in sent:
+                        target.write(each)
+            self._client.tell_home({"type": "write_snapshot", **self._place, **request}, fds)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in fds[1:]:
+                os.close(fd)
+        self._is_held = False
+        return SnapshotWrite(ours)
+
+    def release(self) -> None:
+        """Lets it go; its memory is freed. Idempotent."""
+        if self._is_held:
+            self._is_held = False
+            self._client.tell_home({"type": "release_snapshot", **self._place})
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class SnapshotWrite:
+    """A snapshot on its way to the disk. From any one thread.
+
+    Args:
+        connection: To the home device's writer.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._channel = Channel(connection)
+        self._remains = "nothing of the checkpoint remains"
+
+    def wait(
+        self,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, int]:
+        """Waits until the checkpoint is on the disk; returns its step and attempt, which are its name.
+
+        The writer then reads it back: wait_until_verified(), or close() to have it stop.
+
+        Args:
+            progress: Told of the bytes that were written and those there are.
+            should_stop: Asked now and then; the writer then stops, and nothing remains.
+
+        Raises:
+            CoarseError: If it could not be written; CheckpointError and SnapshotLostError as the writer raised them.
+            OSError: If the disk did not take it.
+            MemoryDeviceLostError: If the home device is gone.
+        """
+        message = self._await("written", progress, should_stop)
+        self._remains = "the checkpoint is on the disk, and was not read back to the end"
+        return int(message["step"]), int(message["attempt"])
+
+    def wait_until_verified(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the checkpoint was read back from the disk and is right; behind wait().
+
+        Raises:
+            CoarseError, OSError: As wait(), if it is not right, cannot be read, or was stopped.
+        """
+        self._await("verified", lambda done, total: None, should_stop)
+        self.close()
+
+    def close(self) -> None:
+        """Stops the writer, if it has not ended. Idempotent."""
+        self._channel.close()
+
+    def _await(
+        self, kind: str, progress: Callable[[int, int], None], should_stop: Callable[[], bool]
+    ) -> Message:
+        """The next message of a kind; closes if there will be none."""
+        self._connection.settimeout(_POLL_S)
+        try:
+            while (message := self._next(should_stop))["type"] != kind:
+                if message["type"] != "progress":
+                    raise _failure(message)
+                progress(int(message["done_bytes"]), int(message["total_bytes"]))
+        except BaseException:
+            self.close()
+            raise
+        return message
+
+    def _next(self, should_stop: Callable[[], bool]) -> Message:
+        while True:
+            try:
+                received = self._channel.receive()
+            except TimeoutError:
+                if should_stop():
+                    raise told_error("CheckpointError", f"the save was stopped; {self._remains}") from None
+                continue
+            except (EOFError, OSError):
+                raise MemoryDeviceLostError(
+                    f"the memory device that wrote a checkpoint is gone; {self._remains}"
+                ) from None
+            if received is not None:
+                return received.message
+
+
+def _failure(message: Message) -> Exception:
+    if message.get("errno") is not None:
+        return OSError(int(message["errno"]), str(message["text"]), message["filename"])
+    error: CoarseError = told_error(message.get("error"), message.get("text"))
+    return error

@@ -1,0 +1,99 @@
+"""The client of a job of one worker: nobody to synchronise with, no process, no shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from coarse.client.memory.parameter_storage import StorageSnapshot
+from coarse.client.memory.stored_value import StoredValue
+from coarse.errors import SessionClosedError
+from coarse.schema import TensorSpec
+
+
+class SoloClient:
+    """Offers what Client does; every result is the worker's own contribution."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, StoredValue] = {}
+
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> SoloTensorGroup:
+        """Takes memory for the tensors."""
+        return SoloTensorGroup(name, specs)
+
+    def all_reduce(
+        self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
+    ) -> None:
+        """Leaves the buffer as it is: the sum, mean and maximum of one."""
+
+    def store(self, key: str, value: memoryview[Any]) -> int:
+        """Keeps a copy of the value; returns its version."""
+        self._stored[key] = StoredValue(version=self.load(key).version + 1, value=memoryview(bytes(value)))
+        return self._stored[key].version
+
+    def load(self, key: str) -> StoredValue:
+        """The newest value of `key`; version 0 and no bytes if there is none."""
+        return self._stored.get(key, StoredValue(version=0, value=memoryview(b"")))
+
+    def snapshot_stored(self) -> StorageSnapshot:
+        """All values as they are now: each is replaced, never changed."""
+        values = dict(self._stored)
+        nothing = StoredValue(version=0, value=memoryview(b""))
+        return StorageSnapshot(lambda key: values.get(key, nothing), values.clear)
+
+    def release_buffers(self) -> None:
+        """Has none."""
+
+    def close(self, *, is_finished: bool = True) -> None:
+        """Has nothing to close."""
+
+
+class SoloTensorGroup:
+    """Offers what TensorGroup does, for one worker."""
+
+    def __init__(self, name: str, specs: Sequence[TensorSpec]) -> None:
+        self.id = 0
+        self.name = name
+        self.specs = tuple(specs)
+        self._buffers: list[memoryview[Any]] | None = [memoryview(bytearray(spec.nbytes)) for spec in specs]
+        self._contributors = [0] * len(self.specs)
+
+    def buffer(self, index: int) -> memoryview[Any]:
+        """The writable bytes of a tensor."""
+        return self._open()[index]
+
+    def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
+        """Takes the contribution, which is also the result."""
+        buffer = self._open()[index]
+        if source:
+            ctypes.memmove(_address(buffer), source, len(buffer))
+        self._contributors[index] = int(present and not joined)
+
+    def flush(self) -> None:
+        """Has nobody to wake."""
+
+    def pull(self, index: int, *, destination: int = 0) -> int:
+        """Returns at once; copies the result if asked."""
+        buffer = self._open()[index]
+        if destination:
+            ctypes.memmove(destination, _address(buffer), len(buffer))
+        return self._contributors[index]
+
+    def pull_all(self) -> list[int]:
+        """Returns at once."""
+        self._open()
+        return list(self._contributors)
+
+    def close(self) -> None:
+        """Frees the tensors. Idempotent."""
+        self._buffers = None
+
+    def _open(self) -> list[memoryview[Any]]:
+        if self._buffers is None:
+            raise SessionClosedError(f"tensor group {self.name!r} is closed")
+        return self._buffers
+
+
+def _address(buffer: memoryview[Any]) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

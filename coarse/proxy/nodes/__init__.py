@@ -1,0 +1,1 @@
+"""The other memory devices, of the same node and of other nodes."""

@@ -1,0 +1,50 @@
+"""What a memory device knows of the other nodes of its job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from coarse.kernels import _native
+from coarse.proxy.outbox import SendToPeers
+from coarse.wire.device_job import DeviceJob
+from coarse.wire.failure_messages import Loss, node_lost
+
+
+class OtherNodes:
+    """Takes what the native proxy reports of other nodes. Used from the control thread alone.
+
+    Args:
+        job: The device's place in the session.
+        tell_peers: Tells the other devices of this node.
+        abort: Ends the session.
+    """
+
+    def __init__(self, job: DeviceJob, tell_peers: SendToPeers, abort: Callable[[Loss], None]) -> None:
+        self._job = job
+        self._tell_peers = tell_peers
+        self._abort = abort
+        self._ended_at: dict[int, set[int]] = {}  # by node, devices of this one that have seen it end
+        self.departed_ranks: set[int] = set()
+        """Workers of other nodes that have left."""
+
+    def take_events(self, proxy: _native.Proxy) -> None:
+        """Takes all that has happened since the last call."""
+        for kind, node, rank, reason in proxy.take_node_events():
+            text = reason.decode(errors="replace")
+            if kind == _native.NodeEventKind.LEFT:
+                self.departed_ranks.add(rank)
+                proxy.worker_left_node(node)
+            elif kind == _native.NodeEventKind.ABORTED:
+                self._abort(Loss.from_node(text))
+            elif kind == _native.NodeEventKind.LOST:
+                self._abort(node_lost(self._job, node, text))
+            else:
+                self._tell_peers({"type": "node_ended", "node": node}, ())
+                self.node_ended(node, self._job.device, proxy)
+
+    def node_ended(self, node: int, device: int, proxy: _native.Proxy | None) -> None:
+        """Once all devices of this node have seen the end of another one's, nothing of it is on its way any more."""
+        seen = self._ended_at.setdefault(node, set())
+        seen.add(device)
+        if len(seen) == self._job.num_devices and proxy is not None:
+            proxy.node_ended(node)

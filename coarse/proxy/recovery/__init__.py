@@ -1,0 +1,1 @@
+"""What a memory device keeps across restarts, and copies of other devices' contents."""

@@ -1,0 +1,160 @@
+"""What a memory device keeps while the workers of a job are started again (docs/design/recovery.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from coarse.errors import SchemaMismatchError
+from coarse.proxy.storage import Storage, VersionedStorage
+from coarse.wire.registration import PARAMETERS, STATES, GroupSchema, RecoveredUpdates
+from coarse.wire.segments import Segment
+
+
+@dataclass(slots=True)
+class KeptGroup:
+    """Parameters and states of one group.
+
+    `group` is its number in the attempt under way, `updates` what it holds when no attempt is.
+    """
+
+    schema: GroupSchema
+    segments: dict[str, Segment]
+    group: int
+    updates: RecoveredUpdates | None = None
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        for segment in self.segments.values():
+            segment.close()
+
+
+class KeptGroups:
+    """The groups with an optimizer of a home device, or their replicas, by name. For the control thread alone."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, KeptGroup] = {}
+
+    def find(self, schema: GroupSchema) -> KeptGroup | None:
+        """What was kept for a group that is registered now; None if nothing was.
+
+        Raises:
+            SchemaMismatchError: If that is no such group; names the first difference.
+        """
+        kept = self._groups.get(schema.name)
+        if kept is None or kept.updates is None:
+            return None
+        if difference := _first_difference(kept.schema, schema):
+            raise SchemaMismatchError(
+                f"{schema.name}: memory devices have kept it after step {kept.updates.step}, but {difference}. "
+                "Restart the job with the model and optimizer that it was started with"
+            )
+        return kept
+
+    def adopt(self, group: int, schema: GroupSchema, shared: Mapping[str, Segment]) -> None:
+        """A group was registered, whether with kept memory or with new one: it is to be kept from now on.
+
+        Args:
+            group: Its number.
+            schema: What it is.
+            shared: What the node has once of it; stays the caller's.
+        """
+        if (previous := self._groups.get(schema.name)) is not None:
+            previous.close()
+        self._groups[schema.name] = KeptGroup(
+            schema=schema,
+            segments={
+                name: segment.duplicate() for name, segment in shared.items() if name in (PARAMETERS, STATES)
+            },
+            group=group,
+        )
+
+    def restore(
+        self, schema: GroupSchema, segments: Mapping[str, Segment], updates: RecoveredUpdates
+    ) -> None:
+        """Takes a group that another memory device has kept.
+
+        Args:
+            schema: What it is.
+            segments: Parameters and states, from now on of this object.
+            updates: What they hold.
+        """
+        if (previous := self._groups.get(schema.name)) is not None:
+            previous.close()
+        self._groups[schema.name] = KeptGroup(
+            schema=schema, segments=dict(segments), group=-1, updates=updates
+        )
+
+    def settled(self) -> Iterator[tuple[KeptGroup, RecoveredUpdates]]:
+        """All groups of which it is known what they hold, and that."""
+        for kept in self._groups.values():
+            if kept.updates is not None:
+                yield kept, kept.updates
+
+    def forget(self, group: int) -> None:
+        """The workers have given a group up."""
+        for name, kept in list(self._groups.items()):
+            if kept.group == group:
+                self._groups.pop(name).close()
+
+    def settle(self, finished: Iterable[tuple[int, int, list[int], str]]) -> list[str]:
+        """An attempt has ended: notes what its groups hold, and drops those that hold no whole step.
+
+        Args:
+            finished: As the native proxy tells it: group, step, numbers of updates, and what is wrong, if anything
+                is.
+
+        Returns:
+            Why groups could not be kept.
+        """
+        problems = []
+        updates = {group: (step, numbers, problem) for group, step, numbers, problem in finished}
+        for name, kept in list(self._groups.items()):
+            if kept.group not in updates:
+                continue
+            step, numbers, problem = updates[kept.group]
+            if problem:
+                problems.append(f"{name} after step {step}: {problem}")
+            if problem or step == 0:
+                self._groups.pop(name).close()
+            else:
+                kept.updates = RecoveredUpdates(step=step, num_updates=tuple(numbers))
+                kept.group = -1
+        return problems
+
+    def close(self) -> None:
+        """Gives everything up. Idempotent."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+
+
+@dataclass(slots=True)
+class DeviceContents:
+    """What outlives the workers of one attempt: parameters and states, and values that workers have stored.
+
+    `groups` are the home device's, `replicas` the same once more at the device that keeps them.
+    """
+
+    groups: KeptGroups = field(default_factory=KeptGroups)
+    replicas: KeptGroups = field(default_factory=KeptGroups)
+    storage: Storage = field(default_factory=VersionedStorage)
+
+    def close(self) -> None:
+        """Gives everything up. Idempotent."""
+        self.groups.close()
+        self.replicas.close()
+        self.storage.close()
+
+
+def _first_difference(kept: GroupSchema, offered: GroupSchema) -> str:
+    if kept.state_names != offered.state_names:
+        return f"its optimizer kept {kept.state_names}, and now keeps {offered.state_names}"
+    for index, (old, new) in enumerate(zip(kept.specs, offered.specs, strict=False)):
+        if old != new:
+            return (
+                f"tensor {index} was {old.name!r} of {old.num_elements} x {old.dtype} and is now {new.name!r} of "
+                f"{new.num_elements} x {new.dtype}"
+            )
+    if len(kept.specs) != len(offered.specs):
+        return f"it had {len(kept.specs)} tensors and now has {len(offered.specs)}"
+    return ""

@@ -1,0 +1,125 @@
+"""What memory devices keep of each other's contents, and give to a device that takes a lost one's place.
+
+With one replica every device has a neighbour, the next one of the ring, that keeps what it has once more
+(docs/design/recovery.md). Parameters and states of all groups are the home device's, stored values everybody's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from coarse.errors import ProtocolError
+from coarse.kernels import _native
+from coarse.proxy.memory import DeviceMemories, DeviceMemory
+from coarse.proxy.recovery.persistent_groups import DeviceContents, KeptGroups
+from coarse.wire.device_job import HOME_DEVICE, DeviceJob
+from coarse.wire.messages import Message, int_field, text_field
+from coarse.wire.registration import GroupSchema, RecoveredUpdates
+from coarse.wire.segments import Segment, pack
+from coarse.wire.storage import holders_of
+
+logger = logging.getLogger(__name__)
+
+REFILL_GROUP = "refill_group"
+REFILL_VALUE = "refill_value"
+
+SendToPeer = Callable[[int, Message, Sequence[int]], None]
+"""Sends a message and descriptors to one other memory device."""
+
+
+class Replication:
+    """What one memory device does about replicas. Used from the control thread alone.
+
+    Args:
+        job: The device's place in the session.
+        memories: Where what comes back to it is to lie.
+        contents: What the device has.
+        send: Tells another device.
+    """
+
+    def __init__(
+        self, job: DeviceJob, memories: DeviceMemories, contents: DeviceContents, send: SendToPeer
+    ) -> None:
+        self._job = job
+        self._memories = memories
+        self._contents = contents
+        self._send = send
+
+    def survives(self, lost: Collection[int]) -> bool:
+        """Whether nothing is lost with these devices."""
+        return not lost or (self._job.replicas > 0 and len(lost) == 1)
+
+    def finish(self, proxy: _native.Proxy, lost: Collection[int]) -> None:
+        """Brings what this device has of all groups to one whole step. On others than the home device after that.
+
+        Args:
+            proxy: Stopped; no worker lives any more.
+            lost: Devices that do not live any more either.
+        """
+        lost_clients = [client for device in lost for client in self._job.clients_of[device]]
+        if self._job.is_home:
+            self._settle(self._contents.groups, proxy.finish_updates(lost_clients))
+        if self._job.keeps_replica:
+            is_owner_lost = HOME_DEVICE in lost
+            self._settle(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
+
+    def _settle(self, groups: KeptGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
+        for problem in groups.settle(finished):
+            logger.warning("[md%s] cannot keep %s", self._job.device, problem)
+
+    def refill(self, device: int) -> None:
+        """Gives a device that has taken a lost one's place what that one had, if it was here too."""
+        if device == HOME_DEVICE and self._job.keeps_replica:
+            for kept, updates in self._contents.replicas.settled():
+                extents, fds = pack(kept.segments.values())
+                message: Message = {
+                    "type": REFILL_GROUP,
+                    "schema": kept.schema.to_message(0),
+                    "updates": updates.to_message(),
+                    "names": list(kept.segments),
+                    "extents": extents,
+                }
+                self._send(device, message, fds)
+        storage = self._contents.storage
+        for key in storage.keys():  # noqa: SIM118  # a Storage is no dictionary
+            value = storage.get(key).segment
+            if value is not None and device in holders_of(key, self._job.num_devices, self._job.replicas):
+                extents, fds = pack([value])
+                message = {"type": REFILL_VALUE, "key": key, "num_bytes": value.num_bytes}
+                self._send(device, message | {"extents": extents}, fds)
+
+    def take(self, message: Message, segments: Sequence[Segment]) -> None:
+        """This device has taken a lost one's place, and another one tells what that had: copies it.
+
+        Raises:
+            OutOfDeviceMemoryError: If it does not fit here.
+            ProtocolError: If it is nothing of the kind.
+        """
+        if message["type"] == REFILL_VALUE:
+            key = text_field(message, "key")
+            num_bytes = int_field(message, "num_bytes", low=1)
+            label = f"stored tensor {key[:100]!r}"
+            self._contents.storage.put(key, _copy(self._memories.own, label, segments[0], num_bytes))
+            return
+        schema_message, updates = message.get("schema"), message.get("updates")
+        if not isinstance(schema_message, dict) or not isinstance(updates, dict):
+            raise ProtocolError("a group comes back without saying what it is")
+        schema = GroupSchema.from_message(schema_message)
+        copies = {
+            name: _copy(self._memories.common, f"{name} of {schema.name}", segment, segment.num_bytes)
+            for name, segment in zip(message["names"], segments, strict=True)
+        }
+        recovered = RecoveredUpdates.from_message(updates)
+        self._contents.groups.restore(schema, copies, recovered)
+        logger.info("[md%s] has %s again, of step %d", self._job.device, schema.name, recovered.step)
+
+
+def _copy(memory: DeviceMemory, label: str, segment: Segment, num_bytes: int) -> Segment:
+    """Copies what another memory device has, small values of one on a GPU within the host's memory."""
+    is_of_kind = memory.is_mappable or bool(segment.gpu)
+    copy = memory.allocate(label, num_bytes) if is_of_kind else memory.allocate_host(label, num_bytes)
+    _native.copy_region(
+        memory.tensor_memory() if is_of_kind else None, segment.region, copy.region, num_bytes
+    )
+    return copy

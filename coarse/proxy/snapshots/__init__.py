@@ -1,0 +1,1 @@
+"""Copy-on-write snapshots: reading them, serving workers, writing them to disk."""

@@ -1,0 +1,219 @@
+"""How workers have a memory device read snapshots, write them to disk, and let them go."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coarse.errors import CoarseError, ProtocolError
+from coarse.kernels import _native
+from coarse.proxy.memory import DeviceMemory
+from coarse.proxy.outbox import SendToWorker
+from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, warm
+from coarse.scheduling import lower_priority
+from coarse.wire.device_job import DeviceJob
+from coarse.wire.messages import Message, Received, int_field
+from coarse.wire.segments import Segment
+
+logger = logging.getLogger(__name__)
+
+_MOST_SNAPSHOT_NUMBER = (1 << 32) - 1
+_LONGEST_TIDYING_S = 1.0
+_STATISTICS = ("limit_bytes", "taken_bytes", "peak_bytes", "kept_bytes", "num_waits", "waited_s", "num_lost")
+
+Post = Callable[[Callable[[], None]], None]
+"""Has the control thread call a function."""
+
+
+class SnapshotService:
+    """Serves the snapshot messages of docs/design/control-protocol.md, on the home device; warm() on all.
+
+    Used from the control thread, which it never holds up: memory is copied in a thread, and each snapshot that goes
+    to disk has one of its own. None of them is waited for when the device ends.
+
+    Args:
+        job: The device's place in the session.
+        memory: Where copies for workers lie.
+        send: Answers a worker.
+        post: Hands answers of threads to the control thread.
+    """
+
+    def __init__(self, job: DeviceJob, memory: DeviceMemory, send: SendToWorker, post: Post) -> None:
+        self._device = job.device
+        self._num_devices = job.num_devices
+        self._memory = memory
+        self._send = send
+        self._post = post
+        self._groups: dict[int, GroupSnapshots] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._writers: list[threading.Thread] = []
+        self._is_closing = threading.Event()
+
+    def add(self, group: int, snapshots: GroupSnapshots) -> None:
+        """Snapshots of a group can be begun from now on."""
+        self._groups[group] = snapshots
+
+    def look(self) -> None:
+        """Logs what has gone wrong with snapshots since the last call."""
+        for snapshots in self._groups.values():
+            for incident in snapshots.incidents():
+                logger.warning("[md%s] %s", self._device, incident)
+
+    def remove(self, group: int) -> None:
+        """The group is gone; whoever still reads a snapshot of it reads it to the end."""
+        self._groups.pop(group, None)
+
+    def release(self, message: Message) -> None:
+        """A worker needs a snapshot no more."""
+        group = self._groups.get(int_field(message, "group"))
+        snapshot = _snapshot_field(message)
+        if group is not None:
+            self._run(lambda: group.release(snapshot))
+
+    def read(self, client: int, message: Message) -> None:
+        """Gives a worker a copy of one array as a snapshot has it."""
+        group = self._group(message)
+        snapshot, tensor = _snapshot_field(message), int_field(message, "tensor")
+        array = int_field(message, "array")
+        group.num_bytes(tensor, array)  # raises if there is no such array
+        self._run(lambda: self._answer(client, lambda: self._copy(group, snapshot, tensor, array)))
+
+    def keep(self, client: int, message: Message) -> None:
+        """A worker is about to write to parameters or states itself: copies what snapshots refer to."""
+        group = self._group(message)
+
+        def keep_all() -> tuple[Message, Segment | None]:
+            group.keep_all()
+            return {"type": "snapshots_kept"}, None
+
+        self._run(lambda: self._answer(client, keep_all))
+
+    def warm(self, snapshots: _native.GroupSnapshots) -> None:
+        """A worker is going to save now and then: takes the memory for a snapshot ahead, at low priority."""
+        first = snapshots.num_shards * self._device // self._num_devices
+
+        def run() -> None:
+            lower_priority()
+            warm(snapshots, first, self._is_closing.is_set)
+
+        threading.Thread(target=run, name="coarse-snapshot-memory", daemon=True).start()
+
+    def report(self, client: int, message: Message) -> None:
+        """Tells what the pool of a group holds, and has cost."""
+        group = self._group(message)
+
+        def describe() -> tuple[Message, Segment | None]:
+            found = group.statistics()
+            values = {name: getattr(found, name) for name in _STATISTICS}
+            return {"type": "snapshot_statistics", **values}, None
+
+        self._run(lambda: self._answer(client, describe))
+
+    def write(self, request: Received) -> None:
+        """Begins to write a checkpoint; how it goes is told over the connection that came with the request."""
+        from coarse.proxy.snapshots.snapshot_source import SnapshotSource  # slow to import
+        from coarse.proxy.snapshots.snapshot_writer import SnapshotWriter
+        from coarse.wire.snapshots import SnapshotContents
+
+        if len(request.fds) not in (1, 2):
+            raise ProtocolError("a request to write a snapshot brings a connection, and at most one memory")
+        contents = SnapshotContents.from_message(request.message)
+        group = self._group(request.message)
+        source = SnapshotSource(group, _snapshot_field(request.message), contents, _map(request.fds[1:]))
+        connection = _connection(request.fds[0])
+        try:
+            writer = SnapshotWriter(source, request.message, connection, self._is_closing)
+        except BaseException:
+            connection.close()
+            raise
+        thread = threading.Thread(target=writer.run, name="coarse-snapshot-writer", daemon=True)
+        thread.start()
+        self._writers = [each for each in self._writers if each.is_alive()] + [thread]
+
+    def close(self) -> None:
+        """Stops what is under way, and gives writers a moment to tidy up. Idempotent."""
+        self._is_closing.set()
+        self._groups.clear()
+        self._tasks.put(lambda: None)  # so that the thread looks whether it is to end
+        deadline_s = time.monotonic() + _LONGEST_TIDYING_S
+        for thread in self._writers:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _group(self, message: Message) -> GroupSnapshots:
+        group = self._groups.get(int_field(message, "group"))
+        if group is None:
+            raise ProtocolError(f"there are no snapshots of tensor group {message['group']}")
+        return group
+
+    def _copy(
+        self, group: GroupSnapshots, snapshot: int, tensor: int, array: int
+    ) -> tuple[Message, Segment | None]:
+        copy = self._memory.allocate_host(f"snapshot of {group.name}", group.num_bytes(tensor, array))
+        try:
+            with mmap.mmap(copy.fd, copy.num_bytes) as target:
+                for piece in group.read(snapshot, tensor, array, lets_go=False):
+                    target.write(piece)
+        except BaseException:
+            copy.close()
+            raise
+        return {"type": "snapshot_read"}, copy
+
+    def _answer(self, client: int, work: Callable[[], tuple[Message, Segment | None]]) -> None:
+        """Works, on the thread of tasks, and has the control thread send the result."""
+        copy: Segment | None = None
+        try:
+            message, copy = work()
+        except (CoarseError, OSError, _native.CudaError) as error:
+            message = {"type": "refused", "error": type(error).__name__, "text": str(error)}
+
+        def send() -> None:
+            self._send(client, message, () if copy is None else (copy.fd,))
+            if copy is not None:
+                copy.close()
+
+        self._post(send)
+
+    def _run(self, task: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_tasks, name="coarse-snapshots", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def _run_tasks(self) -> None:
+        while not self._is_closing.is_set():
+            task = self._tasks.get()
+            try:
+                task()
+            except Exception:
+                logger.exception("a snapshot could not be served")  # the next one may well be
+
+
+def _snapshot_field(message: Message) -> int:
+    return int_field(message, "snapshot", high=_MOST_SNAPSHOT_NUMBER)
+
+
+def _connection(fd: int) -> socket.socket:
+    duplicate = os.dup(fd)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError as error:
+        os.close(duplicate)
+        raise ProtocolError(f"a request to write a snapshot brings no connection: {error}") from None
+
+
+def _map(fds: list[int]) -> memoryview[Any]:
+    """What a worker has sent along; it could still write to it, and would spoil its own checkpoint alone."""
+    if not fds:
+        return memoryview(b"")
+    try:
+        return memoryview(mmap.mmap(fds[0], _native.sealed_bytes(fds[0]), prot=mmap.PROT_READ))
+    except (OSError, ValueError) as error:
+        raise ProtocolError(f"the memory that came with a request cannot be used: {error}") from None

@@ -1,0 +1,1 @@
+"""Brings the workers and memory devices of a node together before training starts."""

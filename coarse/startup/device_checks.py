@@ -1,0 +1,96 @@
+"""Whether the memory devices of a node can do what the settings ask of them; found before any is started."""
+
+from __future__ import annotations
+
+from coarse.machine.partition_table import PartitionTable, choose_partition_table
+from coarse.profiler.start import AUTO, CACHED, OFF
+from coarse.proxy.memory import available_bytes, require_compiler, try_memory
+from coarse.settings import Settings
+from coarse.wire.algorithms import NCCL, check_nccl
+
+_GPU_LINKS = "links to GPUs are measured when tensors are first registered; until then routes are local"
+
+
+def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
+    """Checks what a node's memory devices will be, and takes a little of each memory that they are to own.
+
+    For a launcher, which has no framework and leaves GPUs alone: no CUDA context is made.
+
+    Args:
+        settings: Of the sessions to come.
+        num_workers: On this node.
+        num_nodes: Of the job.
+
+    Raises:
+        ValueError, CoarseError: If there is no such memory or table, the table is for more workers, somebody else
+            has the memory for himself, nothing compiles kernels for a GPU, or check_devices() refuses them in a job
+            of several workers.
+    """
+    is_solo = num_workers * num_nodes == 1
+    path = settings.partition_table
+    if path:  # a smaller one may be for a process group of some of the workers
+        num_workers = min(num_workers, PartitionTable.load(path).num_workers)
+    table = choose_partition_table(path, num_workers=num_workers, devices=settings.memory_devices)
+    if not is_solo:
+        check_devices(settings, table, num_nodes=num_nodes)
+    for memory in dict.fromkeys(table.memories):
+        try_memory(memory)
+        require_compiler(memory)
+
+
+def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) -> None:
+    """Raises ValueError for settings that memory devices of this kind or number cannot follow; says what to do."""
+    if table.is_on_gpus:
+        _check_gpus(settings, num_nodes)
+    if settings.algorithm == NCCL:
+        check_nccl(table)
+    if settings.replicas:
+        _check_replicas(table)
+
+
+def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int) -> str:
+    """Why the links of these memory devices are not profiled; "" if they can be."""
+    if num_nodes > 1:
+        return "profiles are of jobs on one node"
+    if table.is_on_gpus and not settings.machine:
+        return _GPU_LINKS
+    return ""
+
+
+def _check_gpus(settings: Settings, num_nodes: int) -> None:
+    if num_nodes > 1 and settings.routing == "profile":
+        raise ValueError(
+            "COARSE_ROUTING=profile works within one node where memory devices are on GPUs, and this job has "
+            f"{num_nodes}; unset it"
+        )
+    if settings.machine:
+        return
+    if settings.routing == "profile" and settings.keep_devices:
+        raise ValueError(
+            "COARSE_ROUTING=profile does not go with COARSE_KEEP_DEVICES and memory devices on GPUs: links are "
+            "measured in each attempt, and what was kept stays where it is; unset one of them"
+        )
+    if settings.profile not in (OFF, CACHED, AUTO):
+        raise ValueError(
+            f"COARSE_PROFILE={settings.profile} does not go with memory devices on GPUs, links to which are measured "
+            "when tensors are first registered; set it to cached or off"
+        )
+
+
+def _check_replicas(table: PartitionTable) -> None:
+    """Raises ValueError unless what any one memory device has can be with another one too."""
+    if table.num_devices < 2:
+        raise ValueError(
+            "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "
+            "start two or more (COARSE_MEMORY_DEVICES), or unset COARSE_REPLICAS"
+        )
+    if sum(bool(device.workers) for device in table.devices) < 2:
+        raise ValueError(
+            "COARSE_REPLICAS=1 needs gradients in the memory of two devices, to redo a step without one of them, and "
+            "one device serves all workers; spread the workers in the partition table, or unset COARSE_REPLICAS"
+        )
+
+
+def least_available_bytes(table: PartitionTable) -> int:
+    """Available bytes of the table's memory that has the least."""
+    return min(map(available_bytes, table.memories))

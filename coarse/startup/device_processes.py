@@ -1,0 +1,270 @@
+"""Starts the memory devices of one node and keeps an eye on them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from coarse.env import own_process_environment
+from coarse.local_sockets import short_address
+from coarse.machine.emulation import Emulation
+from coarse.machine.out_of_memory import OutOfMemoryWatch
+from coarse.machine.partition_table import PartitionTable
+from coarse.rendezvous import NodeMap
+from coarse.scratch import Scratch
+from coarse.settings import Settings
+from coarse.startup.node_links import NodeLinks
+from coarse.wire.algorithms import EXCHANGE, NCCL, RING, algorithms_of
+from coarse.wire.device_job import DeviceJob
+from coarse.wire.pace import choose_pace, count_sync_cores
+from coarse.wire.persistent_sessions import KeptDevices
+from coarse.wire.socket_directory import TOKEN_FILE, socket_path
+
+_BACKLOG = 256
+
+
+class DeviceProcesses:
+    """The memory device processes of one session on this node, started by one of its workers.
+
+    They end by themselves when all workers have left or died. Nothing of theirs has a name: once the workers are
+    connected, hide() removes the directory with the sockets, so that even SIGKILL leaves nothing behind.
+
+    Args:
+        table: Which to start, and whom each serves.
+        settings: Of the session.
+        nodes: Of the job.
+        node: This one.
+        links: Its connections with the others.
+        emulation: The links of another machine; None without.
+        kept_in: The empty directory in which the workers of another attempt can find the devices, which then wait for
+            these if workers are lost; None if they end with the workers.
+        replaces: Devices of `kept_in` that are lost, and whose places the new ones take; None to start all.
+        introduce: Gives a device that lives a connection to a new one: told the number of either, and a descriptor,
+            which stays the caller's.
+
+    Raises:
+        OSError: If a process or socket cannot be made; what was made is undone.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: PartitionTable,
+        settings: Settings,
+        nodes: NodeMap,
+        node: int,
+        links: NodeLinks,
+        emulation: Emulation | None,
+        kept_in: Path | None = None,
+        replaces: frozenset[int] | None = None,
+        introduce: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        self._scratch = Scratch("session") if kept_in is None else None
+        self.directory = str(kept_in if self._scratch is None else self._scratch.path)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._memory_watch = OutOfMemoryWatch()
+        started = range(table.num_devices) if replaces is None else sorted(replaces)
+        token_file = Path(self.directory) / TOKEN_FILE
+        if replaces is None:
+            _write_private(token_file, secrets.token_hex(32))
+        peers = _socket_pairs(table.num_devices)
+        try:
+            for device in started:
+                with _listen(socket_path(self.directory, device)) as listener:
+                    job = _job_of(
+                        device,
+                        table,
+                        settings,
+                        node=node,
+                        nodes=nodes.ranks,
+                        emulation="" if emulation is None else emulation.to_json(),
+                        directory=self.directory,
+                        listen_fd=listener.fileno(),
+                        peer_fds=tuple(-1 if peer is None else peer.fileno() for peer in peers[device]),
+                        link_fds=links.fds_of_device(device),
+                        token=token_file.read_text(),
+                        keep_s=0.0 if kept_in is None else settings.keep_devices,
+                    )
+                    self._processes[device] = _start(job)
+            if kept_in is not None:
+                self._note_in(kept_in, table)
+            for new, old in itertools.product(started, range(table.num_devices)):
+                peer = peers[old][new]
+                if introduce is not None and old not in started and peer is not None:
+                    introduce(old, new, peer.fileno())
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            for peer in itertools.chain(*peers):
+                if peer is not None:
+                    peer.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of those that were started here, in the order of the devices."""
+        return tuple(process.pid for process in self._processes.values())
+
+    def _note_in(self, directory: Path, table: PartitionTable) -> None:
+        """Tells the workers of another attempt which devices there are, some of which may be older."""
+        before = KeptDevices.read(directory)
+        pids = tuple(
+            self._processes[device].pid
+            if before is None or device in self._processes
+            else before.pids[device]
+            for device in range(table.num_devices)
+        )
+        workers = tuple(device.workers for device in table.devices)
+        KeptDevices(workers=workers, memories=table.memories, pids=pids).write(directory)
+
+    def hide(self) -> None:
+        """Removes the directory with the sockets. Idempotent."""
+        if self._scratch is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self._scratch.remove()
+
+    def fate(self, device: int, timeout_s: float = 1.0) -> str:
+        """How a device that closed its connection ended, in words."""
+        process = self._processes.get(device)
+        if process is None:  # of an earlier attempt
+            return "died"
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "stopped answering"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        evidence = self._memory_watch.evidence()
+        return f"was killed by {signal.Signals(-code).name}{f': {evidence}' if evidence else ''}"
+
+    def kill_silent(self, device: int) -> bool:
+        """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more.
+
+        Returns:
+            Whether it was started here.
+        """
+        if device not in self._processes:
+            return False
+        self._processes[device].kill()
+        return True
+
+    def reap(self, timeout_s: float) -> None:
+        """Collects the devices once the last worker has left; after `timeout_s` seconds, in the background."""
+        reaper = threading.Thread(target=self._wait, name="coarse-reaper", daemon=True)
+        reaper.start()
+        reaper.join(timeout_s)
+
+    def _wait(self) -> None:
+        for process in self._processes.values():
+            process.wait()
+
+    def kill(self) -> None:
+        """Ends the devices at once. Idempotent."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self.hide()
+
+
+def _job_of(
+    device: int,
+    table: PartitionTable,
+    settings: Settings,
+    *,
+    node: int,
+    nodes: tuple[tuple[int, ...], ...],
+    emulation: str,
+    directory: str,
+    listen_fd: int,
+    peer_fds: tuple[int, ...],
+    link_fds: tuple[tuple[int, ...], ...],
+    token: str,
+    keep_s: float,
+) -> DeviceJob:
+    algorithms = algorithms_of(settings, table, num_nodes=len(nodes))
+    num_devices, num_clients = table.num_devices, table.num_workers
+    return DeviceJob(
+        device=device,
+        num_devices=num_devices,
+        num_clients=num_clients,
+        node=node,
+        nodes=nodes,
+        local_clients=table.devices[device].workers,
+        memories=table.memories,
+        clients_in_memory=table.workers_in(table.memories[device]),
+        num_sync_cores=count_sync_cores(settings, num_devices, num_clients),
+        scheduling=settings.scheduling,
+        spin_us=choose_pace(settings, num_devices, num_clients).spin_us,
+        has_rings=RING in algorithms and num_devices > 1,
+        has_exchange=EXCHANGE in algorithms,
+        has_nccl=NCCL in algorithms and num_devices > 1,
+        snapshot_pool_bytes=settings.snapshot_pool_bytes,
+        emulation=emulation,
+        directory=directory,
+        listen_fd=listen_fd,
+        peer_fds=peer_fds,
+        link_fds=link_fds,
+        token=token,
+        leader_pid=os.getpid(),
+        join_timeout_s=settings.timeout_s,
+        heartbeat_s=settings.heartbeat_s,
+        keep_s=keep_s,
+        replicas=settings.replicas,
+        clients_of=tuple(each.workers for each in table.devices),
+    )
+
+
+def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
+    read_end, write_end = os.pipe()
+    inherited = [
+        read_end,
+        job.listen_fd,
+        *(fd for fd in job.peer_fds if fd >= 0),
+        *itertools.chain(*job.link_fds),
+    ]
+    # A process group of its own: the terminal's Ctrl-C is for workers, the device ends after them. Not a session
+    # of its own: Linux schedules a session as a unit (autogroup), and then giving the processor away is in vain.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coarse", "device", "--job-fd", str(read_end)],
+        pass_fds=inherited,
+        env=own_process_environment(),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=os.setpgrp,
+    )
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as stream:
+        stream.write(job.to_json())
+    return process
+
+
+def _listen(path: str) -> socket.socket:
+    Path(path).unlink(missing_ok=True)  # of a device that was lost
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with short_address(path) as address:
+        listener.bind(address)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _socket_pairs(count: int) -> list[list[socket.socket | None]]:
+    """A connected pair between every two devices: [a][b] is the end of `a` towards `b`."""
+    table: list[list[socket.socket | None]] = [[None] * count for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            table[a][b], table[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return table
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as stream:
+        stream.write(text)

@@ -1,0 +1,373 @@
+"""How a worker comes to its memory devices: started by the first worker of the node, joined by all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coarse.client.client import Client
+from coarse.client.connection import DeviceConnection, DeviceUnreadyError, collect_replies
+from coarse.client.node_agreement import NodeAgreement
+from coarse.env import WorkerIdentity
+from coarse.errors import (
+    CoarseError,
+    MemoryDeviceLostError,
+    RendezvousError,
+    WorkerLostError,
+    follow_up,
+)
+from coarse.late_notice import LateNotice
+from coarse.machine.emulation import Emulation, choose_emulation
+from coarse.machine.memory_name import MemoryName
+from coarse.machine.partition_table import PartitionTable, choose_partition_table
+from coarse.profiler.start import OFF, FoundProfile, find_profile, share_profile
+from coarse.proxy.memory import try_memory
+from coarse.rendezvous import NodeMap, PeerWatch
+from coarse.settings import Settings
+from coarse.startup.device_checks import cannot_profile, check_devices
+from coarse.startup.device_processes import DeviceProcesses
+from coarse.startup.nearest_gpus import pair_with_nearest
+from coarse.startup.node_links import link_nodes
+from coarse.startup.persistent_devices import Keeping, find_kept_devices, introducer, read_token
+from coarse.store import Store
+from coarse.wire.algorithms import distant_gpus
+from coarse.wire.pace import choose_pace
+from coarse.wire.persistent_sessions import make_session_directory
+from coarse.wire.socket_directory import socket_path
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0  # with workers that are about to come
+
+if TYPE_CHECKING:  # slow to import, and needed with a profile only
+    from coarse.profiler.profile import ProfileKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """What a worker knows of its session before there are memory devices.
+
+    Args:
+        identity, store, settings: As for Session.join().
+        nodes: Of the job.
+        watch: Notices workers that are lost meanwhile.
+        keeping: Where to find memory devices that have outlived the workers of the attempt before; None if none do.
+    """
+
+    identity: WorkerIdentity
+    store: Store
+    settings: Settings
+    nodes: NodeMap
+    watch: PeerWatch
+    keeping: Keeping | None
+
+    @property
+    def node(self) -> int:
+        """That of this worker."""
+        return self.nodes.node_of(self.identity.rank)
+
+    @property
+    def leader(self) -> int:
+        """The first worker of this node, by rank."""
+        return self.nodes.ranks[self.node][0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDevices:
+    """The memory devices of this node.
+
+    Args:
+        nodes: Of the job.
+        node: This one.
+        directory: Where their sockets are.
+        table: Whom each serves.
+        emulation: The links of another machine; None without.
+        processes: The processes, on the worker that started them.
+    """
+
+    nodes: NodeMap
+    node: int
+    directory: str
+    table: PartitionTable
+    emulation: Emulation | None
+    processes: DeviceProcesses | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The workers of this node, by client number."""
+        return self.nodes.ranks[self.node]
+
+
+def provide_devices(joining: Joining) -> NodeDevices:
+    """Starts the memory devices of the node on its first worker, and finds them on the others.
+
+    Raises:
+        RendezvousError: If the first worker has started none in time, could not connect them with other nodes, or
+            those that were kept are for other workers.
+        MemoryDeviceLostError: If it could not start them.
+        ValueError: If the partition table or the machine to emulate does not fit.
+    """
+    if joining.identity.rank != joining.leader:
+        return _find_devices(joining)
+    store, settings = joining.store, joining.settings
+    try:
+        table = _choose_table(joining)
+        emulation = choose_emulation(
+            settings.machine,
+            table,
+            time_dilation=settings.time_dilation,
+            num_logged=settings.transfer_log,
+        )
+        directory, processes = _start_missing(joining, table, emulation)
+    except (OSError, ValueError, CoarseError) as error:
+        store.set(_announcement_key(joining.node), json.dumps({"error": str(error)}).encode())
+        if isinstance(error, ValueError | CoarseError):
+            raise
+        raise MemoryDeviceLostError(
+            f"worker {joining.leader} could not start memory devices: {error}"
+        ) from error
+    announcement = {
+        "directory": directory,
+        "workers": [device.workers for device in table.devices],
+        "memories": table.memories,
+        "emulation": None if emulation is None else emulation.to_json(),
+    }
+    store.set(_announcement_key(joining.node), json.dumps(announcement).encode())
+    return NodeDevices(
+        nodes=joining.nodes,
+        node=joining.node,
+        directory=directory,
+        table=table,
+        emulation=emulation,
+        processes=processes,
+    )
+
+
+def _announcement_key(node: int) -> str:
+    """Where the first worker of a node tells the others of its memory devices."""
+    return f"devices/{node}"
+
+
+def _choose_table(joining: Joining) -> PartitionTable:
+    """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
+    settings, nodes = joining.settings, joining.nodes
+    table = choose_partition_table(
+        settings.partition_table,
+        num_workers=len(nodes.ranks[joining.node]),
+        devices=settings.memory_devices,
+    )
+    check_devices(settings, table, num_nodes=nodes.num_nodes)
+    return table if settings.partition_table or settings.machine else pair_with_nearest(table)
+
+
+def _start_missing(
+    joining: Joining, table: PartitionTable, emulation: Emulation | None
+) -> tuple[str, DeviceProcesses | None]:
+    """Starts those memory devices of `table` that were not kept; returns where all listen, and None if all were."""
+    settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
+    found = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
+    if found is not None and not found.lost:
+        return str(found.directory), None
+    lost = None if found is None else found.lost
+    for device, memory in enumerate(table.memories):
+        if lost is None or device in lost:
+            try_memory(memory)
+    if distant := distant_gpus(table):
+        logger.warning(
+            "%s cannot reach each other's memory: what goes between memory devices there is copied through the host, "
+            "but by NCCL",
+            ", ".join(distant),
+        )
+    kept_in = None if found is None else found.directory
+    if keeping is not None and found is None:
+        kept_in = make_session_directory(keeping.attempt.job, keeping.session)
+    with link_nodes(
+        nodes,
+        node,
+        joining.store,
+        num_devices=table.num_devices,
+        settings=settings,
+        watch=joining.watch,
+    ) as links:
+        processes = DeviceProcesses(
+            table=table,
+            settings=settings,
+            nodes=nodes,
+            node=node,
+            links=links,
+            emulation=emulation,
+            kept_in=kept_in,
+            replaces=lost,
+            introduce=introducer(str(kept_in), settings, joining.watch),
+        )
+    return processes.directory, processes
+
+
+def _find_devices(joining: Joining) -> NodeDevices:
+    leader, timeout_s = joining.leader, joining.settings.timeout_s
+    try:
+        answer = _told_by_leader(joining, _announcement_key(joining.node), "start memory devices")
+    except TimeoutError:
+        raise RendezvousError(
+            f"worker {joining.identity.rank}: worker {leader} has started no memory devices within {timeout_s:.1f} s"
+        ) from None
+    announcement = json.loads(answer)
+    if "error" in announcement:
+        text = f"worker {leader} could not start memory devices: {announcement['error']}"
+        raise MemoryDeviceLostError(follow_up(f"worker {joining.identity.rank}: {text}", f"worker {leader}"))
+    emulation = announcement["emulation"]
+    return NodeDevices(
+        nodes=joining.nodes,
+        node=joining.node,
+        directory=announcement["directory"],
+        table=PartitionTable.of_workers(
+            announcement["workers"], [MemoryName.parse(name) for name in announcement["memories"]]
+        ),
+        emulation=None if emulation is None else Emulation.from_json(emulation),
+    )
+
+
+def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
+    """What the first worker of the node tells under a key, once it has done `what`.
+
+    Raises:
+        TimeoutError: If it does not within the settings' time.
+        WorkerLostError: If a worker has ended meanwhile.
+    """
+    rank, settings = joining.identity.rank, joining.settings
+
+    def tell(waited_s: float) -> None:
+        logger.warning(
+            "[w%d] has waited %.0f s for %s to %s; gives up after %g s (COARSE_TIMEOUT_S)",
+            *(rank, waited_s, joining.watch.describe(joining.leader), what, settings.timeout_s),
+        )
+
+    notice = LateNotice(settings.warn_after_s, tell)
+    return joining.watch.get(joining.store, key, settings.timeout_s, notice.look)
+
+
+def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
+    """The profile of this node's links, as its first worker finds it, while memory devices start.
+
+    Raises:
+        ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
+        RendezvousError: If the first worker has told none in time.
+    """
+    store, settings = joining.store, joining.settings
+    reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
+    if settings.profile == OFF or reason:
+        return FoundProfile(note=f"not profiled: {reason or 'COARSE_PROFILE=off'}")
+    key = f"profile/{node.node}"
+    if joining.identity.rank == joining.leader:
+        return share_profile(
+            lambda text: store.set(key, text), lambda: find_profile(settings, lambda: _profile_key(node))
+        )
+    try:
+        return FoundProfile.from_json(
+            _told_by_leader(joining, key, "measure or read the profile of the links")
+        )
+    except TimeoutError:
+        raise RendezvousError(
+            f"worker {joining.identity.rank}: worker {joining.leader} has told no profile within "
+            f"{settings.timeout_s:.1f} s"
+        ) from None
+
+
+def _profile_key(node: NodeDevices) -> ProfileKey:
+    from coarse.machine.host import read_host
+    from coarse.profiler.profile import host_key, profile_key
+
+    return profile_key(node.table, host_key(read_host()), node.emulation)
+
+
+def connect(joining: Joining, node: NodeDevices) -> Client:
+    """Joins every memory device of the node; returns when all workers have.
+
+    Raises:
+        SyncTimeoutError: If others do not come in time.
+        MemoryDeviceLostError, WorkerLostError: If a process dies meanwhile.
+    """
+    rank, settings, watch = joining.identity.rank, joining.settings, joining.watch
+    connections: list[DeviceConnection] = []
+    number = node.ranks.index(rank)
+    watch.check()
+    try:
+        token = read_token(node.directory)
+        for device in range(node.table.num_devices):
+            connections.append(DeviceConnection(device, socket_path(node.directory, device)))
+        for connection in connections:
+            connection.send({"type": "hello", "token": token, "client": number})
+        replies = collect_replies(
+            connections,
+            kind="welcome",
+            group=None,
+            timeout_s=settings.timeout_s,
+            what=f"worker {rank}: joining the memory devices",
+            on_silence=watch.check,
+        )
+        segment_fd, doorbells_fd = next(reply.fds for reply in replies.values() if reply.fds)
+        for connection in connections:
+            connection.pid = int(replies[connection.device].message["pid"])
+        client = Client(
+            ranks=node.ranks,
+            number=number,
+            table=node.table,
+            emulation=node.emulation,
+            connections=connections,
+            segment_fd=segment_fd,
+            doorbells_fd=doorbells_fd,
+            settings=settings,
+            pace=choose_pace(settings, node.table.num_devices, len(node.ranks)),
+            names=[joining.watch.describe(each) for each in node.ranks],
+            agreement=NodeAgreement(
+                rank,
+                node.nodes,
+                joining.store,
+                timeout_s=settings.timeout_s,
+                warn_after_s=settings.warn_after_s,
+            ),
+            fate_of_device=_died if node.processes is None else node.processes.fate,
+            kill_silent=_killer(node, connections) if number == 0 else _leave_to_leader,
+            has_nccl=all(reply.message["has_nccl"] is True for reply in replies.values()),
+        )
+        os.close(segment_fd)
+        os.close(doorbells_fd)
+    except BaseException as error:
+        for connection in connections:
+            connection.close()
+        if isinstance(error, DeviceUnreadyError):
+            if node.processes is not None:
+                node.processes.reap(_PATIENCE_S)  # they have to tell the other workers too
+            raise type(error.reason)(f"worker {rank}: {error.reason}") from None
+        if isinstance(error, MemoryDeviceLostError | WorkerLostError):
+            # One loss brings another: devices end with the worker that started them, workers with any other's death.
+            watch.check()
+        raise
+    return client
+
+
+def _died(device: int) -> str:
+    del device
+    return "died"
+
+
+def _killer(node: NodeDevices, connections: Sequence[DeviceConnection]) -> Callable[[int], None]:
+    """How the first worker of a node ends a memory device that does not work any more, whoever started it."""
+
+    def kill(device: int) -> None:
+        if node.processes is None or not node.processes.kill_silent(device):
+            # It lives: its connection is open.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(connections[device].pid, signal.SIGKILL)
+
+    return kill
+
+
+def _leave_to_leader(device: int) -> None:
+    del device

@@ -1,0 +1,170 @@
+"""Memory devices that outlived the workers of the attempt before, and how those of this one find them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from coarse.client.connection import DeviceConnection, collect_replies
+from coarse.env import Attempt
+from coarse.errors import MemoryDeviceLostError, RendezvousError
+from coarse.machine.partition_table import PartitionTable
+from coarse.private_directories import entered
+from coarse.rendezvous import PeerWatch
+from coarse.settings import Settings
+from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
+from coarse.wire.socket_directory import TOKEN_FILE, socket_path
+
+logger = logging.getLogger(__name__)
+
+_DISMISSAL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """By what name memory devices are found that outlive their workers.
+
+    Args:
+        session: Tells sessions of one job apart.
+        attempt: Of the job.
+    """
+
+    session: str
+    attempt: Attempt
+
+    def find_directory(self) -> Path | None:
+        """Where they listen; None if there are none."""
+        return find_session_directory(self.attempt.job, self.session)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevices:
+    """Memory devices that wait for this attempt.
+
+    Args:
+        directory: Where they listen.
+        lost: Those that have ended, and whose places new ones are to take.
+    """
+
+    directory: Path
+    lost: frozenset[int]
+
+
+def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> FoundDevices | None:
+    """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
+
+    Args:
+        keeping: Where.
+        table: The devices of this attempt.
+        replicas: How many of them may be lost.
+
+    Returns:
+        None if no device waits.
+
+    Raises:
+        RendezvousError: If they are for other workers than `table` has, or still have workers.
+    """
+    directory = keeping.find_directory()
+    kept = None if directory is None else KeptDevices.read(directory)
+    if keeping.attempt.number == 0:
+        if directory is not None and kept is not None:
+            _dismiss(directory, kept)
+        return None
+    lost = frozenset() if directory is None or kept is None else _find_lost(directory, kept)
+    if directory is None or kept is None or len(lost) > replicas:
+        logger.warning(
+            "attempt %d: no memory device of the attempt before is left; there is nothing to recover from memory",
+            keeping.attempt.number,
+        )
+        return None
+    workers = tuple(device.workers for device in table.devices)
+    if kept.workers != workers:
+        raise RendezvousError(
+            f"attempt {keeping.attempt.number}: the memory devices that were kept serve the workers {kept.workers}, "
+            f"and this attempt has {workers}. Start it with as many workers and memory devices as the one before"
+        )
+    if kept.memories != table.memories:
+        raise RendezvousError(
+            f"attempt {keeping.attempt.number}: the memory devices that were kept own {', '.join(kept.memories)}, "
+            f"and this attempt wants {', '.join(table.memories)}. Start it with the memories of the one before"
+        )
+    return FoundDevices(directory=directory, lost=lost)
+
+
+def _find_lost(directory: Path, kept: KeptDevices) -> frozenset[int]:
+    """Devices that do not listen any more."""
+    lost = set()
+    for device in range(len(kept.workers)):
+        try:
+            DeviceConnection(device, socket_path(directory, device)).close()
+        except MemoryDeviceLostError:
+            lost.add(device)
+    return frozenset(lost)
+
+
+def introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable[[int, int, int], None]:
+    """How a device that waits is given a connection to one that takes the place of a lost one.
+
+    What is returned raises CoarseError if that device is lost too, or does not answer in time.
+    """
+
+    def introduce(waiting: int, new: int, fd: int) -> None:
+        connection = DeviceConnection(waiting, socket_path(directory, waiting))
+        try:
+            connection.send({"type": "replace", "token": read_token(directory), "device": new}, [fd])
+            collect_replies(
+                [connection],
+                kind="replaced",
+                group=None,
+                timeout_s=settings.timeout_s,
+                what=f"replacing memory device md{new}",
+                on_silence=watch.check,
+            )
+        finally:
+            connection.close()
+
+    return introduce
+
+
+def _dismiss(directory: Path, kept: KeptDevices) -> None:
+    """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
+    connections = []
+    # To all before any is told: the first one that ends takes the directory along.
+    for device in range(len(kept.workers)):
+        with contextlib.suppress(MemoryDeviceLostError):
+            connections.append(DeviceConnection(device, socket_path(directory, device)))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            token = (directory / TOKEN_FILE).read_text()
+            for connection in connections:
+                with contextlib.suppress(MemoryDeviceLostError):
+                    connection.send({"type": "dismiss", "token": token})
+        for connection in connections:
+            connection.await_end(_DISMISSAL_TIMEOUT_S)
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def read_token(directory: str) -> str:
+    """What a worker shows the memory devices of a directory to be let in.
+
+    Raises:
+        MemoryDeviceLostError: If they have ended.
+        RendezvousError: If another user could have prepared the directory.
+    """
+    try:
+        with entered(directory) as own:
+            return (own / TOKEN_FILE).read_text()
+    except PermissionError as error:
+        raise RendezvousError(
+            f"refused to join memory devices: {error}. Either the temporary directory keeps no owners and modes (set "
+            "TMPDIR to one that does), or another user has written to the store by which the workers meet."
+        ) from error
+    except FileNotFoundError:
+        raise MemoryDeviceLostError(
+            "the memory devices have ended before all workers had joined them"
+        ) from None

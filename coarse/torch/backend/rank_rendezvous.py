@@ -1,0 +1,196 @@
+"""How the ranks of a process group come together: who they are, and the memory that those of a node share."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from coarse.env import WorkerIdentity
+from coarse.errors import RendezvousError
+from coarse.local_sockets import peer_of
+from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
+from coarse.settings import Settings
+from coarse.startup.node_links import NodeLinks, link_nodes
+from coarse.torch.backend.choosing import choose_extension
+
+if TYPE_CHECKING:
+    from coarse.kernels import _native
+    from coarse.store import Store
+
+_TOKEN_BYTES = 32
+_ANSWER_TIMEOUT_S = 5.0
+_LOOK_INTERVAL_S = 0.25
+_LARGEST_BUFFER_BYTES = 512 << 10
+_SMALLEST_BUFFER_BYTES = 64 << 10
+_MOST_SCRATCH_BYTES = 64 << 20
+_LINE_BYTES = 128
+
+
+def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tuple[_native.Collectives, Any]:
+    """Joins the group whose ranks meet in `store`; collective over them.
+
+    Args:
+        store: Of this group alone.
+        rank, size: Of this process in the group, and how many ranks it has.
+        settings: How long to wait for the others, what a node is, and which backend is wanted.
+
+    Returns:
+        Its collectives, and what all ranks call them with: the C++ backend as a module, or None for the one in
+        Python.
+
+    Raises:
+        RendezvousError: If a rank does not come in time, or there is another of the same number, or a node cannot be
+            reached from another.
+        SettingsError: If the C++ backend is insisted on, and some rank cannot have it.
+        WorkerLostError: If one dies meanwhile.
+    """
+    identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    with PeerWatch(identity, settings.node) as watch:
+        addresses = gather_workers(
+            identity, store, timeout_s=settings.timeout_s, watch=watch, node=settings.node
+        )
+        nodes = NodeMap.of_addresses(addresses)
+        here = nodes.ranks[nodes.node_of(rank)]
+        if nodes.num_nodes > 1:
+            watch.follow(store)
+        with watch.telling():
+            extension = choose_extension(store, watch, rank=rank, size=size, settings=settings)
+            fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
+            try:
+                with _links(nodes, rank, store, settings, watch) as links:
+                    return _collectives(fd, addresses, nodes, rank, links), extension
+            finally:
+                os.close(fd)
+
+
+def _links(nodes: NodeMap, rank: int, store: Store, settings: Settings, watch: PeerWatch) -> NodeLinks:
+    """The sockets of the leader of a node to those of the others; none of other ranks."""
+    node = nodes.node_of(rank)
+    if nodes.num_nodes == 1 or rank != nodes.ranks[node][0]:
+        return NodeLinks(num_nodes=nodes.num_nodes, num_devices=1)
+    return link_nodes(nodes, node, store, num_devices=1, settings=settings, watch=watch)
+
+
+def _collectives(
+    fd: int, addresses: list[WorkerAddress], nodes: NodeMap, rank: int, links: NodeLinks
+) -> _native.Collectives:
+    from coarse.kernels import _native
+
+    here = nodes.ranks[nodes.node_of(rank)]
+    is_bridge = nodes.num_nodes > 1 and rank == here[0]
+    return _native.Collectives(
+        fd=fd,
+        rank=rank,
+        num_ranks=len(addresses),
+        buffer_bytes=buffer_bytes(len(addresses)),
+        pidfds=[
+            os.pidfd_open(address.pid) if peer in here and peer != rank else -1
+            for peer, address in enumerate(addresses)
+        ],
+        nodes=[nodes.node_of(peer) for peer in range(len(addresses))],
+        links=[fds[0] if fds else -1 for fds in links.fds_of_device(0)] if is_bridge else [],
+    )
+
+
+def buffer_bytes(num_ranks: int) -> int:
+    """Size of a rank's buffer: what stays in a core's own cache, less where there are very many ranks."""
+    share = _MOST_SCRATCH_BYTES // (2 * num_ranks) // _LINE_BYTES * _LINE_BYTES
+    needed = num_ranks * _LINE_BYTES
+    return max(min(share, _LARGEST_BUFFER_BYTES), _SMALLEST_BUFFER_BYTES, needed)
+
+
+def _share_memory(
+    store: Store, watch: PeerWatch, here: tuple[int, ...], *, rank: int, size: int, timeout_s: float
+) -> int:
+    """The group's scratch memory on this node: made by its leader, and handed to the others by descriptor."""
+    from coarse.kernels import _native
+
+    deadline = time.monotonic() + timeout_s
+    leader = here[0]
+    door = f"door/{leader}"
+    if rank != leader:
+        return _receive_descriptor(_await_door(store, watch, door, rank, leader, deadline), leader)
+    fd = _native.create_sealed_memory(
+        "coarse-torch-group", _native.group_scratch_bytes(size, buffer_bytes(size))
+    )
+    try:
+        _hand_out(fd, store, watch, door, leader, len(here) - 1, deadline)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _hand_out(
+    fd: int, store: Store, watch: PeerWatch, door: str, leader: int, num_peers: int, deadline: float
+) -> None:
+    # An abstract name: it goes with the process, also by SIGKILL. Who may connect is checked below.
+    name, token = f"\0coarse-{secrets.token_hex(16)}", secrets.token_bytes(_TOKEN_BYTES)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen(max(1, num_peers))
+        store.set(door, token + name.encode())
+        listener.settimeout(_LOOK_INTERVAL_S)
+        served = 0
+        while served < num_peers:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"rank {leader}: {num_peers - served} rank(s) did not come for the group's memory in time"
+                )
+            try:
+                visitor = listener.accept()[0]
+            except TimeoutError:
+                watch.check()
+                continue
+            with visitor:
+                served += _serve(visitor, fd, token)
+
+
+def _serve(visitor: socket.socket, fd: int, token: bytes) -> bool:
+    """Hands the descriptor to a rank of this user that knows the token; whether this was one."""
+    if peer_of(visitor)[1] != os.geteuid():
+        return False
+    visitor.settimeout(_ANSWER_TIMEOUT_S)
+    try:
+        if not hmac.compare_digest(visitor.recv(_TOKEN_BYTES), token):
+            return False
+        socket.send_fds(visitor, [b"\1"], [fd])
+    except OSError:  # it says nothing, or is gone
+        return False
+    return True
+
+
+def _await_door(store: Store, watch: PeerWatch, door: str, rank: int, leader: int, deadline: float) -> bytes:
+    try:
+        return watch.get(store, door, max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        raise RendezvousError(
+            f"rank {rank}: rank {leader} did not share the group's memory in time"
+        ) from None
+
+
+def _receive_descriptor(door: bytes, leader: int) -> int:
+    token, name = door[:_TOKEN_BYTES], door[_TOKEN_BYTES:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_ANSWER_TIMEOUT_S)
+        try:
+            connection.connect(name)
+            pid, user = peer_of(connection)
+            if user != os.geteuid():
+                raise RendezvousError(
+                    f"refused the group's memory: process {pid} of user {user} offers it, not rank {leader} of user "
+                    f"{os.geteuid()}. Somebody else has written to the store by which the ranks meet."
+                )
+            connection.sendall(token)
+            _, fds, _, _ = socket.recv_fds(connection, 1, 1)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank {leader}, which has the group's memory, does not answer: {error}"
+            ) from error
+    if len(fds) != 1:
+        raise RendezvousError(f"rank {leader} did not hand out the group's memory")
+    return fds[0]

@@ -1,0 +1,397 @@
+"""A model and its optimizer as the named tensors of a checkpoint, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from coarse.checkpoint.reader import Checkpoint, Mismatch, Progress
+from coarse.checkpoint.source import MODEL_PREFIX, OPTIMIZER_PREFIX, SavedTensor
+from coarse.checkpoint.values import SmallTensor, from_json, to_json
+from coarse.errors import CheckpointError
+from coarse.torch.ddp.distributed import DistributedDataParallel
+from coarse.torch.gradients.layout import as_bytes
+from coarse.torch.gradients.sparse_gradients import find_renormalised
+from coarse.torch.optimizer.distributed_optimizer import DistributedOptimizer
+
+DTYPE_OF: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""torch's dtypes by safetensors' names."""
+
+_NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
+# States of torch's optimizers that have the shape of their parameter.
+_STATES_LIKE_PARAMETERS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "exp_inf", "master"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds of a model and its optimizer; the tensors are theirs, not copies.
+
+    Args:
+        tensors: By their names in the checkpoint.
+        only_optimizer_changes: Names of those that nothing but the optimizer's update changes.
+        optimizer: The optimizer's settings as JSON; None without an optimizer.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    only_optimizer_changes: frozenset[str]
+    optimizer: Any
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside of what distributes it."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
+def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
+    """Names everything that model and optimizer hold.
+
+    Raises:
+        CheckpointError: If the optimizer holds parameters of another model, or something that is no plain value.
+    """
+    tensors = model_tensors(model)
+    if optimizer is None:
+        return TrainingState(tensors=tensors, only_optimizer_changes=frozenset(), optimizer=None)
+    saved = optimizer.state_dict()
+    named = dict(bare(model).named_parameters())
+    names = _names_of_parameters(named, optimizer)
+    written_by_forward = find_renormalised(bare(model))
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    steady = {f"{MODEL_PREFIX}{name}" for name in (*names, *frozen) if named[name] not in written_by_forward}
+    values: dict[str, dict[str, Any]] = {}
+    for number, entries in saved["state"].items():
+        for state, value in entries.items():
+            if not isinstance(state, str):
+                raise CheckpointError(
+                    f"the optimizer's state of {names[number]} has an entry {state!r}, whose name is no string"
+                )
+            if isinstance(value, torch.Tensor):
+                name = f"{OPTIMIZER_PREFIX}{state}.{names[number]}"
+                tensors[name] = value
+                steady.add(name)
+            else:
+                values.setdefault(names[number], {})[state] = value
+    return TrainingState(
+        tensors=tensors,
+        only_optimizer_changes=frozenset(steady & tensors.keys()),
+        optimizer=_settings(optimizer, saved["param_groups"], names, values, _beside(saved)),
+    )
+
+
+def optimizer_settings(optimizer: DistributedOptimizer, names: Sequence[str]) -> Any:
+    """The settings of an optimizer whose state is in the memory devices, as training_state() has them.
+
+    Args:
+        optimizer: Whose they are.
+        names: Of its parameters, in the order of its groups: names_of_parameters().
+    """
+    numbers = iter(range(len(names)))
+    numbered = [
+        {**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups
+    ]
+    return _settings(optimizer, numbered, names, {}, {})
+
+
+def names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in the order in which its state dict numbers them.
+
+    Raises:
+        CheckpointError: If some are not the model's.
+    """
+    return _names_of_parameters(dict(bare(model).named_parameters()), optimizer)
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by their names in a checkpoint.
+
+    Raises:
+        CheckpointError: If the state dict holds something else.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, value in bare(model).state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{key!r} of the model's state dict is a {type(value).__name__}, no tensor; hand it over as the "
+                "state of a worker, or make it a buffer"
+            )
+        found[f"{MODEL_PREFIX}{key}"] = value
+    return found
+
+
+def described(name: str, tensor: torch.Tensor) -> SavedTensor:
+    """A tensor as a checkpoint describes it.
+
+    Raises:
+        CheckpointError: If its dtype or layout cannot be saved.
+    """
+    if tensor.dtype not in _NAME_OF or tensor.layout is not torch.strided:
+        raise CheckpointError(
+            f"{name} is {tensor.dtype}, {tensor.layout}, which safetensors files cannot hold"
+        )
+    return SavedTensor(name=name, dtype=_NAME_OF[tensor.dtype], shape=tuple(tensor.shape))
+
+
+def load_training_state(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Loads a checkpoint into model and optimizer; nothing is changed unless everything fits.
+
+    Without an optimizer, an optimizer's state in the checkpoint is left alone. Parameters that memory devices hold
+    are loaded there, into the memory that all workers share: every worker has to do so at the same time.
+
+    Raises:
+        CheckpointError: If tensors or settings are missing, are too many or have another shape: all are listed.
+        OSError: If the disk cannot read it.
+    """
+    offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
+    tensors = model_tensors(model)
+    destinations = tensors if offloaded is None else offloaded.in_shared_memory(tensors)
+    wanted = {described(name, tensor): tensor for name, tensor in destinations.items()}
+    parameters = dict(bare(model).named_parameters())
+    states = {
+        tensor: _empty_state(tensor, parameters)
+        for tensor in checkpoint.tensors
+        if tensor.name.startswith(OPTIMIZER_PREFIX)
+    }
+    _check_model(checkpoint, wanted)
+    if optimizer is None:
+        states = {}
+    else:
+        state_dict = _optimizer_state_dict(checkpoint, model, optimizer, states)
+    _keep_snapshots(model, optimizer)
+    load_tensors(checkpoint, {**wanted, **states}, progress)
+    if offloaded is not None:
+        offloaded.see_shared()
+    _tell_loaded(model, tensors)
+    if optimizer is not None:
+        optimizer.load_state_dict(state_dict)
+
+
+def _keep_snapshots(*holders: Any) -> None:
+    """Has snapshots that are being written copy what is going to be overwritten, where memory devices have it."""
+    for holder in holders:
+        if isinstance(holder, (DistributedDataParallel, DistributedOptimizer)):
+            holder.keep_snapshots()
+
+
+def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Has the model take its own tensors, which were filled in place: by this it hears of it, and so do its hooks."""
+    module = bare(model)
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    loaded = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    # What is itself is not copied.
+    module.load_state_dict(
+        {
+            name: own[name] if name in own and own[name].is_set_to(tensor) else tensor
+            for name, tensor in loaded.items()
+        }
+    )
+
+
+def _empty_state(tensor: SavedTensor, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
+    """Memory of the host for a state of an optimizer, in the order of its parameter's if it has the shape of that."""
+    parameter = parameters.get(tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")[2])
+    if parameter is None or tuple(parameter.shape) != tensor.shape:
+        return empty_tensor(tensor)
+    return torch.empty_like(parameter, dtype=DTYPE_OF[tensor.dtype], device="cpu", requires_grad=False)
+
+
+def as_small_tensor(value: Any) -> Any:
+    """A torch tensor as a plain value of a checkpoint; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    tensor = described("a tensor among settings", value)
+    data = as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+    return SmallTensor(dtype=tensor.dtype, shape=tensor.shape, data=data)
+
+
+def from_small_tensor(value: SmallTensor) -> torch.Tensor:
+    """The torch tensor of a plain value, in the host's memory."""
+    if not value.data:
+        return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype], device="cpu")
+    flat = torch.frombuffer(bytearray(value.data), dtype=DTYPE_OF[value.dtype])
+    return flat.reshape(value.shape)
+
+
+def _beside(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state dict has that torch's own optimizers have not."""
+    return {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
+
+
+def _settings(
+    optimizer: torch.optim.Optimizer,
+    numbered: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    values: Mapping[str, Mapping[str, Any]],
+    beside: Mapping[str, Any],
+) -> Any:
+    """An optimizer's settings as JSON.
+
+    Args:
+        optimizer: Whose they are.
+        numbered: Its groups, with parameters by number.
+        names: Of the parameters, by number.
+        values: What its state has beside tensors.
+        beside: What its state dict has beside state and groups.
+    """
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in numbered]
+    settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
+    if beside:
+        settings["beside"] = beside
+    encoded = to_json(settings, translate=as_small_tensor, path="optimizer")
+    for group, source in zip(encoded["param_groups"], numbered, strict=True):
+        group["params"] = [names[number] for number in source["params"]]
+    return encoded
+
+
+def _names_of_parameters(
+    named: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[str]:
+    """Names of the optimizer's parameters, in the order in which its state dict numbers them."""
+    names = {parameter: name for name, parameter in named.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(parameter not in names for parameter in parameters)
+    if foreign:
+        raise CheckpointError(
+            f"the optimizer holds {foreign} parameter(s) that the model does not have; save the model that it is for"
+        )
+    return [names[parameter] for parameter in parameters]
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class, wherever it runs."""
+    return type(optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
+
+
+def _check_model(checkpoint: Checkpoint, wanted: Iterable[SavedTensor]) -> None:
+    found = [tensor for tensor in checkpoint.tensors if not tensor.name.startswith(OPTIMIZER_PREFIX)]
+    mismatch = Mismatch.between(wanted, found)
+    if mismatch:
+        raise CheckpointError(f"{checkpoint.path} does not fit the model; {mismatch}")
+
+
+def _optimizer_state_dict(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[SavedTensor, torch.Tensor],
+) -> dict[str, Any]:
+    """The checkpoint's state dict as `optimizer` numbers its parameters.
+
+    Raises:
+        CheckpointError: If it is that of an optimizer of another kind or grouping, or of other parameters.
+    """
+    if checkpoint.manifest.optimizer is None:
+        raise CheckpointError(f"{checkpoint.path} holds no optimizer; restore the model alone, without one")
+    settings = from_json(checkpoint.manifest.optimizer, translate=from_small_tensor)
+    named = dict(bare(model).named_parameters())
+    names = _names_of_parameters(named, optimizer)
+    numbers = {name: number for number, name in enumerate(names)}
+    shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
+    groups = _groups(checkpoint, settings, optimizer, names)
+    state: dict[int, dict[str, Any]] = {}
+    wrong: list[str] = []
+    for tensor, memory in states.items():
+        name, _, parameter = tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")
+        if parameter not in numbers:
+            wrong.append(f"{tensor.name} belongs to no parameter of the optimizer")
+        elif name in _STATES_LIKE_PARAMETERS and tensor.shape != shapes[parameter]:
+            wrong.append(f"{tensor.name} is {list(tensor.shape)}, its parameter {list(shapes[parameter])}")
+        else:
+            state.setdefault(numbers[parameter], {})[name] = memory
+    if wrong:
+        raise CheckpointError(f"{checkpoint.path} does not fit the optimizer; {'; '.join(wrong[:20])}")
+    for parameter, values in settings["values"].items():
+        state.setdefault(numbers[parameter], {}).update(values)
+    return {**settings.get("beside", {}), "state": state, "param_groups": groups}
+
+
+def _groups(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, names: list[str]
+) -> list[dict[str, Any]]:
+    saved = settings["param_groups"]
+    if settings["class"] != _kind(optimizer):
+        raise CheckpointError(
+            f"{checkpoint.path} is of the optimizer {settings['class']}, this one is {_kind(optimizer)}"
+        )
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint.path} has {len(saved)} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    numbered = iter(range(len(names)))
+    groups = []
+    for index, (group, mine) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        members = [next(numbered) for _ in mine["params"]]
+        if {names[number] for number in members} != set(group["params"]):
+            difference = sorted({names[number] for number in members} ^ set(group["params"]))
+            raise CheckpointError(
+                f"{checkpoint.path}: parameter group {index} has other members than the optimizer's: "
+                f"{', '.join(difference[:20])}"
+            )
+        groups.append({**group, "params": members})
+    return groups
+
+
+def load_tensors(
+    checkpoint: Checkpoint, destinations: Mapping[SavedTensor, torch.Tensor], progress: Progress
+) -> None:
+    """Fills tensors in place.
+
+    Only those that do not lie in a row in host memory pass through a copy.
+    """
+    staged = {
+        tensor: memory if memory.is_cpu and memory.is_contiguous() else empty_tensor(tensor)
+        for tensor, memory in destinations.items()
+    }
+    checkpoint.load({tensor: _memory_of(memory) for tensor, memory in staged.items()}, progress)
+    with torch.no_grad():
+        for tensor, memory in destinations.items():
+            if staged[tensor] is not memory:
+                _once(memory, memory).copy_(_once(staged[tensor], memory))
+            else:
+                torch.autograd.graph.increment_version(memory)
+
+
+def _once(tensor: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
+    """Those elements of `tensor` that have memory of their own in `repeats`, which may be an expanded one."""
+    for dimension, stride in enumerate(repeats.stride()):
+        if stride == 0 and repeats.size(dimension) > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def empty_tensor(tensor: SavedTensor) -> torch.Tensor:
+    """Memory of the host for a tensor."""
+    return torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype], device="cpu")
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(as_bytes(tensor).numpy()) if tensor.numel() else memoryview(bytearray())

@@ -1,0 +1,1 @@
+"""DistributedDataParallel: the wrapper, its compatibility with torch's, and what it checks."""

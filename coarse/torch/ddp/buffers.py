@@ -1,0 +1,154 @@
+"""Copies parameters and buffers of one worker to all others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from coarse.client.tensor_group import TensorGroup
+from coarse.errors import SyncTimeoutError
+from coarse.kernels import _native
+from coarse.schema import TensorSpec
+from coarse.session import AnyTensorGroup, Session
+from coarse.torch.gradients import gpu_gradients
+from coarse.torch.gradients.layout import Packing, as_bytes, copy_all, num_bytes
+
+logger = logging.getLogger(__name__)
+
+_STAGING_BYTES = 32 << 20
+_DIRECT_BYTES = 1 << 20
+
+
+def broadcast_tensors(session: Session, tensors: Iterable[torch.Tensor], *, root: int = 0) -> None:
+    """Overwrites `tensors` on every worker with those of worker `root`. Collective.
+
+    Large contiguous tensors in host memory are broadcast where they are; all others go through staging memory
+    of at most 32 MiB (or the size of the largest of them), many to a call.
+    """
+    batch: list[torch.Tensor] = []
+    batch_bytes = 0
+    for tensor in tensors:
+        if _broadcasts_in_place(tensor):
+            session.broadcast(as_bytes(tensor).numpy(), root=root)
+            continue
+        if batch and batch_bytes + num_bytes(tensor) > _STAGING_BYTES:
+            _broadcast_batch(session, batch, root)
+            batch, batch_bytes = [], 0
+        batch.append(tensor)
+        batch_bytes += num_bytes(tensor)
+    if batch_bytes:
+        _broadcast_batch(session, batch, root)
+
+
+def _broadcasts_in_place(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_cpu and tensor.is_contiguous() and num_bytes(tensor) >= _DIRECT_BYTES)
+
+
+def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -> None:
+    packing = Packing(tensors)
+    staging = torch.empty(packing.num_bytes, dtype=torch.uint8, device="cpu")
+    with torch.no_grad():
+        views = packing.views(staging)
+        if session.identity.rank == root:
+            copy_all(views, tensors)
+        session.broadcast(staging.numpy(), root=root)
+        if session.identity.rank != root:
+            copy_all(tensors, views)
+
+
+class BufferBroadcast:
+    """Copies a model's buffers from one worker to the others before each forward, in one exchange.
+
+    Those on a GPU are copied by its streams, behind what computes them, and the stream of the forward waits for them.
+
+    Args:
+        session: Where to register; collective.
+        name: Of the registration, the same on every worker.
+        buffers: The model's buffers when it is wrapped. Later ones may be other tensors of the same shapes.
+    """
+
+    def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
+        self._rank = session.identity.rank
+        self._packing = Packing(buffers)
+        spec = TensorSpec(name="buffers", dtype="uint8", num_elements=self._packing.num_bytes, op="sum")
+        self.group = session.register(name, [spec], on_host=True)
+        self._exchange = self._by_gpu(session, buffers) or HostExchange(self.group)
+        self._views = self._packing.views(self._exchange.memory)
+
+    def run(self, buffers: Sequence[torch.Tensor], *, root: int) -> None:
+        """Overwrites `buffers` with those of worker `root`. Collective.
+
+        The version counters of the buffers stay: as in torch's DDP, several forwards may come before a
+            backward.
+
+        Raises:
+            SyncTimeoutError: If another worker does not come.
+            ValueError: If number, shapes or dtypes of the buffers changed since the model was wrapped.
+        """
+        if not self._packing.fits(buffers):
+            raise ValueError(
+                "the module's buffers changed in number, shape or dtype after it was wrapped; "
+                "wrap it again, or list those that change in _ddp_params_and_buffers_to_ignore"
+            )
+        is_root = self._rank == root
+        with torch.no_grad():
+            if is_root:
+                copy_all(self._views, buffers)
+            try:
+                self._exchange.run(is_root=is_root)
+            except SyncTimeoutError as error:
+                raise SyncTimeoutError(
+                    f"{error}. Each forward of a wrapped model begins with buffers of one worker, so that all must "
+                    "call it: who evaluates alone calls model.module, or wraps with broadcast_buffers=False"
+                ) from error
+            if not is_root:
+                with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+                    copy_all(buffers, self._views)
+
+    def _by_gpu(self, session: Session, buffers: Sequence[torch.Tensor]) -> GpuExchange | None:
+        if not isinstance(self.group, TensorGroup) or session.settings.gpu_transfers == "off":
+            return None
+        try:
+            gpu = gpu_gradients.find_gpu(buffers)
+            return None if gpu is None else GpuExchange(self.group, gpu)
+        except _native.CudaError as error:
+            logger.warning("%s are copied while the processor waits: %s", self.group.name, error)
+            return None
+
+
+class HostExchange:
+    """A broadcast of a group's one tensor, in whose slot `memory` is."""
+
+    def __init__(self, group: AnyTensorGroup) -> None:
+        self._group = group
+        self.memory = torch.frombuffer(group.buffer(0), dtype=torch.uint8)
+
+    def run(self, *, is_root: bool) -> None:
+        """Overwrites `memory` with the root's."""
+        self._group.push(0, present=is_root)
+        self._group.pull(0)
+
+
+class GpuExchange:
+    """The same of a tensor on a GPU, by its streams.
+
+    Raises:
+        CudaError: If the GPU cannot do it.
+    """
+
+    def __init__(self, group: TensorGroup, gpu: gpu_gradients.Gpu) -> None:
+        self._group = group
+        self._gpu = gpu
+        self._transfers = group.open_gpu_transfers(gpu.context)
+        self.memory = torch.empty(group.specs[0].nbytes, dtype=torch.uint8, device=gpu.device)
+
+    def run(self, *, is_root: bool) -> None:
+        """Has the current stream go on when `memory` is the root's."""
+        stream, address = self._gpu.current_stream(), self.memory.data_ptr()
+        tensor = (0, _native.PRESENT, address, 0, 0) if is_root else (0, 0, 0, address, 0)
+        self._transfers.push([tensor], stream)
+        self._transfers.join(stream)
+        if self._group.is_watched:
+            self._group.pull_all()

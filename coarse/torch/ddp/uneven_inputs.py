@@ -1,0 +1,79 @@
+"""What a worker does for the others after its inputs are exhausted (torch.distributed.algorithms.join)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from coarse.torch.ddp.distributed import DistributedDataParallel
+
+
+class UnevenInputsHook(JoinHook):  # type: ignore[misc]
+    """Takes part in the exchanges of the workers that still have inputs.
+
+    `main_hook` mirrors one forward and backward of the others, exchange by exchange in the same order:
+    buffers, whether gradients are averaged, gradients.
+
+    Args:
+        model: The wrapped model.
+        divide_by_initial_world_size: Whether averages still count this worker (with zeros) or leave it out.
+    """
+
+    def __init__(self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+        super().__init__()
+        self._model = model
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Mirrors one iteration of the workers that still have inputs."""
+        model = self._model
+        model.run_optimizers_on_workers()
+        if model.will_sync_module_buffers():
+            model.broadcast_module_buffers(model.agree_on_rank(candidate=False))
+        averages = model.agree_on_averaging(wants=False)
+        # An iteration under no_sync is followed by a forward without a broadcast of buffers.
+        model.require_forward_param_sync = averages
+        if averages:
+            model.shadow_averaging(divide_by_initial_world_size=self._divide_by_initial_world_size)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copies model and optimizer state of one of the workers that had the most inputs to all others."""
+        root = self._model.agree_on_rank(candidate=is_last_joiner)
+        self._model.broadcast_model(root)
+        self._model.resume_optimizers(root)
+
+
+def check_joinable(
+    *, offloaded: Collection[torch.nn.Parameter], has_tables: bool, keeps_devices: bool
+) -> None:
+    """Refuses join() where a worker without inputs could not take part.
+
+    Args:
+        offloaded: What optimizers in the memory devices update: within join() workers do.
+        has_tables: Whether the model has sparse gradients.
+        keeps_devices: Whether the memory devices outlive workers that crash.
+
+    Raises:
+        ValueError: Names the reason and the alternative.
+    """
+    if offloaded and keeps_devices:
+        raise ValueError(
+            "join() does not go with COARSE_KEEP_DEVICES and a DistributedOptimizer: within join() workers make the "
+            "updates, and a restarted one would go on from before it. Give all workers equally many batches, or "
+            "unset COARSE_KEEP_DEVICES."
+        )
+    if narrow := {parameter.dtype for parameter in offloaded} - {torch.float32}:
+        raise ValueError(
+            f"join() does not go with a DistributedOptimizer of parameters of {', '.join(map(str, narrow))}: within "
+            "join() workers make the updates, without the float32 master weights of the memory devices. Give all "
+            "workers equally many batches, or train a float32 model under torch.autocast."
+        )
+    if has_tables:
+        raise ValueError(
+            "join() does not work with layers of sparse=True, whose workers tell each other how many rows they have. "
+            "Give all workers equally many batches, or build the layers with sparse=False."
+        )

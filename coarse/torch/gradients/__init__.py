@@ -1,0 +1,1 @@
+"""The way of gradients from backward to their slots and back."""

@@ -1,0 +1,253 @@
+"""The gradients of a wrapped model, in parts: one for each optimizer in the memory devices, and one for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from coarse.torch.gradients import gradient_errors
+from coarse.torch.gradients.averaging import GradientSynchroniser
+from coarse.torch.optimizer.cached_parameters import CachedParameters
+from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+class DeviceOptimizer(Protocol):
+    """What a model asks of an optimizer that the memory devices run. Every method is collective."""
+
+    def take_thawed(self) -> None:
+        """Has the memory devices hold what the optimizer has and they do not, and is trained now."""
+
+    def run_on_workers(self) -> None:
+        """Takes parameters and state back from the memory devices."""
+
+    def run_in_memory_devices_again(self, root: int) -> None:
+        """Moves them there again, after run_on_workers(); the state is worker `root`'s."""
+
+
+@dataclass(eq=False, kw_only=True)
+class GradientPart:
+    """Parameters whose gradients are registered together, and that workers update.
+
+    Args:
+        named: The parameters with their names, in the order of the module.
+        gradients: Averages them.
+    """
+
+    named: NamedParameters
+    gradients: GradientSynchroniser
+
+    def keep_snapshots(self) -> None:
+        """Has snapshots keep what is going to be overwritten."""
+
+    def wait(self) -> None:
+        """Waits until the updates that this worker has pushed are complete."""
+
+    def finish_saves(self) -> None:
+        """Waits for saves of the parameters that are under way."""
+
+    def read_cached(self) -> None:
+        """Called before a forward uses the parameters."""
+
+    def close(self) -> None:
+        """Gives every parameter memory of its own again. Idempotent."""
+
+    def release(self) -> None:
+        """Gives its memory up at once; nothing else may be called after that."""
+        self.gradients.release()
+
+
+@dataclass(eq=False, kw_only=True)
+class OffloadedPart(GradientPart):
+    """Parameters that an optimizer in the memory devices updates.
+
+    Args:
+        optimizer: That was given to DistributedOptimizer.
+        offloaded: The parameters, and the optimizer's state.
+        owner: What has taken the optimizer's place; None if that is gone.
+        cached: Copies that this worker trains with, where they may be some updates old.
+    """
+
+    optimizer: torch.optim.Optimizer
+    offloaded: OffloadedParameters
+    owner: Callable[[], DeviceOptimizer | None]
+    cached: CachedParameters | None = None
+
+    def update(self, *, gradient_scale: float = 1.0) -> None:
+        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
+
+        Args:
+            gradient_scale: What gradients are multiplied with, the same on every worker.
+        """
+        # All slots and all settings are written before the first push, so that memory devices that have begun a step
+        # can finish it without any worker (docs/design/recovery.md).
+        present = self.gradients.bring_to_slots()
+        self.offloaded.begin(present, gradient_scale=gradient_scale)
+        self.gradients.push_update(present)
+
+    def keep_snapshots(self) -> None:
+        self.offloaded.keep_snapshots()
+
+    def wait(self) -> None:
+        self.offloaded.wait()
+
+    def finish_saves(self) -> None:
+        self.offloaded.finish_saves()
+
+    def read_cached(self) -> None:
+        if self.cached is not None:
+            self.cached.read(self.gradients.num_updates)
+
+    def close(self) -> None:
+        self.offloaded.release()
+
+
+class GradientParts:
+    """What a model's forward and backward ask of all its parts. One caller at a time.
+
+    Args:
+        rank: Of this worker, for messages.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._parts: list[GradientPart] = []
+
+    @property
+    def rest(self) -> GradientPart | None:
+        """The parameters of no optimizer in the memory devices; None if there are none."""
+        return next((part for part in self._parts if not isinstance(part, OffloadedPart)), None)
+
+    @property
+    def offloaded(self) -> list[OffloadedPart]:
+        """Those of optimizers in the memory devices, in the order in which they came."""
+        return [part for part in self._parts if isinstance(part, OffloadedPart)]
+
+    def add(self, part: GradientPart) -> None:
+        """From now on this one is averaged too."""
+        self._parts.append(part)
+
+    def release(self, *parts: GradientPart | None) -> None:
+        """Gives up these, whose gradients were registered, before others take their place."""
+        for part in parts:
+            if part is not None:
+                self._parts.remove(part)
+                part.release()
+
+    @property
+    def has_local(self) -> bool:
+        """Whether `.grad` holds what came of a backward that did not average, and of none that did since."""
+        return any(part.gradients.has_local for part in self._parts)
+
+    def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """As of the GradientSynchroniser that averages the gradient of `parameter`."""
+        slots = (part.gradients.slot_of(parameter) for part in self._parts)
+        return next((slot for slot in slots if slot is not None), None)
+
+    def check(self) -> None:
+        """Raises what has gone wrong since the last call, on a GPU; called before each forward."""
+        for part in self._parts:
+            part.gradients.check()
+
+    def confirm(self) -> None:
+        """Raises if what has updated the parameters since the last forward were no averages; may wait for them."""
+        for part in self._parts:
+            part.gradients.confirm()
+
+    def check_finished(self) -> None:
+        """Called before a forward with gradients enabled.
+
+        Raises:
+            RuntimeError: If the previous backward left gradients waiting; names the parameters and the remedies.
+        """
+        if any(part.gradients.has_begun for part in self._parts):
+            missing = [name for part in self._parts for name in part.gradients.missing()]
+            if missing:
+                num_parameters = sum(len(part.named) for part in self._parts)
+                raise gradient_errors.unfinished(self._rank, missing, num_parameters=num_parameters)
+
+    def expect(self, outputs: object) -> None:
+        """Called after a forward whose backward shall average gradients, with what it returned.
+
+        Raises:
+            RuntimeError: As check_finished().
+        """
+        self.check_finished()
+        for part in self._parts:
+            part.gradients.expect(outputs)
+
+    def average(self) -> None:
+        """Averages what `.grad` of each parameter holds now. Collective.
+
+        Raises:
+            RuntimeError: If an optimizer updates during backward, or as check_finished().
+        """
+        if any(part.gradients.updates_in_backward for part in self._parts):
+            raise gradient_errors.updated_in_backward(self._rank)
+        self.check_finished()
+        for part in self._parts:
+            part.gradients.average()
+
+    def use_static_graph(self) -> None:
+        """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
+        for part in self._parts:
+            part.gradients.use_static_graph()
+
+    def expect_uneven_inputs(self) -> None:
+        """From now on workers may run out of inputs: shadow(). Collective."""
+        for part in self._parts:
+            part.gradients.expect_uneven_inputs()
+
+    def shadow(self, *, divide_by_initial_world_size: bool) -> None:
+        """Takes part in one averaging without gradients, for a worker whose inputs are exhausted."""
+        for part in self._parts:
+            part.gradients.shadow(divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def finish_shadow(self) -> None:
+        """Waits for what shadow() took part in; the slots belong to this worker again."""
+        for part in self._parts:
+            part.gradients.finish_shadow()
+
+    def keep_snapshots(self) -> None:
+        """Has snapshots keep what is going to be overwritten."""
+        for part in self._parts:
+            part.keep_snapshots()
+
+    def wait(self) -> None:
+        """Waits until the updates that this worker has pushed are complete."""
+        for part in self._parts:
+            part.wait()
+
+    def read_cached(self) -> None:
+        """Called before a forward uses parameters, of which some workers may have copies."""
+        for part in self._parts:
+            part.read_cached()
+
+    def finish_updates(self) -> None:
+        """Waits for the updates that this worker has pushed, also where parameters are its own again."""
+        for part in self._parts:
+            part.gradients.finish_update()
+
+    def finish_saves(self) -> None:
+        """Waits for saves of parameters that are under way."""
+        for part in self._parts:
+            part.finish_saves()
+
+    def remove_hooks(self) -> None:
+        """Stops averaging; `.grad` of later backward passes stays local."""
+        for part in self._parts:
+            part.gradients.remove_hooks()
+
+    def release_parameters(self) -> None:
+        """Gives every parameter memory of its own again. Idempotent."""
+        for part in self._parts:
+            part.close()
+
+    def close_groups(self) -> None:
+        """Gives the registered memory back."""
+        for part in self._parts:
+            part.gradients.group.close()

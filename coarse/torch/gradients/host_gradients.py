@@ -1,0 +1,141 @@
+"""Gradients in the host's memory, and what is not on one GPU alone: slots are written and read by this processor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+
+import torch
+
+from coarse.client.tensor_group import TensorGroup, UpdateKind
+from coarse.session import AnyTensorGroup
+from coarse.torch.gradients.gradient_path import GradientLayout
+from coarse.torch.gradients.layout import SlotViews, slot_tensor
+from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
+
+
+class HostGradients:
+    """A GradientPath whose collect() returns when results are in the slots, of which `.grad` may be views.
+
+    Args:
+        group: Has a slot for each parameter.
+        names: Of the parameters.
+        parameters: In the order of the group.
+        gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back. Gradients outside host
+            memory are always copied.
+        keeps_gradients: False where the slot takes the gradient's place, and no `.grad` remains.
+        tables: Those that have no slot, and are none of this one's business but take_part().
+    """
+
+    def __init__(
+        self,
+        group: AnyTensorGroup,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        gradient_as_view: bool,
+        keeps_gradients: bool,
+        tables: Container[int] = (),
+    ) -> None:
+        self._group = group
+        self._parameters = parameters
+        self._layout = GradientLayout(names, parameters)
+        self._tables = tables
+        self._slots = [
+            torch.empty(0, dtype=p.dtype, device="cpu") if i in tables else slot_tensor(group.buffer(i), p)
+            for i, p in enumerate(parameters)
+        ]
+        self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._views = SlotViews(self._slots)
+        self._keeps_gradients = keeps_gradients
+        self._is_view = [
+            gradient_as_view and keeps_gradients and p.is_cpu and i not in tables
+            for i, p in enumerate(parameters)
+        ]
+
+    def can_write_in_place(self, index: int) -> bool:
+        return self._is_view[index] or not self._keeps_gradients
+
+    def slot(self, index: int) -> torch.Tensor:
+        return self._views[index]
+
+    def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
+        self._push(index, kind, source=self._source(index, gradient))
+        if not self._keeps_gradients:
+            self._parameters[index].grad = None  # it lies in the slot now
+        elif self._is_view[index] and not self._views.hold(index, gradient):
+            self._parameters[index].grad = self._views[index]
+
+    def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
+        self._push(index, kind, present=present)
+
+    def flush(self) -> None:
+        self._group.flush()
+
+    def is_late(self, index: int) -> bool:
+        assert isinstance(self._group, TensorGroup)
+        return self._group.is_late(index)
+
+    def bring(self, index: int, gradient: torch.Tensor) -> None:
+        if self._source(index, gradient):
+            self._copy_to_slot(index, gradient)
+
+    def finish_bringing(self) -> None:
+        pass  # bring() has waited
+
+    def mirror(self, parameters: MirroredParameters) -> bool:
+        return False
+
+    def collect(self, *, counts: bool) -> Sequence[int]:
+        return self._group.pull_all()
+
+    def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
+        destinations: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, parameter in enumerate(self._parameters):
+            if index in self._tables:
+                continue
+            if index not in absent:
+                if self._is_view[index]:
+                    continue
+            elif not contributors[index]:
+                continue
+            elif self._is_view[index]:
+                parameter.grad = self._views[index]
+                continue
+            else:
+                parameter.grad = torch.empty_like(parameter)
+            destinations.append(parameter.grad.detach())
+            sources.append(self._slots[index])
+        if destinations:
+            torch._foreach_copy_(destinations, sources)
+
+    def settle(self) -> None:
+        pass  # collect() has waited
+
+    def check(self) -> None:
+        pass  # every call tells at once
+
+    def confirm(self) -> None:
+        pass  # collect() has waited
+
+    def _push(self, index: int, kind: UpdateKind, *, present: bool = True, source: int = 0) -> None:
+        if kind is UpdateKind.NONE:
+            self._group.push(index, present=present, source=source)
+        else:
+            assert isinstance(self._group, TensorGroup)
+            self._group.push(index, present=present, source=source, update=kind)
+
+    def _source(self, index: int, gradient: torch.Tensor) -> int:
+        """Copies a gradient to its slot, or returns the address from which push() can; 0 if it is there."""
+        if self._views.hold(index, gradient):
+            return 0
+        if gradient.is_cpu and self._layout.is_plain(index, gradient):
+            address = int(gradient.data_ptr())
+            # The native code copies, and is done when push returns.
+            return 0 if address == self._addresses[index] else address
+        self._copy_to_slot(index, gradient)
+        return 0
+
+    def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
+        self._layout.check(index, gradient)
+        self._slots[index].copy_(gradient.detach())

@@ -1,0 +1,189 @@
+"""Gradients of tables, such as nn.Embedding(sparse=True) has: of a huge parameter a few rows, which alone travel.
+
+Rows are brought at the end of backward, because how many there are of all workers together decides what memory the
+mean may take, and because the lookups of a table usually end the backward pass anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from coarse.client.memory.row_memory import RowMemory, Rows
+from coarse.client.tensor_group import TensorGroup
+from coarse.session import AnyTensorGroup, Session
+
+
+class TableGradients:
+    """The sparse gradients of one wrapped model.
+
+    Args:
+        session: Of the group.
+        group: Registered; tables are the tensors that have rows.
+        parameters: With their names, in the order of the group.
+        gradient_as_view: Whether means stay where memory devices wrote them, until the next ones come.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: AnyTensorGroup,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        gradient_as_view: bool,
+    ) -> None:
+        self._session = session
+        self._group = group
+        self._parameters = parameters
+        self._gradient_as_view = gradient_as_view
+        self._tables = [index for index, spec in enumerate(group.specs) if spec.row_elements]
+        self._is_table = frozenset(self._tables)
+        self.are_there = bool(self._tables)
+        """Whether any gradient is sparse."""
+        self._held: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._is_table
+
+    def hold(self, index: int, gradient: torch.Tensor) -> None:
+        """Takes the gradient that backward has made of a table; rows that came several times are added up.
+
+        Raises:
+            ValueError: If it is no sparse gradient.
+        """
+        self._held[index] = self._rows_of(index, gradient)
+
+    def bring_rows(self, *, are_averaged: bool) -> list[int]:
+        """Brings what is held to where memory devices read it; returns the tables that are to be pushed now.
+
+        Collective if there are tables and they are averaged: workers tell each other how many rows they have.
+        """
+        if not self._tables:
+            return []
+        if are_averaged:
+            counts = np.array(
+                [self._held[index]._nnz() if index in self._held else 0 for index in self._tables],
+                dtype=np.int64,
+            )
+            self._session.all_reduce(counts)
+            for index, most_rows in zip(self._tables, counts.tolist(), strict=True):
+                self._row_memory.expect(index, most_rows)
+        held, self._held = self._held, {}
+        for index, gradient in held.items():
+            _write(self._row_memory.give(index, gradient._nnz()), gradient)
+        return list(held)
+
+    def deliver(self, contributors: Sequence[int]) -> None:
+        """Has `.grad` of each table that any worker used be the mean."""
+        for index in self._tables:
+            if contributors[index]:
+                self._parameters[index][1].grad = self.mean(index)
+
+    def mean(self, index: int) -> torch.Tensor:
+        """The averaged gradient of a table: sparse, coalesced."""
+        rows = self._row_memory.mean(index)
+        parameter = self._parameters[index][1]
+        numbers = (
+            torch.frombuffer(rows.numbers, dtype=torch.int64)
+            if rows.count
+            else torch.empty(0, dtype=torch.int64, device="cpu")
+        )
+        values = _values(rows, parameter)
+        mean = torch.sparse_coo_tensor(
+            numbers[None],
+            values,
+            parameter.shape,
+            device=values.device,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        return mean if self._gradient_as_view else mean.clone()
+
+    def replace_mean(self, index: int, gradient: torch.Tensor) -> None:
+        """Has the mean of a table be `gradient`, for an update by the mean; costs nothing if it is that already."""
+        mean = self._row_memory.mean(index)
+        if (
+            gradient.is_sparse
+            and gradient.is_coalesced()
+            and gradient._nnz() == mean.count
+            and mean.count
+            and gradient._values().data_ptr() == _values(mean, gradient).data_ptr()
+        ):
+            return
+        rows = self._rows_of(index, gradient)
+        _write(self._row_memory.replace_mean(index, rows._nnz()), rows)
+
+    @property
+    def _row_memory(self) -> RowMemory:
+        assert isinstance(self._group, TensorGroup)
+        return self._group.rows
+
+    def _rows_of(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        name, parameter = self._parameters[index]
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            raise ValueError(
+                f"parameter {name!r} belongs to a layer with sparse=True, but its gradient is not one of rows. If "
+                "other layers use it too, build all of them with sparse=False."
+            )
+        if gradient.dtype != parameter.dtype or gradient.shape != parameter.shape:
+            raise ValueError(
+                f"parameter {name!r} is {parameter.dtype} {list(parameter.shape)}, its gradient is {gradient.dtype} "
+                f"{list(gradient.shape)}. Convert the model before wrapping it."
+            )
+        return gradient.detach().coalesce()
+
+
+def find_tables(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The tables of layers that produce sparse gradients."""
+    return {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse
+    }
+
+
+def find_renormalised(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """The tables that forward writes to: of what it looks up, rows that are longer than max_norm."""
+    return {
+        layer.weight
+        for layer in module.modules()
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None
+    }
+
+
+def check_tables(
+    session: Session, parameters: Iterable[tuple[str, torch.nn.Parameter]], tables: set[torch.nn.Parameter]
+) -> None:
+    """Refuses tables whose rows cannot travel.
+
+    Raises:
+        ValueError: Names the table, the reason and the alternative.
+    """
+    for name, parameter in parameters:
+        if parameter not in tables:
+            continue
+        reason = session.cannot_reduce_rows()
+        if not parameter.is_cpu or not parameter.is_contiguous():
+            reason = (
+                f"it has strides {parameter.stride()} on {parameter.device}, and rows are taken as they lie"
+            )
+        if reason:
+            raise ValueError(
+                f"parameter {name!r}: sparse gradients cannot be averaged here: {reason}. Build the layer with "
+                "sparse=False, or list the parameter in module._ddp_params_and_buffers_to_ignore and average it "
+                "yourself."
+            )
+
+
+def _values(rows: Rows, like: torch.Tensor) -> torch.Tensor:
+    if not rows.count:
+        return torch.empty(0, like.shape[1], dtype=like.dtype, device="cpu")
+    return torch.frombuffer(rows.values, dtype=like.dtype).view(rows.count, like.shape[1])
+
+
+def _write(rows: Rows, gradient: torch.Tensor) -> None:
+    if rows.count:
+        torch.frombuffer(rows.numbers, dtype=torch.int64).copy_(gradient._indices()[0])
+        _values(rows, gradient).copy_(gradient._values())

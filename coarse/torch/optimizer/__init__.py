@@ -1,0 +1,1 @@
+"""DistributedOptimizer: an optimizer that runs in the memory devices."""

@@ -1,0 +1,429 @@
+"""What of a wrapped model memory devices hold: where gradients lie, and how an optimizer's parameters move there."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+import torch
+
+from coarse.client.tensor_group import TensorGroup
+from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedError, is_refusal
+from coarse.session import AnyTensorGroup, Session
+from coarse.torch.ddp.buffers import broadcast_tensors
+from coarse.torch.ddp.module_hooks import OwnHook
+from coarse.torch.ddp.unsupported import Refusals
+from coarse.torch.gradients.averaging import GradientSynchroniser
+from coarse.torch.gradients.bucket_hooks import BucketHook
+from coarse.torch.gradients.embeddings import EmbeddingGradients
+from coarse.torch.gradients.gradient_parts import (
+    DeviceOptimizer,
+    GradientPart,
+    GradientParts,
+    NamedParameters,
+    OffloadedPart,
+)
+from coarse.torch.gradients.gradient_policy import MeasuredGradient
+from coarse.torch.gradients.layout import common_gpu, forget_values
+from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.update_rules import UpdateRule
+from coarse.torch.optimizer.update_tracker import DeviceUpdates
+
+logger = logging.getLogger(__name__)
+
+
+class Offloading(Refusals):
+    """The part of DistributedDataParallel that registers parameters, and what DistributedOptimizer asks of it."""
+
+    _trainable: list[tuple[str, torch.nn.Parameter]]
+    _gradients: GradientParts | None
+    _session: Session
+    _name: str
+    _closed: bool
+    _dropped: deque[Callable[[], object]]
+    _embeddings: EmbeddingGradients | None
+    tables: set[torch.nn.Parameter]
+    _travel_dtype: torch.dtype | None
+    _bucket_hook: BucketHook | None
+    _num_registrations: Counter[str]
+
+    @property
+    def trained_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters whose gradients are averaged, with their names in the module."""
+        return self._trainable
+
+    @property
+    def is_updated_by_memory_devices(self) -> bool:
+        """Whether these have parameters of the model and run an optimizer, until close()."""
+        return bool(self.offloaded_parts) and not self._closed
+
+    def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
+        raise NotImplementedError
+
+    def is_offloaded(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the memory devices run this optimizer, that was given to DistributedOptimizer, until close()."""
+        return not self._closed and any(part.optimizer is optimizer for part in self.offloaded_parts)
+
+    @property
+    def offloaded_parts(self) -> list[OffloadedPart]:
+        """Those of optimizers in the memory devices, in the order in which they came."""
+        return [] if self._gradients is None else self._gradients.offloaded
+
+    @property
+    def updated_parameters(self) -> set[torch.nn.Parameter]:
+        """Those that optimizers in the memory devices update."""
+        return {parameter for part in self.offloaded_parts for _, parameter in part.named}
+
+    def cannot_offload(self, parameters: Sequence[torch.nn.Parameter]) -> str:
+        """Why an optimizer of these cannot run in the memory devices; "" if it can."""
+        if self._gradients is None:
+            return "a job of one worker has no memory devices"
+        if self._travel_dtype is not None:
+            return f"a communication hook has gradients travel in {self._travel_dtype}, which rounds them"
+        if self._bucket_hook is not None:
+            return "a communication hook averages gradients in place of the memory devices"
+        gpu = common_gpu(parameters)
+        if gpu and self._session.settings.gpu_transfers == "off":
+            return "the model is on a GPU, and COARSE_GPU_TRANSFERS=off has the processor copy gradients"
+        return self._session.cannot_update(gpu)
+
+    def offload(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: UpdateRule,
+        parameters: set[torch.nn.Parameter],
+        *,
+        overlap: bool,
+        measures: bool = False,
+        staleness: int = 0,
+        before_backward: Callable[[], object] = lambda: None,
+        owner: Callable[[], DeviceOptimizer | None] = lambda: None,
+        replaced: OffloadedPart | None = None,
+    ) -> OffloadedPart:
+        """Moves parameters and the optimizer's state to memory that workers and memory devices share. Collective.
+
+        Args:
+            optimizer: Has the settings, and perhaps state.
+            rule: What it does.
+            parameters: Of the model, which no other optimizer in the memory devices has. Gradients of those that are
+                left are averaged as before.
+            overlap: Whether parameters are updated during backward(), not by OffloadedPart.update().
+            measures: Whether memory devices measure averaged gradients, for measured_gradients().
+            staleness: How many updates a forward's parameters may not know of; with 0 they are those in the memory
+                devices, else copies: `cached`.
+            before_backward: With `overlap`, called as each backward() begins that averages.
+            owner: As of OffloadedPart.
+            replaced: The part of this optimizer that there was; the new one has its parameters too.
+
+        Raises:
+            ValueError: If cannot_offload() has a reason.
+        """
+        if self._gradients is None:
+            raise ValueError(self.cannot_offload(list(parameters)))
+        self._gradients.check_finished()
+        writes = self._session.identity.rank == self._session.node_workers[0]
+        if replaced is not None:
+            replaced.offloaded.give_back(has_values=writes)
+        free = self._release_rest(replaced)
+        moved = [(name, parameter) for name, parameter in free if parameter in parameters]
+        tensors = [parameter for _, parameter in moved]
+        self._bring_values(but=tensors)
+        if len(self._session.node_workers) < self._session.identity.world_size:
+            # Each node's are those of its own first worker from now on.
+            broadcast_tensors(self._session, tensors)
+            self._session.release_buffers()
+        if not writes:
+            forget_values(tensors)  # those of the worker that writes come
+        try:
+            gradients = self._register_part(
+                self._new_name("parameters"),
+                moved,
+                rule.state_names,
+                measures=measures,
+                # Turns would have a worker wait for slower ones.
+                shares_slots=overlap and not staleness,
+                moves=writes,
+            )
+        except CoarseError as error:
+            if is_refusal(error):
+                self._average_again(free, tensors)
+            raise
+        offloaded = OffloadedParameters(
+            _tensor_group(gradients),
+            tensors,
+            optimizer,
+            rule,
+            writes=writes,
+            finish_update=gradients.finish_update,
+            meet=functools.partial(_is_true_anywhere, self._session, False),
+        )
+        if (shortage := self._move(offloaded, gradients)) is not None:
+            gradients.release()
+            self._average_again(free, tensors)
+            raise shortage
+        offloaded.take_over()
+        updates = gradients.update(
+            offloaded,
+            before_backward=before_backward if overlap else None,
+            waits=not (overlap and staleness),
+            waits_here=bool(staleness),
+        )
+        part = OffloadedPart(
+            named=moved,
+            gradients=gradients,
+            optimizer=optimizer,
+            offloaded=offloaded,
+            owner=owner,
+        )
+        self._gradients.add(part)
+        self._hold_parameters(part, updates, staleness=staleness)
+        self._follow_module(offloaded)
+        self._average([each for each in free if each[1] not in parameters])
+        return part
+
+    def _move(
+        self, offloaded: OffloadedParameters, gradients: GradientSynchroniser
+    ) -> OutOfDeviceMemoryError | None:
+        """Moves parameters to the memory devices and takes memory for the rest. Collective.
+
+        Returns:
+            Why it is not to be had, on all workers if one cannot have it; then parameters are as before.
+        """
+        shortage: OutOfDeviceMemoryError | None = None
+        try:
+            offloaded.move()
+            gradients.reserve()
+        except OutOfDeviceMemoryError as error:
+            shortage = error
+        if not self._is_true_anywhere(shortage is not None):
+            return None
+        return shortage or OutOfDeviceMemoryError(
+            f"{self._name}: another worker of the job cannot have the memory that its part needs, and says how "
+            "much; use fewer workers on its node, or a smaller model"
+        )
+
+    def _average_again(self, free: NamedParameters, forgotten: Sequence[torch.nn.Parameter]) -> None:
+        """Has the model be as it was before memory devices refused to hold its parameters. Collective.
+
+        Args:
+            free: What is registered nowhere.
+            forgotten: What worker 0 alone has the values of.
+        """
+        broadcast_tensors(self._session, forgotten)
+        self._session.release_buffers()
+        self._average(free)
+
+    def take_back(self, part: OffloadedPart) -> None:
+        """Gives workers an optimizer's parameters and its state back; their gradients are averaged. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        part.offloaded.give_back(has_values=True)
+        self._average(self._release_rest(part))
+
+    def _average_by_hook(self, *, dtype: torch.dtype | None = None, hook: BucketHook | None = None) -> None:
+        """From now on gradients are rounded to `dtype` and averaged, or averaged by `hook`. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        self._travel_dtype, self._bucket_hook = dtype, hook
+        self._average(self._release_rest())
+
+    def _average_more(self) -> None:
+        """Averages the gradients of all parameters that are trainable now and in no optimizer's part. Collective."""
+        assert self._gradients is not None
+        self._gradients.check_finished()
+        has_local = self._gradients.has_local
+        self._release_rest()
+        held = self.updated_parameters
+        self._average([each for each in self._trainable if each[1] not in held])
+        if (rest := self._gradients.rest) is not None:
+            rest.gradients.has_local = has_local
+
+    def _average(self, named: NamedParameters) -> None:
+        """Registers the gradients of what no optimizer in the memory devices updates. Collective."""
+        assert self._gradients is not None
+        if named:
+            gradients = self._register_part(self._new_name("gradients"), named)
+            self._gradients.add(GradientPart(named=named, gradients=gradients))
+
+    def _release_rest(self, more: OffloadedPart | None = None) -> list[tuple[str, torch.nn.Parameter]]:
+        """Frees the memory of the gradients that no optimizer's part has, and of `more`; returns what they are of."""
+        assert self._gradients is not None
+        parts = [part for part in (self._gradients.rest, more) if part is not None]
+        freed = {parameter for part in parts for _, parameter in part.named}
+        self._gradients.release(*parts)
+        return [(name, parameter) for name, parameter in self._trainable if parameter in freed]
+
+    def _new_name(self, kind: str) -> str:
+        """The same on every worker: registering is collective."""
+        self._num_registrations[kind] += 1
+        number = self._num_registrations[kind]
+        return f"{self._name}/{kind}" + (f" {number}" if number > 1 else "")
+
+    def _hold_parameters(self, part: OffloadedPart, updates: DeviceUpdates, *, staleness: int) -> None:
+        """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
+        gradients, offloaded = part.gradients, part.offloaded
+        # Views and copies do not go together: what is written to a view, others would take for an update's result.
+        # When this returns the values of the worker that writes are there.
+        has_copies = self._is_true_anywhere(_tensor_group(gradients).are_parameters_elsewhere)
+        if staleness:
+            part.cached = offloaded.cache(staleness=staleness)
+            part.cached.follow(self.module)
+        elif has_copies:
+            updates.mirror(offloaded.mirror(gradients.settle))
+        elif self._is_true_anywhere(bool(reason := _tensor_group(gradients).map_own_parameters())):
+            logger.info("workers see what others write to parameters: %s", reason or "another worker has to")
+            offloaded.share()
+        else:
+            offloaded.share(_tensor_group(gradients).open_own_parameters(publishes=offloaded.writes))
+
+    def _follow_module(self, offloaded: OffloadedParameters) -> None:
+        """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""
+        reference = weakref.ref(offloaded)  # the module may outlive this wrapper
+        self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
+        self.module.register_state_dict_pre_hook(OwnHook(lambda: _wait_for_update(reference)))
+
+    def keep_snapshots(self) -> None:
+        """Has snapshots copy what they refer to, before anything but an update writes to parameters."""
+        if self._gradients is not None:
+            self._gradients.keep_snapshots()
+
+    def agree_on_obstacle(self, reason: str) -> str:
+        """Why no worker's optimizer is to run in the memory devices; "" if all can. Collective.
+
+        Args:
+            reason: Why this one's cannot; "" if it can.
+        """
+        if self._gradients is not None and self._is_true_anywhere(bool(reason)):
+            return reason or "that of another worker cannot, and says why"
+        return reason
+
+    def _is_true_anywhere(self, condition: bool) -> bool:
+        return _is_true_anywhere(self._session, condition)
+
+    def update_parameters(self, part: OffloadedPart, *, gradient_scale: float = 1.0) -> None:
+        """OffloadedPart.update(), if the backward before it is finished."""
+        self._open_gradients(part).check_finished()
+        part.update(gradient_scale=gradient_scale)
+
+    def end_overlapped_step(self, part: OffloadedPart) -> None:
+        """Admits the next update during backward."""
+        self._open_gradients(part)
+        part.gradients.end_step()
+
+    def measured_gradients(
+        self, part: OffloadedPart, *, num_changes: int, are_unscaled: bool
+    ) -> list[MeasuredGradient]:
+        """The gradients that there are, as the memory devices measured them; arguments as of GradientSynchroniser."""
+        self._open_gradients(part)
+        return part.gradients.measured(num_changes=num_changes, are_unscaled=are_unscaled)
+
+    def _open_gradients(self, part: OffloadedPart) -> GradientParts:
+        if self._gradients is None or self._closed or part not in self._gradients.offloaded:
+            raise SessionClosedError(
+                "this model was closed, or parameters that came later did not fit into device memory: its optimizer "
+                "no longer runs in memory devices"
+            )
+        return self._gradients
+
+    @property
+    def keeps_devices(self) -> bool:
+        """Whether the memory devices outlive workers that crash."""
+        return self._gradients is not None and self._session.settings.keep_devices > 0
+
+    @property
+    def replicates_devices(self) -> bool:
+        """Whether what a memory device has outlives that device too."""
+        return self._gradients is not None and self._session.settings.replicas > 0
+
+    def keep_state(self, step: int, state: bytes) -> None:
+        """Gives this worker's own state to the memory devices, which keep those of the last two steps.
+
+        Args:
+            step: That begins now.
+            state: Not empty.
+        """
+        self._session.store(self._state_key(step), np.frombuffer(state, dtype=np.uint8))
+
+    def kept_state(self, step: int) -> memoryview:
+        """What was given to keep_state() last for this step, or one that is two away."""
+        return self._session.load(self._state_key(step)).value
+
+    def _state_key(self, step: int) -> str:
+        return f"{self._name}/worker {self._session.identity.rank}/{step % 2}"
+
+    def _register_part(
+        self,
+        name: str,
+        named: NamedParameters,
+        state_names: Sequence[str] | None = None,
+        *,
+        measures: bool = False,
+        shares_slots: bool = False,
+        moves: bool = False,
+    ) -> GradientSynchroniser:
+        return GradientSynchroniser(
+            self._session,
+            name,
+            named,
+            gradient_as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            state_names=state_names,
+            measures=measures,
+            shares_slots=shares_slots,
+            tables={parameter for _, parameter in named if parameter in self.tables},
+            travel_dtype=self._travel_dtype,
+            moves=moves,
+            hook=self._bucket_hook,
+        )
+
+    def _watch_end(self, others: Sequence[AnyTensorGroup]) -> None:
+        """Arranges for what is left to do when nobody refers to this wrapper any more.
+
+        Args:
+            others: What it has registered beside gradients.
+        """
+        assert self._gradients is not None
+        end = weakref.finalize(self, _drop, self._gradients, list(others), self._dropped)
+        end.atexit = False  # the session ends at exit, with all its groups
+
+
+def _is_true_anywhere(session: Session, condition: bool) -> bool:
+    flag = np.array([condition], dtype=np.int32)
+    session.all_reduce(flag, op="max")
+    return bool(flag[0])
+
+
+def _tensor_group(gradients: GradientSynchroniser) -> TensorGroup:
+    assert isinstance(gradients.group, TensorGroup)
+    return gradients.group
+
+
+def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
+    """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
+    offloaded = reference()
+    if offloaded is not None:
+        offloaded.keep_snapshots()
+
+
+def _wait_for_update(reference: weakref.ref[OffloadedParameters]) -> None:
+    """Raises if the parameters that are going to be saved are those of no step."""
+    offloaded = reference()
+    if offloaded is not None:
+        offloaded.wait()
+
+
+def _drop(
+    gradients: GradientParts,
+    others: Sequence[AnyTensorGroup],
+    dropped: deque[Callable[[], object]],
+) -> None:
+    """Runs when a wrapper is gone, in whatever thread."""
+    gradients.remove_hooks()
+    gradients.release_parameters()
+    # Whoever leaves before an update is complete would be missed by those who have not pushed theirs.
+    dropped.extend([gradients.finish_updates, gradients.close_groups, *(group.close for group in others)])

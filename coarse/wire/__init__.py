@@ -1,0 +1,1 @@
+"""What client and memory device share: messages, registration, segments, placement. Below both."""
