@@ -8,7 +8,7 @@ from setuptools import setup
 
 ParallelCompile("COARSE_BUILD_JOBS").install()
 
-KERNELS = sorted(glob("coarse/kernels/src/*.cpp"))
+KERNELS = sorted(glob("coarse/kernels/src/*/*.cpp"))
 BINDINGS = sorted(glob("coarse/kernels/bindings/*.cpp"))
 BINDINGS_TOGETHER = 9
 
@@ -33,7 +33,7 @@ native = Pybind11Extension(
     depends=sorted(
         BINDINGS
         + glob("coarse/kernels/**/*.hpp", recursive=True)
-        + glob("coarse/kernels/src/*.inc")
+        + glob("coarse/kernels/src/*/*.inc")
         + glob("coarse/kernels/cuda/*.cuh")
     ),
     # Sums must not depend on the compiler's mood: no contraction of a*b+c into one rounding.

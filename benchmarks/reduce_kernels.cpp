@@ -3,7 +3,7 @@
 //
 // Build: g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -pthread -Icoarse/kernels/include
 // benchmarks/reduce_kernels.cpp
-//            coarse/kernels/src/reduce*.cpp coarse/kernels/src/copy.cpp -o reduce_kernels
+//            coarse/kernels/src/reduce*.cpp coarse/kernels/src/reduce/copy.cpp -o reduce_kernels
 // Usage: reduce_kernels [--json FILE] [instruction set]
 //
 // --json appends a record a line, with commit and machine, as `coarse bench` does. Run it in the checkout.
@@ -26,9 +26,9 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/copy.hpp"
-#include "coarse/reduce.hpp"
-#include "coarse/update.hpp"
+#include "coarse/reduce/copy.hpp"
+#include "coarse/reduce/reduce.hpp"
+#include "coarse/reduce/update.hpp"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "coarse/async_reducer_interface.h"
+#include "coarse/client/async_reducer_interface.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"

@@ -1,6 +1,6 @@
 /// AsyncReducer: whoever asks for a tensor by name gets the sum of all workers, from whatever threads and in
 /// whatever orders they ask, and a reason if there is none.
-#include "coarse/async_reducer.hpp"
+#include "coarse/client/async_reducer.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 /// AsyncRows: whoever asks for rows of a table by its name gets those of all workers, each number once.
-#include "coarse/async_rows.hpp"
+#include "coarse/client/async_rows.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 /// AsyncUpdates: parameters are updated by the mean of all workers' gradients, and every worker gets them.
-#include "coarse/async_updates.hpp"
+#include "coarse/client/async_updates.hpp"
 
 #include <gtest/gtest.h>
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/cuda_driver.hpp"
-#include "coarse/shard_reducer.hpp"
+#include "coarse/device/shard_reducer.hpp"
+#include "coarse/gpu/cuda_driver.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 

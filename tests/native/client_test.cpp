@@ -1,6 +1,6 @@
 /// Client and Proxy together: what was pushed comes back reduced, exactly, on every worker, in whatever
 /// order.
-#include "coarse/client.hpp"
+#include "coarse/client/client.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/shared_collectives.hpp"
+#include "coarse/collectives/shared_collectives.hpp"
 
 namespace coarse::test::collectives_test {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "bytes.hpp"
-#include "coarse/dtype.hpp"
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/dtype.hpp"
+#include "coarse/reduce/reduce.hpp"
 #include "reduce_reference.hpp"
 
 namespace coarse::test {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/reduce.hpp"
 #include "reduce_reference.hpp"
 
 namespace coarse::test::conversion_test {

@@ -1,5 +1,5 @@
 /// copyBytes() and copyBytesStreaming(): exactly the bytes asked for, at any length and alignment.
-#include "coarse/copy.hpp"
+#include "coarse/reduce/copy.hpp"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 
 #include <cstddef>
 
-#include "coarse/cuda_api.hpp"
+#include "coarse/gpu/cuda_api.hpp"
 #include "declarations.hpp"
 
 #pragma GCC diagnostic ignored "-Wenum-compare"

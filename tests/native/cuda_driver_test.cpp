@@ -1,6 +1,6 @@
 /// Where CUDA cannot be used it is said what is missing and what to do; where it can, what is taken is given
 /// back. The driver is the stand-in of cuda_stand_in.cpp.
-#include "coarse/cuda_driver.hpp"
+#include "coarse/gpu/cuda_driver.hpp"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/cuda_peers.hpp"
-#include "coarse/cuda_unused_memory.hpp"
+#include "coarse/gpu/cuda_peers.hpp"
+#include "coarse/gpu/cuda_unused_memory.hpp"
 #include "fixture.hpp"
 
 extern "C" {

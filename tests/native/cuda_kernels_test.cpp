@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "batches.cuh"
-#include "coarse/layout.hpp"
-#include "coarse/reduce.hpp"
-#include "coarse/update.hpp"
+#include "coarse/reduce/reduce.hpp"
+#include "coarse/reduce/update.hpp"
+#include "coarse/shared_memory/layout.hpp"
 #include "contributions.hpp"
 #include "cuda_blocks.hpp"
 #include "delay.cuh"

@@ -1,5 +1,5 @@
 /// Snapshots of blocks in the memory of a GPU. The driver is the stand-in of cuda_stand_in.cpp.
-#include "coarse/cuda_snapshot_pool.hpp"
+#include "coarse/gpu/cuda_snapshot_pool.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/snapshot.hpp"
+#include "coarse/snapshot/snapshot.hpp"
 #include "fixture.hpp"
 
 extern "C" {

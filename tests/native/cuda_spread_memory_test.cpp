@@ -1,6 +1,6 @@
 /// Parameters and states that lie on several GPUs: updates have the bits of the host's memory, and each GPU
 /// makes those of what it has.
-#include "coarse/cuda_spread_memory.hpp"
+#include "coarse/gpu/cuda_spread_memory.hpp"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "both_memories.hpp"
-#include "coarse/cuda_pinned_pages.hpp"
+#include "coarse/gpu/cuda_pinned_pages.hpp"
 #include "stand_in_kernels.hpp"
 
 extern "C" std::size_t standInLaunches(int device);

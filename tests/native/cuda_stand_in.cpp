@@ -38,7 +38,7 @@
 #include <thread>
 #include <vector>
 
-#include "coarse/cuda_api.hpp"
+#include "coarse/gpu/cuda_api.hpp"
 #include "host_kernels.hpp"
 
 using namespace coarse::cuda;

@@ -1,6 +1,6 @@
 /// Groups in the memory of a GPU come to the bits of those in the host's. The driver is the stand-in of
 /// cuda_stand_in.cpp, which has the kernels compiled for the host.
-#include "coarse/cuda_tensor_memory.hpp"
+#include "coarse/gpu/cuda_tensor_memory.hpp"
 
 #include <gtest/gtest.h>
 

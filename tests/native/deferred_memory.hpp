@@ -15,12 +15,12 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/batched_compute.hpp"
-#include "coarse/shard_reducer.hpp"
-#include "coarse/shard_runs.hpp"
-#include "coarse/shared_memory.hpp"
-#include "coarse/slot_copies.hpp"
-#include "coarse/tensor_memory.hpp"
+#include "coarse/client/slot_copies.hpp"
+#include "coarse/device/batched_compute.hpp"
+#include "coarse/device/shard_reducer.hpp"
+#include "coarse/device/shard_runs.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/shared_memory/tensor_memory.hpp"
 
 namespace coarse::test {
 

@@ -1,5 +1,5 @@
 /// The queue from one client to one memory device: all descriptors, in order, once.
-#include "coarse/descriptor_queue.hpp"
+#include "coarse/shared_memory/descriptor_queue.hpp"
 
 #include <gtest/gtest.h>
 

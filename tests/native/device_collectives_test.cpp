@@ -1,6 +1,6 @@
 /// DeviceCollectives: all devices begin the same batches in the same order, whoever proposes what and when,
 /// and nothing that was proposed is lost.
-#include "coarse/device_collectives.hpp"
+#include "coarse/device/device_collectives.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -1,6 +1,6 @@
 /// DeviceExchange: the one result, with the bits of the direct algorithm, whichever devices hold the
 /// contributions.
-#include "coarse/device_exchange.hpp"
+#include "coarse/device/device_exchange.hpp"
 
 #include <gtest/gtest.h>
 

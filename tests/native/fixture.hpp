@@ -25,8 +25,8 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/client.hpp"
-#include "coarse/proxy.hpp"
+#include "coarse/client/client.hpp"
+#include "coarse/device/proxy.hpp"
 #include "deferred_memory.hpp"
 #include "host_collectives.hpp"
 

@@ -1,5 +1,5 @@
 /// GpuClock: never early, and late by no more than the best launch plus the drift that is allowed for.
-#include "coarse/gpu_clock.hpp"
+#include "coarse/gpu/gpu_clock.hpp"
 
 #include <gtest/gtest.h>
 

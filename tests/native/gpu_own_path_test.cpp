@@ -1,7 +1,7 @@
 /// Some shards of a step go by NCCL between the GPUs of the workers, others by the memory devices: whichever
 /// way, step after step the results are those of all workers, and where somebody is missing nothing hangs.
 /// Driver and NCCL are those of cuda_stand_in.cpp and nccl_stand_in.cpp; workers are threads.
-#include "coarse/gpu_own_path.hpp"
+#include "coarse/gpu/gpu_own_path.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 /// Tensors go from a GPU to the memory devices and come back while nobody waits but streams. The driver is
 /// the stand-in of cuda_stand_in.cpp, whose device memory is the test's own.
-#include "coarse/gpu_transfers.hpp"
+#include "coarse/gpu/gpu_transfers.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "coarse/cuda_unused_memory.hpp"
+#include "coarse/gpu/cuda_unused_memory.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 #include "gpu_worker.hpp"

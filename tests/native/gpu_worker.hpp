@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-#include "coarse/gpu_transfers.hpp"
+#include "coarse/gpu/gpu_transfers.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 

@@ -1,5 +1,5 @@
 /// A memory device that stands still is noticed by whoever looks, after as much time as was looked at.
-#include "coarse/heartbeat.hpp"
+#include "coarse/recovery/heartbeat.hpp"
 
 #include <gtest/gtest.h>
 

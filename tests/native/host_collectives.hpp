@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/batched_compute.hpp"
+#include "coarse/device/batched_compute.hpp"
 #include "deferred_memory.hpp"
 
 namespace coarse::test {

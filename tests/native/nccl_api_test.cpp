@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-#include "coarse/nccl_api.hpp"
+#include "coarse/gpu/nccl_api.hpp"
 #include "declarations.hpp"
 
 #pragma GCC diagnostic ignored "-Wenum-compare"

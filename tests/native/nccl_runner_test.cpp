@@ -1,7 +1,7 @@
 /// NcclRunner: whatever the devices, clients, types and lengths, all slots get the one exact result; who
 /// waits in vain is told so, and nothing works in memory any more. Driver and NCCL are those of
 /// cuda_stand_in.cpp and nccl_stand_in.cpp, and devices are threads.
-#include "coarse/nccl_runner.hpp"
+#include "coarse/gpu/nccl_runner.hpp"
 
 #include <gtest/gtest.h>
 

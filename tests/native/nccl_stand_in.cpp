@@ -27,7 +27,7 @@
 #include <utility>
 #include <vector>
 
-#include "coarse/nccl_api.hpp"
+#include "coarse/gpu/nccl_api.hpp"
 #include "elements.cuh"
 
 using namespace coarse::nccl;

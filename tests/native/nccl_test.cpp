@@ -1,7 +1,7 @@
 /// What ranks give NCCL comes back as sums and maxima of all of them, in order; where NCCL is missing,
 /// refuses or waits in vain, it is said what to do, or ended. Driver and NCCL are those of cuda_stand_in.cpp
 /// and nccl_stand_in.cpp, and ranks are threads.
-#include "coarse/nccl.hpp"
+#include "coarse/gpu/nccl.hpp"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "coarse/update.hpp"
+#include "coarse/reduce/update.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::optimizer_test {

@@ -1,5 +1,5 @@
 /// Pacer: transfers arrive when the links of another machine would have carried them.
-#include "coarse/pacer.hpp"
+#include "coarse/emulation/pacer.hpp"
 
 #include <gtest/gtest.h>
 

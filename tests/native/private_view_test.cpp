@@ -1,5 +1,5 @@
 /// A view of shared memory in which what a process writes is its own until it gives it back.
-#include "coarse/private_view.hpp"
+#include "coarse/client/private_view.hpp"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 /// Proxy: what it refuses, what it reports, and that nothing a worker sends brings it down.
-#include "coarse/proxy.hpp"
+#include "coarse/device/proxy.hpp"
 
 #include <gtest/gtest.h>
 

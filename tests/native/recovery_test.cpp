@@ -1,5 +1,5 @@
 /// finishUpdates(): a step that memory devices have begun is one that all shards see, or none.
-#include "coarse/recovery.hpp"
+#include "coarse/recovery/recovery.hpp"
 
 #include <gtest/gtest.h>
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/reduce.hpp"
 
 namespace coarse::test {
 

@@ -1,6 +1,6 @@
 /// reduce(): every type, operation, number of arrays, length and instruction set against an element-wise
 /// reference.
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/reduce.hpp"
 
 #include <gtest/gtest.h>
 

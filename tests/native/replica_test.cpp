@@ -1,5 +1,5 @@
 /// Replica: whatever one memory device loses, and whenever, parameters and states of one whole step are left.
-#include "coarse/replica.hpp"
+#include "coarse/recovery/replica.hpp"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bytes.hpp"
-#include "coarse/recovery.hpp"
+#include "coarse/recovery/recovery.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::replica_test {

@@ -1,6 +1,6 @@
 /// RingCore: whatever the devices, clients and lengths, all slots get the one exact result, whether the host
 /// or the kernels of cuda_stand_in.cpp add.
-#include "coarse/ring.hpp"
+#include "coarse/device/ring.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <numeric>
 #include <vector>
 
-#include "coarse/cuda_ring_compute.hpp"
+#include "coarse/gpu/cuda_ring_compute.hpp"
 #include "contributions.hpp"
 #include "fixture.hpp"
 #include "stand_in_kernels.hpp"

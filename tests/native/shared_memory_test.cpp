@@ -1,5 +1,5 @@
 /// Sealed memory: nobody can change its size under a mapping, and nothing unsealed is mapped.
-#include "coarse/shared_memory.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -15,7 +15,7 @@
 #include <system_error>
 #include <utility>
 
-#include "coarse/tensor_group.hpp"
+#include "coarse/device/tensor_group.hpp"
 #include "fixture.hpp"
 
 namespace coarse::test::shared_memory_test {

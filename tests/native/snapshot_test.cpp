@@ -1,6 +1,6 @@
 /// Snapshots of memory that is updated in place: what they see, what they cost, and that updates and readers
 /// may meet anywhere.
-#include "coarse/snapshot.hpp"
+#include "coarse/snapshot/snapshot.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>

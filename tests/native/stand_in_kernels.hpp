@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "coarse/cuda_kernels.hpp"
+#include "coarse/gpu/cuda_kernels.hpp"
 #include "contributions.hpp"
 
 extern "C" coarse::cuda::Result cuModuleGetFunction(coarse::cuda::FunctionHandle* function,

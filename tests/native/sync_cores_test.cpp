@@ -1,5 +1,5 @@
 /// The threads of a memory device, apart from what they do.
-#include "coarse/sync_cores.hpp"
+#include "coarse/device/sync_cores.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 /// update(): every rule, number of gradients, length, alignment and instruction set against formulas in
 /// double.
-#include "coarse/update.hpp"
+#include "coarse/reduce/update.hpp"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/reduce.hpp"
 
 namespace coarse::test::update_test {
 namespace {

@@ -1,5 +1,5 @@
 /// Clocks of waits, and what forks have of objects with threads.
-#include "coarse/waiting.hpp"
+#include "coarse/shared_memory/waiting.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "coarse/forks.hpp"
+#include "coarse/shared_memory/forks.hpp"
 
 namespace coarse::test::waiting_test {
 namespace {

@@ -11,7 +11,7 @@ PACKAGE = Path(coarse.__file__).parent
 SOURCES = {".cpp", ".hpp", ".h", ".inc", ".cu", ".cuh", ".cc", ".py", ".pyi"}
 # Of the driver and of the runtime, as calls, flags and attributes name it.
 MANAGED = re.compile(r"AllocManaged|MallocManaged|MemPrefetch|MemAdvise|__managed__|MEM_ATTACH|MemAttach")
-DRIVER = PACKAGE / "kernels" / "include" / "coarse" / "cuda_api.hpp"
+DRIVER = PACKAGE / "kernels" / "include" / "coarse" / "gpu" / "cuda_api.hpp"
 
 
 def functions_of_the_driver():

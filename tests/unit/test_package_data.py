@@ -11,7 +11,7 @@ import tomllib
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "coarse" / "kernels"
 PACKED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-INCLUDED = re.compile(r"#include [<\"](coarse/[\w.]+)[>\"]")
+INCLUDED = re.compile(r"#include [<\"](coarse/[\w./]+)[>\"]")
 
 
 def included_by(*sources):
@@ -38,7 +38,7 @@ def test_the_torch_backends_headers_are_packed_and_tell_its_builds_apart():
     from coarse.torch.backend import building
 
     headers = included_by(*(ROOT / "coarse/torch/backend/native").glob("*.[ch]pp"))
-    assert "coarse/collective.hpp" in headers
+    assert "coarse/collectives/collective.hpp" in headers
     assert headers <= packed_headers()
     assert headers == {str(header) for header in building._INTERFACE}
 

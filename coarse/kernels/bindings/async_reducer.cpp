@@ -1,4 +1,4 @@
-#include "coarse/async_reducer.hpp"
+#include "coarse/client/async_reducer.hpp"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>

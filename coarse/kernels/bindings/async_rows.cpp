@@ -1,4 +1,4 @@
-#include "coarse/async_rows.hpp"
+#include "coarse/client/async_rows.hpp"
 
 #include <memory>
 

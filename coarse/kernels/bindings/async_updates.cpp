@@ -1,4 +1,4 @@
-#include "coarse/async_updates.hpp"
+#include "coarse/client/async_updates.hpp"
 
 #include <memory>
 

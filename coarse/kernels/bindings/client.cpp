@@ -1,4 +1,4 @@
-#include "coarse/client.hpp"
+#include "coarse/client/client.hpp"
 
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>

@@ -7,8 +7,8 @@
 
 #include "batches.cuh"
 #include "bindings.hpp"
-#include "coarse/reduce.hpp"
-#include "coarse/update.hpp"
+#include "coarse/reduce/reduce.hpp"
+#include "coarse/reduce/update.hpp"
 
 namespace py = pybind11;
 

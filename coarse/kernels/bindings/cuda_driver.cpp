@@ -1,12 +1,12 @@
-#include "coarse/cuda_driver.hpp"
+#include "coarse/gpu/cuda_driver.hpp"
 
 #include <pybind11/stl.h>
 
 #include <memory>
 
 #include "bindings.hpp"
-#include "coarse/cuda_peers.hpp"
-#include "coarse/cuda_unused_memory.hpp"
+#include "coarse/gpu/cuda_peers.hpp"
+#include "coarse/gpu/cuda_unused_memory.hpp"
 #include "dlpack.hpp"
 
 namespace py = pybind11;

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "coarse/cuda_pinned_pages.hpp"
+#include "coarse/gpu/cuda_pinned_pages.hpp"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "coarse/cuda_driver.hpp"
+#include "coarse/gpu/cuda_driver.hpp"
 
 namespace coarse {
 

@@ -1,4 +1,4 @@
-#include "coarse/gpu_transfers.hpp"
+#include "coarse/gpu/gpu_transfers.hpp"
 
 #include <pybind11/stl.h>
 
@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "bindings.hpp"
-#include "coarse/forks.hpp"
+#include "coarse/shared_memory/forks.hpp"
 
 namespace py = pybind11;
 

@@ -1,9 +1,9 @@
-#include "coarse/heartbeat.hpp"
+#include "coarse/recovery/heartbeat.hpp"
 
 #include <pybind11/stl.h>
 
 #include "bindings.hpp"
-#include "coarse/tensor_group.hpp"
+#include "coarse/device/tensor_group.hpp"
 
 namespace py = pybind11;
 

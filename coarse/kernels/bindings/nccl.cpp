@@ -1,4 +1,4 @@
-#include "coarse/nccl.hpp"
+#include "coarse/gpu/nccl.hpp"
 
 #include <pybind11/pybind11.h>
 

@@ -1,4 +1,4 @@
-#include "coarse/pacer.hpp"
+#include "coarse/emulation/pacer.hpp"
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-#include "coarse/proxy.hpp"
+#include "coarse/device/proxy.hpp"
 
 #include <pybind11/native_enum.h>
 #include <pybind11/stl.h>
@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "coarse/nccl_runner.hpp"
+#include "coarse/gpu/nccl_runner.hpp"
 
 namespace py = pybind11;
 

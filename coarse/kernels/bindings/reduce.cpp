@@ -1,9 +1,9 @@
-#include "coarse/reduce.hpp"
+#include "coarse/reduce/reduce.hpp"
 
 #include <pybind11/stl.h>
 
 #include "bindings.hpp"
-#include "coarse/reduction_limit.hpp"
+#include "coarse/reduce/reduction_limit.hpp"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "coarse/shared_memory.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
 
 #include <pybind11/stl.h>
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bindings.hpp"
-#include "coarse/private_view.hpp"
+#include "coarse/client/private_view.hpp"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "coarse/snapshot.hpp"
+#include "coarse/snapshot/snapshot.hpp"
 
 #include <pybind11/stl.h>
 
@@ -9,9 +9,9 @@
 #include <tuple>
 
 #include "bindings.hpp"
-#include "coarse/cuda_snapshot_pool.hpp"
-#include "coarse/group_snapshots.hpp"
-#include "coarse/tensor_group.hpp"
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/gpu/cuda_snapshot_pool.hpp"
+#include "coarse/snapshot/group_snapshots.hpp"
 
 namespace py = pybind11;
 

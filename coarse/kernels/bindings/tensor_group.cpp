@@ -1,4 +1,4 @@
-#include "coarse/tensor_group.hpp"
+#include "coarse/device/tensor_group.hpp"
 
 #include <pybind11/stl.h>
 
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "bindings.hpp"
-#include "coarse/node_segment.hpp"
+#include "coarse/node/node_segment.hpp"
 
 namespace py = pybind11;
 

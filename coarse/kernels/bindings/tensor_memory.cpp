@@ -1,4 +1,4 @@
-#include "coarse/tensor_memory.hpp"
+#include "coarse/shared_memory/tensor_memory.hpp"
 
 #include <pybind11/stl.h>
 
@@ -6,12 +6,12 @@
 #include <string>
 
 #include "bindings.hpp"
-#include "coarse/cuda_slot_copies.hpp"
-#include "coarse/cuda_spread_memory.hpp"
-#include "coarse/cuda_tensor_memory.hpp"
-#include "coarse/group_snapshots.hpp"
-#include "coarse/nccl_runner.hpp"
-#include "coarse/tensor_group.hpp"
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/gpu/cuda_slot_copies.hpp"
+#include "coarse/gpu/cuda_spread_memory.hpp"
+#include "coarse/gpu/cuda_tensor_memory.hpp"
+#include "coarse/gpu/nccl_runner.hpp"
+#include "coarse/snapshot/group_snapshots.hpp"
 
 namespace py = pybind11;
 

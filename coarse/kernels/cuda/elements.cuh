@@ -1,5 +1,5 @@
 // Elements: how a type is stored, and what it accumulates in; and what happens to them. The arithmetic of
-// coarse/kernels/src/reduce_kernels.inc, to the bit: only the payload of a NaN may differ.
+// coarse/kernels/src/reduce/reduce_kernels.inc, to the bit: only the payload of a NaN may differ.
 //
 // No operation here may be contracted with another (--fmad=false), or flush subnormals.
 #pragma once

@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
 _INCLUDE = Path(coarse.__file__).parent / "kernels" / "include"
-_INTERFACE = (Path("coarse") / "collective.hpp", Path("coarse") / "forks.hpp")
+_INTERFACE = (
+    Path("coarse") / "collectives" / "collective.hpp",
+    Path("coarse") / "shared_memory" / "forks.hpp",
+)
 _UNITS = ("c10d_backend.cpp", "sparse.cpp", "messages.cpp", "module.cpp")
 _MODULE = "_coarse_c10d"
 COMPILE_LIMIT_S = 600.0

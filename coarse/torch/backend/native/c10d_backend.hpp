@@ -1,8 +1,8 @@
 #pragma once
 
 #include <chrono>
-#include <coarse/collective.hpp>
-#include <coarse/forks.hpp>
+#include <coarse/collectives/collective.hpp>
+#include <coarse/shared_memory/forks.hpp>
 #include <functional>
 #include <memory>
 #include <string>

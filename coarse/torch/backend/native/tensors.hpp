@@ -5,7 +5,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <coarse/collective.hpp>
+#include <coarse/collectives/collective.hpp>
 #include <cstring>
 #include <optional>
 #include <string>

@@ -1,0 +1,150 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coarse/collectives/collective.hpp"
+#include "coarse/collectives/placement.hpp"
+#include "coarse/shared_memory/message_area.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/shared_memory/waiting.hpp"
+
+namespace coarse {
+
+/// What a rank has written into its buffer in a round, and for whom: what is sent to another node. One piece
+/// for all or for one rank, or areas of the same size, one for each rank.
+struct Extent {
+  std::uint32_t numBytes = 0;    // from the start of the buffer
+  std::uint32_t areaBytes = 0;   // distance of the ranks' areas; 0: one piece
+  std::uint32_t pieceBytes = 0;  // at the start of each area
+  std::int32_t only = -1;        // of one piece: the rank that reads it; -1: all
+
+  /// Where `rank` reads: [first, second).
+  std::pair<std::size_t, std::size_t> rangeOf(std::size_t rank) const noexcept;
+};
+static_assert(sizeof(Extent) == 16);
+
+/// Whether something more comes from a rank.
+enum class Departure : std::uint32_t {
+  kNone = 0,
+  kLeft = 1,         // it closed the group
+  kDied = 2,         // told by another node
+  kUnreachable = 3,  // the connection to its node ended
+};
+
+/// What one rank tells the others about where it is. Written by its rank alone, except for `sleepers`; that
+/// of a rank of another node by the bridge (node_bridge.hpp).
+struct alignas(128) RankBoard {
+  std::atomic<std::uint32_t> round{0};     // rounds published so far, modulo 2^32; a futex word
+  std::atomic<std::uint32_t> sleepers{0};  // who sleeps on `round`
+  std::atomic<Departure> departure{Departure::kNone};
+  std::uint32_t reserved = 0;
+  CallHeader headers[2];  // of the calls that began in an even and in an odd round
+  Extent extents[2];      // of an even and of an odd round
+};
+static_assert(sizeof(CallHeader) == 104);
+static_assert(sizeof(RankBoard) == 256);
+
+/// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each, messages included.
+std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes);
+
+/// The ranks that are lost, found out without blocking.
+class Liveness {
+ public:
+  /// @param pidfds by rank; -1 where none is watched. Closed by this object.
+  explicit Liveness(std::vector<int> pidfds) : pidfds_(std::move(pidfds)) {}
+  Liveness(Liveness&& other) noexcept : pidfds_(std::exchange(other.pidfds_, {})) {}
+  Liveness(const Liveness&) = delete;
+  Liveness& operator=(const Liveness&) = delete;
+  Liveness& operator=(Liveness&&) = delete;
+  ~Liveness();
+
+  bool isGone(std::size_t rank) const noexcept;
+
+ private:
+  std::vector<int> pidfds_;
+};
+
+/// Scratch memory shared by the ranks of a group, through which they work in *rounds*: each rank writes into
+/// its own buffer, publishes, waits until all others have published the round, and reads their buffers.
+///
+/// Each rank has two buffers, taken in turns. Buffer r % 2 may be written in round r without any further
+/// wait: to have got past round r - 1, every rank must have published it, and it did so after it had read
+/// round r - 2.
+///
+/// Thread safety: one caller at a time; leave() and missing() from any thread.
+class GroupScratch {
+ public:
+  using Deadline = Clock::time_point;  // of a clock of its own
+
+  /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
+  GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
+               Liveness liveness, Placement placement = {});
+
+  std::size_t rank() const noexcept { return rank_; }
+  std::size_t numRanks() const noexcept { return numRanks_; }
+  std::size_t bufferBytes() const noexcept { return bufferBytes_; }
+
+  const Placement& placement() const noexcept { return placement_; }
+  /// Whether `rank` shares this memory.
+  bool isHere(std::size_t rank) const noexcept { return placement_.areTogether(rank, rank_); }
+
+  /// Until when to wait in rounds that begin now.
+  Deadline deadlineIn(std::chrono::milliseconds limit) noexcept { return clock_.in(limit); }
+
+  /// Begins the next round; the own buffer may be written from now on.
+  void begin() noexcept { ++round_; }
+  std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, round_); }
+  CallHeader& header(std::size_t rank) const noexcept { return board(rank).headers[round_ % 2]; }
+  /// What this rank writes in this round.
+  void setExtent(const Extent& extent) noexcept { board(rank_).extents[round_ % 2] = extent; }
+
+  /// Ends the writing of this round, and waits until all other ranks have done the same.
+  /// @throws std::runtime_error that says who is missing: late, gone or left.
+  void meet(Deadline deadline);
+
+  /// Why nothing more will come from `rank`; "" if something may.
+  std::string lossOf(std::size_t rank) const;
+
+  /// Where messages.hpp has its channels.
+  const MessageArea& messageArea() const noexcept { return messageArea_; }
+  /// What to ring after writing to `rank` or taking from it: its bell, or that of the bridge to its node.
+  Bell& bellOf(std::size_t rank) const noexcept {
+    return isHere(rank) ? messageArea_.bell(rank) : messageArea_.bridgeBell();
+  }
+
+  /// Tells the others that nothing more will come, and ends a meet() of this rank. Idempotent.
+  void leave() noexcept;
+
+  /// Ranks that have not published the round that this one published last.
+  std::vector<std::size_t> missing() const;
+
+  // For the bridge to other nodes.
+  RankBoard& board(std::size_t rank) const noexcept;
+  std::byte* bufferOf(std::size_t rank, std::uint32_t round) const noexcept;
+  bool isGone(std::size_t rank) const noexcept { return liveness_.isGone(rank); }
+
+ private:
+  bool hasPublished(std::size_t rank, std::uint32_t round) const noexcept;
+  void await(std::size_t rank, Deadline deadline);
+  void sleep(std::size_t rank, Deadline deadline);
+  void check(std::size_t rank, Deadline deadline);
+
+  Mapping memory_;
+  std::size_t rank_;
+  std::size_t numRanks_;
+  std::size_t bufferBytes_;
+  Liveness liveness_;
+  Placement placement_;
+  MessageArea messageArea_;
+  std::uint32_t round_ = 0;
+  AttendedClock clock_;
+  std::atomic<bool> isClosed_{false};
+};
+
+}  // namespace coarse

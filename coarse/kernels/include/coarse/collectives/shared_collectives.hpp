@@ -1,0 +1,75 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "coarse/collectives/collective.hpp"
+#include "coarse/collectives/group_scratch.hpp"
+#include "coarse/collectives/messages.hpp"
+#include "coarse/node/node_bridge.hpp"
+
+namespace coarse {
+
+/// Collectives of ranks that share memory, or have it kept alike by a NodeBridge: in rounds through the
+/// group's scratch (group_scratch.hpp).
+///
+/// A tensor of any size passes through the buffers in pieces that stay in a processor's cache: each rank
+/// copies its piece in, and takes from the others' buffers straight into the result, so that main memory sees
+/// every tensor once.
+class SharedCollectives final : public Collectives {
+ public:
+  /// @param scratch of the group, used by this object alone.
+  /// @param links where there are several nodes, and this rank leads its own: as for NodeBridge.
+  explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {});
+
+  /// Behind a pointer that forks of this process leave alone: threads that they do not have cannot be ended.
+  static std::shared_ptr<Collectives> shared(std::unique_ptr<GroupScratch> scratch,
+                                             std::vector<int> links = {});
+
+  void checkOwner() const override;
+  void run(const Collective& call) override;
+  void post(const Message& message) override;
+  std::uint64_t sequence() const noexcept override { return sequence_.load(std::memory_order_relaxed); }
+  std::string missingRanks() const override;
+  void close() noexcept override;
+
+ private:
+  using Deadline = GroupScratch::Deadline;
+  struct Running;
+
+  void dispatch(Running& running);
+  void compareHeaders(const Running& running) const;
+  template <typename Write, typename Read>
+  void round(Running& running, const Extent& extent, Write write, Read read);
+  template <typename ExtentOf, typename Write, typename Read>
+  void inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes, ExtentOf extentOf, Write write,
+                Read read);
+
+  void broadcast(Running& running);
+  void reduceDirectly(Running& running, bool isReceiver);
+  void reduceInSlices(Running& running);
+  void allGather(Running& running, bool isReceiver);
+  void reduceScatter(Running& running);
+  void scatter(Running& running);
+  void allToAll(Running& running);
+  std::uint64_t agreeOnSizes(Running& running);
+  std::size_t areaBytes(const Collective& call) const noexcept;
+
+  std::unique_ptr<GroupScratch> scratch_;
+  Messages messages_;
+  std::unique_ptr<NodeBridge> bridge_;  // of a leader, where there are several nodes
+  std::size_t rank_;
+  std::size_t numRanks_;
+  pid_t owner_;
+  std::atomic<std::uint64_t> sequence_{0};
+  std::string broken_;  // why, if the group is
+  std::vector<const void*> terms_;
+};
+
+/// A call in words: "all_reduce of float32 [3, 4], sum".
+std::string describe(const CallHeader& header);
+
+}  // namespace coarse

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "coarse/device/shard_compute.hpp"
+
+namespace coarse {
+
+using ShardBatch = std::vector<ShardTask>;
+
+/// Runs batches of shards beside the thread that asks for them, one after the other.
+///
+/// Thread safety: one caller at a time.
+class BatchRunner {
+ public:
+  virtual ~BatchRunner() = default;
+
+  /// Has a batch run behind those that were started before; returns at once. The batch stays where it is
+  /// until it is concluded. @throws std::runtime_error if it cannot be run.
+  /// @param notBefore of its tasks the latest, or 0.
+  virtual void start(const ShardBatch& batch, MonotonicNs notBefore) = 0;
+  /// As ShardCompute::lead().
+  virtual MonotonicNs lead() const noexcept { return 0; }
+  /// Notes what the oldest batch has measured, if it is done. @returns whether it is.
+  /// @throws std::runtime_error if it failed.
+  virtual bool conclude() = 0;
+  /// Returns when the oldest batch that was not concluded is done.
+  virtual void wait() = 0;
+};
+
+/// Has shards run in batches, because starting one costs more than a small shard: whatever was begun while
+/// others ran goes together.
+class BatchedCompute : public ShardCompute {
+ public:
+  /// Batches that are started and not done: one runs, and the next is there when it ends.
+  static constexpr std::size_t kMostStarted = 2;
+  static constexpr std::size_t kMostShards = 4096;  // of one batch
+
+  BatchedCompute(std::unique_ptr<BatchRunner> runner, Finish finish);
+  ~BatchedCompute() override;
+
+  void begin(const ShardTask& task) override { waiting_.push_back(task); }
+  MonotonicNs lead() const noexcept override { return runner_->lead(); }
+  bool advance() override;
+  void drain() override;
+  bool isBusy() const noexcept override { return !waiting_.empty() || !started_.empty(); }
+  bool isWorkingOn(const TensorGroup& group) const noexcept override;
+
+ private:
+  bool finishOldest();
+  std::size_t numReadyTogether() const noexcept;
+  bool startNext();
+
+  std::unique_ptr<BatchRunner> runner_;
+  Finish finish_;
+  ShardBatch waiting_;
+  std::deque<ShardBatch> started_;
+};
+
+}  // namespace coarse

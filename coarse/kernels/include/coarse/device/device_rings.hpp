@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "coarse/device/ring.hpp"
+#include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/shared_memory/tensor_memory.hpp"
+
+namespace coarse {
+
+/// What the rings of a session go through. All descriptors stay the caller's.
+struct RingMemory {
+  int logsFd = -1;                 // RingLogs, one for all devices
+  std::vector<int> bufferFds{};    // a RingSegment of each device; none without rings
+  std::vector<Region> messages{};  // ringMessagesBytes() of each device
+  std::size_t messageBytes = 0;    // of each message
+  std::shared_ptr<const TensorMemory> memory = hostMemory();  // where messages, and what is reduced, lie
+};
+
+/// Bytes of the messages of all rings that come to one device.
+constexpr std::size_t ringMessagesBytes(std::size_t messageBytes) noexcept {
+  return kNumRings * kRingDepth * messageBytes;
+}
+/// Bytes of a message in the host's memory, where it is to stay in a cache, and in a GPU's, where it is to
+/// take longer than a launch.
+inline constexpr std::size_t kHostMessageBytes = 64 * 1024;
+inline constexpr std::size_t kCudaMessageBytes = 1024 * 1024;
+
+/// One memory device's part in the rings over all of them.
+///
+/// Thread safety: append() any; advance() one caller at a time for each core; everything else while nobody
+/// advances.
+class DeviceRings {
+ public:
+  /// @param localClients whose contributions this device brings into the rings.
+  /// @throws std::invalid_argument if memory of a device is missing or too small; as TensorMemory::map().
+  DeviceRings(const RingMemory& memory, std::size_t device, std::size_t numDevices, Doorbell* doorbells,
+              const std::vector<std::size_t>& localClients, const FindGroup& findGroup,
+              const ShardDone& shardDone);
+
+  /// Has all devices reduce a shard to which all clients have contributed. @pre there is room in the log.
+  void append(const RingEntry& entry) noexcept;
+  /// Advances the rings that are sync core `core`'s, of `numCores`. @returns whether there was anything to
+  /// do.
+  bool advance(std::size_t core, std::size_t numCores);
+  /// Whether a step was begun that nobody will ring for.
+  bool isBusy() const noexcept;
+  /// Returns when no step is under way.
+  void drain();
+  /// Whether a shard of `group` is being worked on: the group must stay until it is done.
+  bool isWorkingOn(const TensorGroup& group) const noexcept;
+  /// Where groups that are reduced by rings must lie.
+  const TensorMemory& memory() const noexcept { return *memory_; }
+
+ private:
+  std::shared_ptr<const TensorMemory> memory_;
+  Mapping logsMapping_;
+  std::vector<Mapping> bufferMappings_;
+  std::vector<TensorBytes> messages_;
+  RingLogs* logs_ = nullptr;
+  std::vector<std::unique_ptr<RingCore>> cores_;
+};
+
+}  // namespace coarse

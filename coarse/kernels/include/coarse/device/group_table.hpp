@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "coarse/device/tensor_group.hpp"
+
+namespace coarse {
+
+/// The tensor groups of one memory device.
+///
+/// Thread safety: any number of readers, or one writer alone.
+class GroupTable {
+ public:
+  using Groups = std::vector<std::shared_ptr<TensorGroup>>;
+
+  /// @returns nullptr if there is none.
+  TensorGroup* find(std::uint32_t group) const noexcept;
+  /// In the order in which they were added.
+  const std::vector<TensorGroup*>& all() const noexcept { return inOrder_; }
+
+  /// @pre there is no group of the same id.
+  void add(std::shared_ptr<TensorGroup> group);
+  /// Takes a group out, if it is there; keeps it mapped as long as `isInUse` of it is true.
+  /// @returns this one and those removed before that are not in use, for the caller to drop.
+  Groups remove(std::uint32_t group, const std::function<bool(const TensorGroup&)>& isInUse);
+
+ private:
+  std::unordered_map<std::uint32_t, std::shared_ptr<TensorGroup>> groups_;
+  std::vector<TensorGroup*> inOrder_;
+  Groups retired_;  // removed while they were in use
+};
+
+}  // namespace coarse

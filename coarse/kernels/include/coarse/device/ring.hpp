@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "coarse/device/ring_step.hpp"
+#include "coarse/device/shard_queue.hpp"
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/shared_memory/layout.hpp"
+
+namespace coarse {
+
+/// Looks a registered tensor group up by its id; nullptr if there is none.
+using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
+/// Called when a shard's result is in the slots of the device's own clients. Clients of other devices may
+/// have pushed its next step by then, so what the shard was in this step is handed over, not to be looked up
+/// again.
+using ShardDone = std::function<void(TensorGroup& group, const RingEntry& entry, const ShardShape& shape)>;
+
+/// Where one sync core stands in one ring.
+struct RingLinks {
+  const RingLog* log = nullptr;
+  RecvBuf* own = nullptr;
+  RecvBuf* next = nullptr;
+  std::byte* ownMessages = nullptr;  // kRingDepth of them, as what computes there has them mapped
+  std::byte* nextMessages = nullptr;
+  std::size_t messageBytes = 0;  // of each, at most; a multiple of 512
+  Doorbell* previousDoorbell = nullptr;
+  Doorbell* nextDoorbell = nullptr;
+  std::size_t position = 0;  // along the direction of the ring
+  std::size_t numDevices = 0;
+};
+
+/// One sync core's part in a ring over all memory devices (paper, section IV-A, Fig 11c).
+///
+/// A shard is worked through in chunks of one entry per device. In 2(p-1) iterations per chunk the core
+/// receives an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and
+/// has the result (SendBuf) written straight into its neighbour's RecvBuf: a RingStep.
+///
+/// advance() never blocks, so one thread can drive several rings and still serve the queues of its clients.
+/// Thread safety: one caller at a time.
+class RingCore {
+ public:
+  /// @param localClients the clients whose contributions this device brings into the ring.
+  RingCore(RingLinks links, std::unique_ptr<RingCompute> compute, std::vector<std::size_t> localClients,
+           FindGroup findGroup, ShardDone shardDone);
+
+  /// Begins or ends at most one iteration. @returns whether there was anything to do.
+  bool advance();
+  /// Whether an iteration was begun and is not ended.
+  bool isBusy() const noexcept { return compute_->isBusy(); }
+  /// Returns when no iteration is under way.
+  void drain() { compute_->drain(); }
+  /// Whether a shard of `group` is being worked on: the group must stay until it is done.
+  bool isWorkingOn(const TensorGroup& group) const noexcept { return group_ == &group; }
+
+ private:
+  bool start();
+  void finish();
+  void beginIteration();
+  void endIteration();
+  bool describe(std::size_t entry);
+  bool sends() const noexcept { return iteration_ < 2 * links_.numDevices - 2; }
+  bool receives() const noexcept { return iteration_ > 0; }
+  bool canReceive() const noexcept;
+  bool canSend() const noexcept;
+  std::size_t entryStart(std::size_t entry) const noexcept;
+  std::size_t entryElements(std::size_t entry) const noexcept;
+
+  RingLinks links_;
+  std::unique_ptr<RingCompute> compute_;
+  std::vector<std::size_t> localClients_;
+  FindGroup findGroup_;
+  ShardDone shardDone_;
+
+  std::uint64_t logPosition_ = 0;
+  std::uint64_t numSent_ = 0;
+  std::uint64_t numReceived_ = 0;
+
+  // The shard being worked on.
+  TensorGroup* group_ = nullptr;
+  RingEntry entry_;
+  ShardShape shape_;
+  std::vector<std::byte*> localInputs_;  // contributions of own clients
+  std::vector<std::byte*> outputs_;      // slots of own clients
+  std::size_t elementsPerEntry_ = 0;
+  std::size_t chunkStart_ = 0;
+  std::size_t iteration_ = 0;
+  RingStep step_;  // of this iteration
+};
+
+}  // namespace coarse

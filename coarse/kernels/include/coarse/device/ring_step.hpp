@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "coarse/reduce/dtype.hpp"
+#include "coarse/reduce/reduce.hpp"
+
+namespace coarse {
+
+/// What one memory device does to one entry on its way around: what it has received (RecvBuf) and what its
+/// own clients contribute (LocalBuf) are added; the sum goes on to the next device (SendBuf), and finished,
+/// divided by `divisor` if it is a mean, to the slots of its clients. Each of the four may be missing, but
+/// not both of the first two (paper, section IV-A, Fig 11c).
+struct RingStep {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;
+  std::uint32_t divisor = 1;
+  std::size_t numElements = 0;
+  const std::byte* received = nullptr;  // this and `sent` are accumulators
+  std::vector<const std::byte*> inputs;
+  std::byte* sent = nullptr;
+  std::vector<std::byte*> outputs;
+};
+
+/// Bytes of one element between devices: 16-bit types travel as float32, and are rounded once.
+std::size_t accumulatorBytes(DType dtype) noexcept;
+
+/// Does steps of one ring, one after the other, where the tensors lie.
+///
+/// Thread safety: one caller at a time.
+class RingCompute {
+ public:
+  using Done = std::function<void()>;
+
+  virtual ~RingCompute() = default;
+
+  /// @param done called when `sent` and `outputs` are written: from here, or from advance() or drain().
+  /// @pre not isBusy().
+  virtual void begin(const RingStep& step, Done done) = 0;
+  /// Goes on with what was begun, without waiting. @returns whether it is done now.
+  virtual bool advance() { return false; }
+  /// Whether a step was begun and is not done.
+  virtual bool isBusy() const noexcept { return false; }
+  /// Returns when no step is under way.
+  virtual void drain() {}
+};
+
+/// The caller itself does each step, in the host's memory.
+std::unique_ptr<RingCompute> makeHostRingCompute();
+
+}  // namespace coarse

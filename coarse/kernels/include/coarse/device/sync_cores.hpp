@@ -1,0 +1,74 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "coarse/emulation/pacer.hpp"
+#include "coarse/shared_memory/layout.hpp"
+
+namespace coarse {
+
+struct SyncCoresConfig {
+  std::size_t numCores = 1;
+  std::chrono::microseconds spinBudget{50};  // how long an idle core looks for work before it sleeps
+  bool needsExactSleeps = false;             // emulated links
+};
+
+/// The sync cores of one memory device (paper, section IV-A): threads that work while there is something to
+/// do, and else sleep on the device's doorbell.
+///
+/// Thread safety: one control thread; the functions are called from the cores. Locks: mutex_ alone.
+class SyncCores {
+ public:
+  /// Does one piece of what `core` is there for. @returns whether there was any.
+  using Work = std::function<bool(std::size_t core)>;
+  /// How long until there is work for `core` that nobody rings the doorbell for.
+  using UntilNext = std::function<std::optional<MonotonicNs>(std::size_t core)>;
+  /// Is told once that work has thrown, as when a GPU fails: nothing is done any more.
+  using Fail = std::function<void(std::string reason)>;
+
+  SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext, Fail fail);
+  ~SyncCores() { stop(); }
+  SyncCores(const SyncCores&) = delete;
+  SyncCores& operator=(const SyncCores&) = delete;
+
+  void start();
+  /// Joins the threads. Idempotent.
+  void stop() noexcept;
+  /// Does, in the calling thread, what the cores have left undone. After stop().
+  void finish(const std::function<void()>& rest) noexcept;
+  /// Runs `change` while no core works. They go on if it throws, too.
+  void whilePaused(const std::function<void()>& change);
+
+ private:
+  void run(std::size_t core);
+  /// Does a piece of work, unless one has thrown. @returns what it returns; false if it throws.
+  template <typename Piece>
+  bool attempt(const Piece& piece) noexcept;
+  void parkWhilePaused();
+  void sleep(std::size_t core, std::uint32_t seenRings) noexcept;
+
+  SyncCoresConfig config_;
+  Doorbell& doorbell_;
+  Work work_;
+  UntilNext untilNext_;
+  Fail fail_;
+  std::vector<std::thread> threads_;
+  std::atomic<bool> isStopping_{false};
+  std::atomic<bool> hasFailed_{false};
+  std::atomic<bool> isPausing_{false};
+  std::mutex mutex_;  // guards numParked_
+  std::condition_variable changed_;
+  std::size_t numParked_ = 0;
+};
+
+}  // namespace coarse

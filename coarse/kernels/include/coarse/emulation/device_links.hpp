@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <queue>
+#include <vector>
+
+#include "coarse/emulation/pacer.hpp"
+
+namespace coarse {
+
+/// The links of one memory device: when its transfers arrive, and what happens then.
+///
+/// Without a pacer links are the host's memory: whatever was sent is there, and at() runs its action at once.
+/// Thread safety: one caller at a time.
+class DeviceLinks {
+ public:
+  /// What happens when a transfer arrives. Later transfers that it causes count from `due`, not from when it
+  /// runs, so that delays of this process do not add up.
+  using Action = std::function<void(MonotonicNs due)>;
+
+  DeviceLinks() = default;
+  /// @throws std::invalid_argument unless the table has an endpoint for every client and device.
+  DeviceLinks(std::unique_ptr<Pacer> pacer, std::size_t numClients, std::size_t numDevices);
+
+  bool isPaced() const noexcept { return pacer_ != nullptr; }
+  std::size_t endpointOfClient(std::size_t client) const noexcept { return client; }
+  std::size_t endpointOfDevice(std::size_t device) const noexcept { return numClients_ + device; }
+  /// @param tag what it carries, for the log of transfers: a shard.
+  /// @returns when `numBytes` that were sent at `sentAt` arrive.
+  MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes, MonotonicNs sentAt,
+                      std::uint32_t tag = 0) noexcept;
+  /// Runs `action` in runDue(), not before `due`.
+  void at(MonotonicNs due, Action action);
+  /// Runs the next action if it is due. @returns whether it was.
+  bool runDue();
+  /// How long until something is due, at least 0.
+  std::optional<MonotonicNs> untilNext() const noexcept;
+
+ private:
+  struct Arrival {
+    MonotonicNs due;
+    std::uint64_t number;  // equal times in the order of at()
+    Action action;
+    bool operator<(const Arrival& other) const noexcept {
+      return due != other.due ? due > other.due : number > other.number;
+    }
+  };
+
+  std::unique_ptr<Pacer> pacer_;
+  std::size_t numClients_ = 0;
+  std::uint64_t numScheduled_ = 0;
+  std::priority_queue<Arrival> arrivals_;  // the next one on top
+};
+
+}  // namespace coarse

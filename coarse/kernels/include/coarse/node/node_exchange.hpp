@@ -1,0 +1,110 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "coarse/device/shard_compute.hpp"
+#include "coarse/device/shard_queue.hpp"
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/node/node_link.hpp"
+#include "coarse/node/node_segment.hpp"
+
+namespace coarse {
+
+inline constexpr std::size_t kMostNodes = 256;
+
+/// Synchronises the shards of one node with those of the other nodes of the job (docs/design/nodes.md): each
+/// shard is owned by a node, to which the others send the reduction of their own workers' contributions, and
+/// from which they get the result. What a result is depends on contributions alone, never on when they come.
+///
+/// Thread safety: contribute() and noteUpdate() may be called from any sync core; addGroup() and the rest
+/// from one control thread. The functions it is given are called from sync cores and from the links' thread.
+/// Locks: groupsMutex_ alone, and those of NodeLinks, never both.
+class NodeExchange {
+ public:
+  /// Called when the result of a shard lies in the slots of all clients of this node.
+  using FinishShard = std::function<void(TensorGroup&, const RingEntry&)>;
+  /// Has a shard reduced from and to these arrays, where the group's tensors lie, and `finish` called then.
+  using Reduce = std::function<void(TensorGroup&, const RingEntry&, ShardArrays)>;
+  /// Called when something cannot come to its end: `message` says why, or is empty if workers have left.
+  using Report = std::function<void(std::string message)>;
+
+  /// `ranks[n]` are the workers of node n; `fds` as for NodeLinks. `onEvent` is called from the links'
+  /// thread.
+  /// @throws std::invalid_argument if they do not fit each other.
+  NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
+               const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
+               Report report, std::function<void(NodeEvent)> onEvent);
+
+  std::size_t numNodes() const noexcept { return index_.numNodes; }
+  void start() { links_.start(); }
+  /// Ends the exchange once the other nodes have what they wait for. Idempotent.
+  void stop() noexcept { links_.stop(); }
+
+  /// @throws std::invalid_argument if the segment is unsealed or too small.
+  void addGroup(std::shared_ptr<TensorGroup> group, const Region& memory);
+  /// Frames that are under way keep the group's memory mapped until they have gone.
+  void removeGroup(std::uint32_t group);
+
+  /// Takes a shard to which all clients of this node have contributed.
+  void contribute(const TensorGroup& group, const RingEntry& entry);
+  /// A shard's parameter is about to be updated by what nodes have averaged before.
+  void noteUpdate(const TensorGroup& group, std::uint32_t shard);
+
+  /// A worker of this node, whose rank is `rank`, will push no more.
+  void workerLeft(std::uint32_t rank);
+  /// The same of another node; what it has not contributed to by now will never complete.
+  void workerLeftNode(std::size_t node);
+  /// All devices of `node` have ended, so that nothing it still owes will come.
+  void nodeEnded(std::size_t node);
+  /// Tells all other nodes that the session is over.
+  void abort(const std::string& text) { links_.abort(text); }
+
+ private:
+  struct Group {
+    std::shared_ptr<TensorGroup> tensors;
+    NodeSegment segment;
+  };
+  using GroupPointer = std::shared_ptr<Group>;
+
+  GroupPointer find(std::uint32_t group);
+  std::vector<GroupPointer> allGroups();
+
+  void run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays);
+  void sendPartial(const GroupPointer& group, const RingEntry& entry);
+  void arrive(const GroupPointer& group, const RingEntry& entry);
+  void reduceOwned(const GroupPointer& group, const RingEntry& entry);
+  void noteResult(const GroupPointer& group, const RingEntry& entry);
+  std::uint32_t total(const Group& group, std::uint32_t shard,
+                      std::uint32_t NodeContribution::* count) const noexcept;
+  std::string disagreement(const Group& group, std::uint32_t shard) const;
+  void sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
+                   std::uint32_t numPresent);
+  bool lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept;
+
+  FramePayload open(std::size_t node, const FrameHeader& header);
+  FramePayload openPartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
+  FramePayload openResult(const GroupPointer& group, std::size_t node, const FrameHeader& header);
+  void close(std::size_t node, const FrameHeader& header, const FramePayload& payload);
+  void takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header);
+  void takeResult(const GroupPointer& group, const FrameHeader& header);
+  std::string workersOf(std::size_t node) const;
+
+  NodeIndex index_;
+  std::vector<std::vector<int>> ranks_;
+  Reduce reduce_;
+  FinishShard finishShard_;
+  Report report_;
+  std::mutex groupsMutex_;  // guards groups_
+  std::unordered_map<std::uint32_t, GroupPointer> groups_;
+  std::unique_ptr<std::atomic<bool>[]> hasLeft_;  // by node: a worker of it has
+  NodeLinks links_;                               // last: its thread ends before the rest goes
+};
+
+}  // namespace coarse

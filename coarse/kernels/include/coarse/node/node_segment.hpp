@@ -1,0 +1,91 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/shared_memory/layout.hpp"
+#include "coarse/shared_memory/shared_memory.hpp"
+#include "coarse/shared_memory/tensor_memory.hpp"
+
+namespace coarse {
+
+/// Which of the nodes of a job this one is.
+struct NodeIndex {
+  std::size_t node = 0;
+  std::size_t numNodes = 1;
+
+  /// The node that reduces what all nodes have contributed to `shard`.
+  std::size_t ownerOf(std::size_t shard) const noexcept { return shard % numNodes; }
+  bool owns(std::size_t shard) const noexcept { return ownerOf(shard) == node; }
+};
+
+/// What one node brought into a shard, kept at the node that owns the shard.
+struct NodeContribution {
+  std::atomic<std::uint32_t> step;  // stored last: the rest belongs to this step
+  std::uint32_t numElements;
+  std::uint32_t numPresent;  // workers that contributed
+  std::uint32_t numCounted;  // workers that share in a mean
+  std::uint32_t settings;    // as in FrameHeader
+  std::uint8_t dtype;
+  std::uint8_t op;
+  std::uint16_t reserved;
+};
+static_assert(sizeof(NodeContribution) == 24);
+
+/// The memory through which the devices of one node take the contributions of other nodes to one tensor group
+/// (docs/design/nodes.md). Every owned shard has a place for each other node's contribution, which is also
+/// where the result for that node waits to be sent: a node contributes to the next step only after it has had
+/// the result of the last, so a place is never needed twice at once.
+///
+/// Where tensors lie in memory that the host does not read, every other shard has a place too, from which
+/// this node's contribution is sent, and which takes the result.
+class NodeSegment {
+ public:
+  /// Maps `memory`, whose descriptor stays the caller's.
+  /// @param tensors where the group's tensors lie.
+  /// @throws std::invalid_argument as mapShared(); std::runtime_error as TensorMemory::reach().
+  NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors);
+  /// @param isStaged whether the host does not read the memory of the tensors.
+  static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged);
+
+  /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.
+  std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
+  /// Of a shard that another node owns: the last step of which the result has come.
+  std::atomic<std::uint32_t>& result(std::size_t shard) const noexcept { return results_[shard]; }
+  /// What the settings come to by which this node last updated the shard's parameter, as in FrameHeader.
+  std::atomic<std::uint32_t>& settings(std::size_t shard) const noexcept { return settings_[shard]; }
+  /// Nodes that have contributed to the step under way. @pre the shard is owned, as for all that follow.
+  std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
+    return arrivals_[shard / index_.numNodes];
+  }
+  NodeContribution& contribution(std::size_t shard, std::size_t node) const noexcept {
+    return contributions_[shard / index_.numNodes * index_.numNodes + node];
+  }
+  /// @pre `node` is another node.
+  std::byte* place(std::size_t shard, std::size_t node) const noexcept;
+  /// The one place of a shard that another node owns; null where its slots are read by the host.
+  std::byte* stage(std::size_t shard) const noexcept;
+  /// By which a place is named to what computes where the tensors lie.
+  std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
+
+ private:
+  static std::vector<std::size_t> placeOffsets(const GroupPlan& plan, NodeIndex index, bool isStaged);
+  static std::size_t numPlaces(std::size_t shard, NodeIndex index, bool isStaged) noexcept;
+  static std::size_t headBytes(std::size_t numShards, NodeIndex index) noexcept;
+
+  NodeIndex index_;
+  std::vector<std::size_t> placeOffsets_;  // of each shard; then the end
+  Mapping mapping_;
+  TensorBytes reached_;  // the same memory
+  std::atomic<std::uint32_t>* rounds_ = nullptr;
+  std::atomic<std::uint32_t>* results_ = nullptr;
+  std::atomic<std::uint32_t>* settings_ = nullptr;
+  std::atomic<std::uint32_t>* arrivals_ = nullptr;
+  NodeContribution* contributions_ = nullptr;
+  std::byte* places_ = nullptr;
+};
+
+}  // namespace coarse

@@ -1,0 +1,514 @@
+#include "coarse/client/client.hpp"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/reduce/copy.hpp"
+#include "coarse/shared_memory/waiting.hpp"
+
+namespace coarse {
+namespace {
+
+// A sleeping wait looks at its deadline, its peers and the interpreter's signals this often.
+constexpr std::chrono::milliseconds kHealthInterval{100};
+
+// Shards that are waited for together before they are copied out.
+constexpr std::uint32_t kShardsPerCopy = 4;
+
+// Shards that are copied to slots elsewhere while the next ones are copied to where they can be copied from.
+constexpr std::uint32_t kShardsPerBring = 16;
+
+std::uint64_t endOf(const Shard& shard) { return shard.offset + shard.numElements * itemBytes(shard.dtype); }
+
+}  // namespace
+
+Client::Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt)
+    : config_(std::move(config)),
+      segmentMapping_(mapSealed(segmentFd, ClientSegment::numBytes(config_.numDevices),
+                                Mapping::Access::kReadWrite, "client segment")),
+      segment_(segmentMapping_.data()),
+      doorbellMapping_(mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell),
+                                 Mapping::Access::kReadWrite, "doorbells")),
+      doorbells_(reinterpret_cast<Doorbell*>(doorbellMapping_.data())),
+      heartbeats_(doorbells_, config_.numDevices, config_.heartbeatLimit),
+      interrupt_(std::move(interrupt)),
+      heldBackBytes_(config_.numDevices, 0),
+      pid_(::getpid()) {
+  for (std::size_t device = 0; device < config_.numDevices; ++device)
+    producers_.emplace_back(segment_.queue(device));
+}
+
+std::shared_ptr<Mapping> Client::addGroup(GroupPlan plan, std::size_t client, int controlFd,
+                                          const Region& slotMemory, std::vector<std::uint16_t> routes) {
+  auto slots = std::make_shared<Mapping>(
+      mapShared(slotMemory, plan.clientBytes(), Mapping::Access::kReadWrite, "slots"));
+  addGroup(std::move(plan), client, controlFd, slots, nullptr, std::move(routes));
+  return slots;
+}
+
+void Client::addGroup(GroupPlan plan, std::size_t client, int controlFd, std::shared_ptr<Mapping> view,
+                      std::shared_ptr<SlotCopies> copies, std::vector<std::uint16_t> routes) {
+  plan.validate();
+  checkRoutes(plan, routes);
+  if (copies != nullptr && !plan.shards.empty() && plan.shards[0].isDynamic)
+    throw std::invalid_argument("buffers that are not registered need slots which the worker sees");
+  auto group = std::make_unique<Group>();
+  group->client = client;
+  group->controlMapping = mapSealed(controlFd, GroupControl::numBytes(plan.shards.size(), plan.numClients),
+                                    Mapping::Access::kReadOnly, "group control");
+  group->control = GroupControl(group->controlMapping.data(), plan.shards.size(), plan.numClients);
+  group->slots = std::move(view);
+  group->copies = std::move(copies);
+  for (std::uint32_t shard = 0; shard < plan.shards.size(); ++shard) {
+    const std::uint32_t tensor = plan.shards[shard].tensor;
+    if (tensor >= group->tensors.size()) group->tensors.resize(tensor + 1, ClientTensor{shard, 0, 0, false});
+    ++group->tensors[tensor].numShards;
+  }
+  group->routes = std::move(routes);
+  group->pathFlags.assign(plan.shards.size(), 0);
+  group->plan = std::move(plan);
+  const std::uint32_t id = group->plan.id;
+  const std::lock_guard lock(groupsMutex_);
+  groups_[id] = std::move(group);
+}
+
+void Client::removeGroup(std::uint32_t group) {
+  const std::lock_guard lock(groupsMutex_);
+  groups_.erase(group);
+}
+
+void Client::setRoutes(std::uint32_t groupId, std::vector<std::uint16_t> routes) {
+  Group& group = find(groupId);
+  checkRoutes(group.plan, routes);
+  const std::lock_guard lock(postMutex_);
+  group.routes = std::move(routes);
+}
+
+void Client::setPathFlags(std::uint32_t groupId, std::vector<std::uint8_t> flags) {
+  Group& group = find(groupId);
+  if (flags.size() != group.plan.shards.size()) throw std::invalid_argument("every shard needs its flags");
+  for (const std::uint8_t each : flags) {
+    if ((each & ~kPathFlags) != 0) throw std::invalid_argument("flags that say nothing of a path");
+  }
+  const std::lock_guard lock(postMutex_);
+  group.pathFlags = std::move(flags);
+}
+
+void Client::checkRoutes(const GroupPlan& plan, const std::vector<std::uint16_t>& routes) const {
+  if (routes.size() != plan.shards.size()) throw std::invalid_argument("every shard needs a route");
+  for (const std::uint16_t device : routes) {
+    if (device >= config_.numDevices)
+      throw std::invalid_argument("a route leads to a memory device that does not exist");
+  }
+}
+
+void Client::giveUpView(std::uint32_t groupId) {
+  Group& group = find(groupId);
+  group.copies = nullptr;
+  group.slots = nullptr;
+}
+
+WaitStatus Client::push(std::uint32_t groupId, std::uint32_t tensorIndex, std::uint8_t flags,
+                        const void* source) {
+  if (isForked()) return WaitStatus::kForked;
+  Group& group = find(groupId);
+  ClientTensor& tensor = tensorOf(group, tensorIndex);
+  if (tensor.isPending)
+    throw std::logic_error("the tensor was pushed again before its last result was pulled");
+  const ShardRange shards = beginPush(groupId, tensorIndex);
+  const bool isElsewhere = group.copies != nullptr;
+  if (isElsewhere && (flags & kPresent) != 0) bringTensor(group, tensor, source);
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
+    const Shard& shard = group.plan.shards[i];
+    if (source != nullptr && !isElsewhere) {
+      if (group.plan.isTable(shard)) throw std::invalid_argument("a table has no slot to copy to");
+      copyBytes(group.slots->data() + shard.offset,
+                static_cast<const std::byte*>(source) + (shard.offset - tensorOffset),
+                shard.numElements * itemBytes(shard.dtype));
+    }
+    const std::lock_guard lock(postMutex_);
+    const WaitStatus status = postShard(group, i, shards.step, flags, &Client::health);
+    if (status != WaitStatus::kDone) return status;
+  }
+  return WaitStatus::kDone;
+}
+
+ShardRange Client::beginPush(std::uint32_t groupId, std::uint32_t tensorIndex) {
+  ClientTensor& tensor = tensorOf(find(groupId), tensorIndex);
+  tensor.isPending = true;
+  ++tensor.step;
+  return {tensor.firstShard, tensor.firstShard + tensor.numShards, tensor.step};
+}
+
+WaitStatus Client::post(std::uint32_t groupId, const ShardRange& shards, std::uint8_t flags) {
+  const Group& group = find(groupId);
+  const std::lock_guard lock(postMutex_);
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
+    const WaitStatus status = postShard(group, i, shards.step, flags, &Client::checkPeers);
+    if (status != WaitStatus::kDone) return status;
+  }
+  ringHeldBack();
+  return WaitStatus::kDone;
+}
+
+bool Client::areDone(std::uint32_t groupId, const ShardRange& shards) const {
+  const Group& group = find(groupId);
+  for (std::uint32_t i = shards.first; i < shards.last; ++i) {
+    if (group.control.done(group.client, i).load(std::memory_order_acquire) != shards.step) return false;
+  }
+  return true;
+}
+
+ShardRange Client::shardsOf(std::uint32_t groupId, std::uint32_t tensorIndex) {
+  const ClientTensor& tensor = tensorOf(find(groupId), tensorIndex);
+  return {tensor.firstShard, tensor.firstShard + tensor.numShards, tensor.step};
+}
+
+WaitStatus Client::waitUntil(const std::function<bool()>& isDone, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+  return wait(isDone, completed + 1, timeoutSeconds);
+}
+
+WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint32_t step, std::uint8_t flags,
+                             Health health) {
+  Descriptor descriptor;
+  descriptor.group = group.plan.id;
+  descriptor.shard = shard;
+  descriptor.step = step;
+  descriptor.flags = static_cast<std::uint8_t>(flags | group.pathFlags[shard]);
+  const Shard& plan = group.plan.shards[shard];
+  return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
+}
+
+/// Has a tensor in slots that lie elsewhere, before any of its shards is told: to start and await a copy of
+/// each would cost more than the overlap gains.
+void Client::bringTensor(Group& group, const ClientTensor& tensor, const void* source) {
+  const std::lock_guard lock(group.copiesMutex);
+  const std::uint32_t end = tensor.firstShard + tensor.numShards;
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t first = tensor.firstShard; first < end; first += kShardsPerBring) {
+    const std::uint32_t last = std::min(first + kShardsPerBring, end);
+    const std::uint64_t offset = group.plan.shards[first].offset;
+    const std::size_t numBytes = endOf(group.plan.shards[last - 1]) - offset;
+    if (source != nullptr) {
+      copyBytes(group.slots->data() + offset, static_cast<const std::byte*>(source) + (offset - tensorOffset),
+                numBytes);
+    }
+    group.copies->bring(offset, numBytes);
+  }
+  group.copies->settle();
+}
+
+WaitStatus Client::postDescriptor(std::uint16_t device, Descriptor descriptor, std::size_t numBytes,
+                                  Health health) {
+  if (config_.isEmulated) descriptor.sentAt = stampOf(monotonicNow());
+  while (!producers_[device].push(descriptor)) {
+    // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
+    doorbells_[device].ring();
+    heldBackBytes_[device] = 0;
+    YieldingSpin spin(kHealthInterval);
+    while (spin.yield()) {
+      if (producers_[device].push(descriptor)) return WaitStatus::kDone;
+    }
+    if (const WaitStatus status = (this->*health)(); status != WaitStatus::kDone) return status;
+  }
+  heldBackBytes_[device] += numBytes + 1;
+  if (heldBackBytes_[device] >= config_.bytesPerRing) {
+    heldBackBytes_[device] = 0;
+    doorbells_[device].ring();
+  }
+  return WaitStatus::kDone;
+}
+
+void Client::flush() noexcept {
+  const std::lock_guard lock(postMutex_);
+  ringHeldBack();
+}
+
+void Client::ringHeldBack() noexcept {
+  for (std::size_t device = 0; device < config_.numDevices; ++device) {
+    if (std::exchange(heldBackBytes_[device], 0) > 0) doorbells_[device].ring();
+  }
+}
+
+WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* destination,
+                        double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  flush();
+  Group& group = find(groupId);
+  ClientTensor& tensor = tensorOf(group, tensorIndex);
+  const std::uint32_t end = tensor.firstShard + tensor.numShards;
+  // A copy starts as soon as a few shards are there; without one there is nothing to do before all are.
+  const bool isCopied = destination != nullptr || group.copies != nullptr;
+  const std::uint32_t batch = isCopied ? kShardsPerCopy : tensor.numShards;
+  for (std::uint32_t first = tensor.firstShard; first < end; first += batch) {
+    const std::uint32_t last = std::min(first + batch, end);
+    const WaitStatus status = waitForShards(group, first, last, timeoutSeconds);
+    if (status != WaitStatus::kDone) return status;
+    if (group.copies != nullptr) fetchShards(group, first, last);
+    if (destination != nullptr) copyOut(group, first, last, tensor, static_cast<std::byte*>(destination));
+  }
+  tensor.isPending = false;
+  return WaitStatus::kDone;
+}
+
+void Client::copyOut(const Group& group, std::uint32_t first, std::uint32_t last, const ClientTensor& tensor,
+                     std::byte* destination) noexcept {
+  const std::uint64_t tensorOffset = group.plan.shards[tensor.firstShard].offset;
+  for (std::uint32_t i = first; i < last; ++i) {
+    const Shard& shard = group.plan.shards[i];
+    copyBytes(destination + (shard.offset - tensorOffset), group.slots->data() + shard.offset,
+              shard.numElements * itemBytes(shard.dtype));
+  }
+}
+
+WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
+  if (isForked()) return WaitStatus::kForked;
+  flush();
+  Group& group = find(groupId);
+  const auto numShards = static_cast<std::uint32_t>(group.plan.shards.size());
+  const WaitStatus status = waitForShards(group, 0, numShards, timeoutSeconds);
+  if (status != WaitStatus::kDone) return status;
+  if (group.copies != nullptr) fetchPending(group);
+  for (ClientTensor& tensor : group.tensors) tensor.isPending = false;
+  return WaitStatus::kDone;
+}
+
+/// Brings results of these shards to where this client sees its slots; what nobody contributed to stays.
+void Client::fetchShards(Group& group, std::uint32_t first, std::uint32_t last) {
+  if (group.control.contributors(first).load(std::memory_order_relaxed) == 0) return;
+  const std::lock_guard lock(group.copiesMutex);
+  const std::uint64_t offset = group.plan.shards[first].offset;
+  group.copies->fetch(offset, endOf(group.plan.shards[last - 1]) - offset);
+  group.copies->settle();
+}
+
+void Client::fetchPending(Group& group) {
+  const std::lock_guard lock(group.copiesMutex);
+  for (const ClientTensor& tensor : group.tensors) {
+    if (!tensor.isPending ||
+        group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed) == 0)
+      continue;
+    const std::uint64_t offset = group.plan.shards[tensor.firstShard].offset;
+    const Shard& last = group.plan.shards[tensor.firstShard + tensor.numShards - 1];
+    group.copies->fetch(offset, endOf(last) - offset);
+  }
+  group.copies->settle();
+}
+
+bool Client::isShardDone(const Group& group, std::uint32_t shard) noexcept {
+  const ClientTensor& tensor = group.tensors[group.plan.shards[shard].tensor];
+  return group.control.done(group.client, shard).load(std::memory_order_acquire) == tensor.step;
+}
+
+std::uint32_t Client::contributors(std::uint32_t groupId, std::uint32_t tensor) const {
+  const Group& group = find(groupId);
+  return group.control.contributors(group.tensors.at(tensor).firstShard).load(std::memory_order_relaxed);
+}
+
+std::vector<std::size_t> Client::missingClients(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  std::vector<std::size_t> missing;
+  for (std::size_t client = 0; client < group.plan.numClients; ++client) {
+    const std::uint32_t last = tensor.firstShard + tensor.numShards - 1;
+    if (group.control.contribution(last, client).step.load(std::memory_order_acquire) < tensor.step) {
+      missing.push_back(client);
+    }
+  }
+  return missing;
+}
+
+std::vector<std::size_t> Client::clientsAhead(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  const std::uint32_t last = tensor.firstShard + tensor.numShards - 1;
+  std::vector<std::size_t> ahead;
+  for (std::size_t client = 0; client < group.plan.numClients; ++client) {
+    if (group.control.contribution(last, client).step.load(std::memory_order_acquire) > tensor.step)
+      ahead.push_back(client);
+  }
+  return ahead;
+}
+
+std::vector<std::uint32_t> Client::allContributors(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::vector<std::uint32_t> contributors;
+  contributors.reserve(group.tensors.size());
+  for (const ClientTensor& tensor : group.tensors) {
+    contributors.push_back(group.control.contributors(tensor.firstShard).load(std::memory_order_relaxed));
+  }
+  return contributors;
+}
+
+std::vector<GradientMeasure> Client::measures(std::uint32_t groupId) const {
+  const Group& group = find(groupId);
+  std::vector<GradientMeasure> measures;
+  measures.reserve(group.tensors.size());
+  for (const ClientTensor& tensor : group.tensors) {
+    GradientMeasure sum{0, kNobody, 0};
+    for (std::uint32_t i = tensor.firstShard; i < tensor.firstShard + tensor.numShards; ++i) {
+      const GradientMeasure& shard = group.control.measure(i);
+      sum.sumOfSquares += shard.sumOfSquares;
+      if (sum.nonFiniteOf == kNobody) sum.nonFiniteOf = shard.nonFiniteOf;
+    }
+    measures.push_back(sum);
+  }
+  return measures;
+}
+
+bool Client::isLate(std::uint32_t groupId, std::uint32_t tensorIndex) const {
+  const Group& group = find(groupId);
+  const ClientTensor& tensor = group.tensors.at(tensorIndex);
+  for (std::uint32_t shard = tensor.firstShard; shard < tensor.firstShard + tensor.numShards; ++shard) {
+    if (!isShardDone(group, shard)) return true;
+  }
+  return false;
+}
+
+WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& probes, double timeoutSeconds,
+                         std::vector<double>& seconds) {
+  if (isForked()) return WaitStatus::kForked;
+  Group& group = find(groupId);
+  const MonotonicNs begin = monotonicNow();
+  for (const ClientProbe& probe : probes) {
+    ClientTensor& tensor = tensorOf(group, probe.tensor);
+    if (tensor.numShards != 1 || isLate(groupId, probe.tensor) || probe.device >= config_.numDevices)
+      throw std::invalid_argument("a probe takes a tensor of one shard that is not under way, and a device");
+    Descriptor descriptor;
+    descriptor.group = groupId;
+    descriptor.shard = tensor.firstShard;
+    descriptor.step = ++tensor.step;
+    probe.request.writeTo(descriptor);
+    // A ring between two posts could cost the processor, so that the second one would come late.
+    const std::lock_guard lock(postMutex_);
+    if (const WaitStatus status = postDescriptor(probe.device, descriptor, 0); status != WaitStatus::kDone)
+      return status;
+  }
+  flush();
+  seconds.assign(probes.size(), 0);
+  std::size_t numDone = 0;
+  const auto noteDone = [&] {
+    const std::size_t before = numDone;
+    const MonotonicNs now = monotonicNow();
+    for (std::size_t i = 0; i < probes.size(); ++i) {
+      if (seconds[i] > 0 || isLate(groupId, probes[i].tensor)) continue;
+      seconds[i] = static_cast<double>(std::max<MonotonicNs>(1, now - begin)) / 1e9;
+      ++numDone;
+    }
+    return numDone > before;
+  };
+  while (numDone < probes.size()) {
+    const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+    const WaitStatus status = wait(noteDone, completed + 1, timeoutSeconds);
+    if (status != WaitStatus::kDone) return status;
+  }
+  return WaitStatus::kDone;
+}
+
+WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::uint32_t last,
+                                 double timeoutSeconds) {
+  const std::uint32_t completed = segment_.inbox().completed.load(std::memory_order_seq_cst);
+  std::uint32_t shard = first;
+  const auto areDone = [&] {
+    while (shard < last && isShardDone(group, shard)) ++shard;
+    return shard == last;
+  };
+  // Every unfinished shard needs a completion of its own, so that waking before so many would be in vain.
+  std::uint32_t numUnfinished = 0;
+  for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
+  return wait(areDone, completed + numUnfinished, timeoutSeconds);
+}
+
+template <typename IsDone>
+WaitStatus Client::wait(IsDone isDone, std::uint32_t wakeAt, double timeoutSeconds) {
+  Inbox& inbox = segment_.inbox();
+  YieldingSpin spin(config_.spinBudget);
+  do {
+    if (isDone()) return WaitStatus::kDone;
+  } while (spin.yield());
+
+  Patience patience(timeoutSeconds);
+  const auto began = Clock::now();
+  auto nextHealthCheck = began + kHealthInterval;
+  double nextNotice = warnAfterSeconds_;
+  WaitStatus status = WaitStatus::kDone;
+  inbox.wakeAt.store(wakeAt, std::memory_order_relaxed);
+  inbox.sleeping.store(1, std::memory_order_seq_cst);
+  while (true) {
+    const std::uint32_t seen = inbox.completed.load(std::memory_order_seq_cst);
+    if (isDone()) break;
+    if (static_cast<std::int32_t>(seen - wakeAt) >= 0)
+      inbox.wakeAt.store(seen + 1, std::memory_order_seq_cst);
+    if (inbox.completed.load(std::memory_order_seq_cst) != seen) continue;
+    if (inbox.aborted.load(std::memory_order_acquire) == 0) futexWait(inbox.completed, seen, kHealthInterval);
+    const auto now = Clock::now();
+    if (inbox.aborted.load(std::memory_order_acquire) == 0 && now < nextHealthCheck) continue;
+    nextHealthCheck = now + kHealthInterval;
+    if (isDone()) break;
+    if (status = health(); status != WaitStatus::kDone) break;
+    const double waited = std::chrono::duration<double>(now - began).count();
+    if (onLate_ && waited >= nextNotice) {
+      nextNotice *= 2;
+      onLate_(waited);
+    }
+    if (patience.isOver()) {
+      status = WaitStatus::kTimedOut;
+      break;
+    }
+  }
+  inbox.sleeping.store(0, std::memory_order_relaxed);
+  return status;
+}
+
+WaitStatus Client::health() {
+  if (interrupt_) interrupt_();
+  return checkPeers();
+}
+
+WaitStatus Client::checkPeers() {
+  if (segment_.inbox().aborted.load(std::memory_order_acquire) != 0) return WaitStatus::kAborted;
+  for (std::size_t device = 0; device < config_.watchFds.size(); ++device) {
+    pollfd watched{config_.watchFds[device], POLLIN, 0};
+    if (::poll(&watched, 1, 0) > 0 && (watched.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0) {
+      lostDevice_ = device;
+      return WaitStatus::kDeviceLost;
+    }
+  }
+  const std::lock_guard lock(peersMutex_);
+  if (const auto silent = heartbeats_.look()) {
+    lostDevice_ = *silent;
+    return WaitStatus::kDeviceSilent;
+  }
+  return WaitStatus::kDone;
+}
+
+bool Client::isForked() const noexcept { return ::getpid() != pid_; }
+
+Client::Group& Client::find(std::uint32_t group) {
+  const std::lock_guard lock(groupsMutex_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end())
+    throw std::invalid_argument("tensor group " + std::to_string(group) + " is closed");
+  return *found->second;
+}
+
+const Client::Group& Client::find(std::uint32_t group) const {
+  return const_cast<Client*>(this)->find(group);
+}
+
+ClientTensor& Client::tensorOf(Group& group, std::uint32_t tensor) {
+  if (tensor >= group.tensors.size()) {
+    throw std::invalid_argument("tensor " + std::to_string(tensor) + " of a group of " +
+                                std::to_string(group.tensors.size()));
+  }
+  return group.tensors[tensor];
+}
+
+}  // namespace coarse

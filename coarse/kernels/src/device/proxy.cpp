@@ -1,0 +1,618 @@
+#include "coarse/device/proxy.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/device/shard_queue.hpp"
+#include "coarse/device/shard_reducer.hpp"
+#include "coarse/recovery/recovery.hpp"
+
+namespace coarse {
+namespace {
+
+constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
+constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
+constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, where a GPU does it
+
+/// Of a shard to which all clients have contributed.
+RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
+  return {group.plan().id, shard, group.control().contribution(shard, 0).step.load(std::memory_order_relaxed),
+          0};
+}
+
+IntakeConfig intakeConfig(const ProxyConfig& config) {
+  IntakeConfig intake;
+  intake.device = config.device;
+  intake.numDevices = config.numDevices;
+  intake.numClients = config.numClients;
+  intake.scheduling = config.scheduling;
+  if (!config.localClients.empty()) intake.observer = config.localClients.front();
+  return intake;
+}
+
+}  // namespace
+
+void ProxyConfig::validate() const {
+  if (numDevices < 1 || device >= numDevices) throw std::invalid_argument("device must be below numDevices");
+  if (numClients < 1) throw std::invalid_argument("a proxy needs at least one client");
+  if (numDevices > kMostDevices)
+    throw std::invalid_argument("there can be at most " + std::to_string(kMostDevices) + " memory devices");
+  if (numClients > kMostClients)
+    throw std::invalid_argument("a proxy serves at most " + std::to_string(kMostClients) + " clients");
+  if (numSyncCores < 1) throw std::invalid_argument("a memory device needs at least one sync core");
+  for (const std::size_t client : localClients) {
+    if (client >= numClients) throw std::invalid_argument("localClients names a client that does not exist");
+  }
+  if (!ranks.empty() && ranks.size() != numClients)
+    throw std::invalid_argument("every client needs a rank, or none has one");
+}
+
+Proxy::Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings,
+             const CollectiveMemory& collectives)
+    : config_(std::move(config)),
+      intake_(
+          intakeConfig(config_), links_, [this](std::uint32_t group) { return groups_.find(group); },
+          [this](std::size_t client, const Descriptor& descriptor) { return accept(client, descriptor); }),
+      eventFd_(eventFd) {
+  config_.validate();
+  constexpr auto kWritable = Mapping::Access::kReadWrite;
+  doorbellMapping_ = mapSealed(doorbellsFd, config_.numDevices * sizeof(Doorbell), kWritable, "doorbells");
+  doorbells_ = reinterpret_cast<Doorbell*>(doorbellMapping_.data());
+  openRings(rings, collectives);
+  openLinks();
+  SyncCoresConfig cores;
+  cores.numCores = config_.numSyncCores;
+  cores.spinBudget = std::chrono::microseconds(config_.spinMicroseconds);
+  cores.needsExactSleeps = links_.isPaced();
+  syncCores_ = std::make_unique<SyncCores>(
+      cores, doorbells_[config_.device], [this](std::size_t core) { return work(core); },
+      [this](std::size_t core) { return core == 0 ? untilNext() : std::nullopt; },
+      [this](std::string reason) { report(kThisDevice, std::move(reason)); });
+}
+
+void Proxy::openLinks() {
+  if (config_.linkTableFd >= 0) {
+    links_ =
+        DeviceLinks(std::make_unique<Pacer>(config_.linkTableFd), config_.numClients, config_.numDevices);
+  }
+  prober_ = std::make_unique<Prober>(config_.device, config_.numDevices, links_,
+                                     [this](const RingEntry& entry, std::size_t client) {
+                                       TensorGroup* group = groups_.find(entry.group);
+                                       if (group != nullptr) finishShard(*group, entry, client);
+                                     });
+  if (config_.exchangeLogsFd < 0) return;
+  exchangeMapping_ = mapSealed(config_.exchangeLogsFd, config_.numDevices * sizeof(ExchangeLog),
+                               Mapping::Access::kReadWrite, "exchange logs");
+  ExchangePeers peers;
+  peers.device = config_.device;
+  peers.numDevices = config_.numDevices;
+  peers.logs = reinterpret_cast<ExchangeLog*>(exchangeMapping_.data());
+  peers.doorbells = doorbells_;
+  deviceExchange_ = std::make_unique<DeviceExchange>(
+      peers, links_, [this](std::uint32_t group) { return groups_.find(group); },
+      [this](const TensorGroup& group) -> ShardCompute& { return computeOf(group); },
+      [this](TensorGroup& group, const RingEntry& entry, std::size_t client) {
+        if (client == 0) count(group.shape(entry.shard));
+        finishShard(group, entry, client);
+      });
+  ownPath_ = std::make_unique<OwnPath>(
+      links_, [this](std::uint32_t group) { return groups_.find(group); },
+      [this](TensorGroup& group, const RingEntry& entry) { runShard(group, entry); });
+}
+
+/// Of both, each device finishes the shards for its own clients.
+void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
+  const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
+  const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
+    count(shape);
+    for (const std::size_t client : config_.localClients) finishShard(group, entry, client);
+  };
+  if (!rings.bufferFds.empty()) {
+    rings_ = std::make_unique<DeviceRings>(rings, config_.device, config_.numDevices, doorbells_,
+                                           config_.localClients, findGroup, finish);
+  }
+  if (collectives.logsFd >= 0) {
+    collectives_ = std::make_unique<DeviceCollectives>(collectives, config_.device, config_.numDevices,
+                                                       doorbells_, findGroup, finish);
+  }
+}
+
+Proxy::~Proxy() { stop(); }
+
+void Proxy::joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
+                      const std::vector<std::vector<int>>& fds) {
+  config_.ranks = ranks.at(node);
+  config_.validate();
+  nodeExchange_ = std::make_unique<NodeExchange>(
+      node, std::move(ranks), fds,
+      [this](TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
+        reduceForNodes(group, entry, std::move(arrays));
+      },
+      [this](TensorGroup& group, const RingEntry& entry) { takeMean(group, entry); },
+      [this](std::string message) { report(-1, std::move(message)); },
+      [this](NodeEvent event) {
+        const std::lock_guard<std::mutex> lock(eventsMutex_);
+        nodeEvents_.push_back(std::move(event));
+        notify();
+      });
+}
+
+void Proxy::addClient(std::size_t client, int segmentFd) { intake_.addClient(client, segmentFd); }
+
+void Proxy::start() {
+  if (!intake_.hasAllClients())
+    throw std::logic_error("a proxy can't start before all its clients are known");
+  syncCores_->start();
+  if (nodeExchange_) nodeExchange_->start();
+}
+
+void Proxy::stop() noexcept {
+  for (const TensorGroup* group : groups_.all()) {
+    if (group->snapshots() != nullptr) group->snapshots()->store().stopWaiting();
+  }
+  syncCores_->stop();
+  syncCores_->finish([this] {
+    {
+      const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+      areCoresStopped_ = true;
+      finishNodeTasks();
+    }
+    for (const MemoryInUse& each : memories_) each.compute->drain();
+    if (rings_) rings_->drain();
+    if (collectives_) collectives_->drain();
+  });
+  if (nodeExchange_) nodeExchange_->stop();
+}
+
+void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots, bool initialise,
+                     const Region& nodeSegment, const OptimizerFds& optimizerFds, const GroupUpdates& updates,
+                     const std::vector<int>& rowsFds, const std::shared_ptr<const TensorMemory>& memory) {
+  const std::uint32_t id = plan.id;
+  if (plan.numClients != config_.numClients)
+    throw std::invalid_argument("a tensor group belongs to all clients");
+  if (std::string reason = unsupported(plan, paths(*memory)); !reason.empty())
+    throw std::invalid_argument(reason);
+  if (groups_.find(id) != nullptr)
+    throw std::invalid_argument("tensor group " + std::to_string(id) + " is there already");
+  auto group =
+      std::make_shared<TensorGroup>(std::move(plan), controlFd, slots, optimizerFds, rowsFds, memory);
+  if (initialise) group->control().initialise();
+  if (group->snapshots() != nullptr)
+    group->snapshots()->store().beatWhileWaiting(doorbells_[config_.device].beats);
+  if (initialise && updates.step > 0) noteUpdates(*group, updates.step, updates.updateNumbers);
+  if (Replica* replica = group->replica(); replica != nullptr && replica->keeper() == config_.device) {
+    if (updates.step > 0) replica->begin(*group, updates);
+  }
+  if (nodeExchange_) nodeExchange_->addGroup(group, nodeSegment);
+  syncCores_->whilePaused([&] {
+    addMemory(memory);
+    if (group->replica() != nullptr && !memory->isHost()) reserveStaging(*group);
+    groups_.add(std::move(group));
+  });
+}
+
+/// Takes at once what copies to a replica on a GPU need, of whom nobody can tell when it lacks later.
+void Proxy::reserveStaging(const TensorGroup& group) {
+  if (group.replica()->keeper() != config_.device) return;
+  std::size_t allBytes = 0, largestBytes = 0;
+  for (std::uint32_t shard = 0; shard < group.plan().shards.size(); ++shard) {
+    allBytes += group.partBytes(shard);
+    largestBytes = std::max(largestBytes, group.partBytes(shard));
+  }
+  memoryOf(group).stagings.front().reserve(std::min(allBytes, kCopiedTogetherBytes + largestBytes));
+}
+
+void Proxy::addMemory(const std::shared_ptr<const TensorMemory>& memory) {
+  for (const MemoryInUse& each : memories_) {
+    if (each.memory == memory) return;
+  }
+  memories_.push_back({memory,
+                       memory->makeCompute([this](const ShardTask& task) {
+                         if (task.arrays != nullptr) return task.arrays->finish();
+                         if (task.pieces.empty()) return concludeShard(*task.group, task.entry);
+                         deviceExchange_->reduced(task.entry);
+                       }),
+                       {}});
+  for (std::size_t core = 0; core < config_.numSyncCores; ++core)
+    memories_.back().stagings.emplace_back(*memory);
+}
+
+Proxy::MemoryInUse& Proxy::memoryOf(const TensorGroup& group) noexcept {
+  return *std::find_if(memories_.begin(), memories_.end(),
+                       [&](const MemoryInUse& each) { return each.memory.get() == &group.memory(); });
+}
+
+SessionPaths Proxy::paths(const TensorMemory& memory) const noexcept {
+  SessionPaths paths;
+  paths.numDevices = config_.numDevices;
+  paths.numNodes = nodeExchange_ == nullptr ? 1 : nodeExchange_->numNodes();
+  paths.hasRings = rings_ != nullptr && &rings_->memory() == &memory;
+  paths.hasCollectives = collectives_ != nullptr && &collectives_->memory() == &memory;
+  paths.hasExchange = deviceExchange_ != nullptr;
+  paths.isPaced = links_.isPaced();
+  paths.isHostMemory = memory.isHost();
+  return paths;
+}
+
+void Proxy::removeGroup(std::uint32_t id) {
+  if (nodeExchange_) nodeExchange_->removeGroup(id);
+  GroupTable::Groups unused;  // unmapped after the sync cores run again
+  syncCores_->whilePaused(
+      [&] { unused = groups_.remove(id, [this](const TensorGroup& group) { return isWorkingOn(group); }); });
+}
+
+std::shared_ptr<GroupSnapshots> Proxy::snapshotsOf(std::uint32_t id) const noexcept {
+  const TensorGroup* const group = groups_.find(id);
+  return group == nullptr ? nullptr : group->sharedSnapshots();
+}
+
+bool Proxy::isWorkingOn(const TensorGroup& group) noexcept {
+  // Clients have their results when their own devices are done with a shard; another device may still have
+  // its last step around the ring before it.
+  if (rings_ && rings_->isWorkingOn(group)) return true;
+  if (collectives_ && collectives_->isWorkingOn(group)) return true;
+  return computeOf(group).isWorkingOn(group);
+}
+
+std::vector<GroupUpdates> Proxy::finishGroupUpdates(const std::vector<std::size_t>& lostClients) {
+  std::vector<GroupUpdates> updates;
+  for (TensorGroup* group : groups_.all()) {
+    if (group->plan().hasOptimizer) updates.push_back(finishUpdates(*group, lostClients));
+  }
+  return updates;
+}
+
+std::vector<GroupUpdates> Proxy::finishReplicas(const std::vector<std::size_t>& lostClients,
+                                                bool isOwnerLost) {
+  std::vector<GroupUpdates> updates;
+  for (TensorGroup* group : groups_.all()) {
+    if (group->replica() != nullptr && group->replica()->keeper() == config_.device)
+      updates.push_back(finishReplica(*group, lostClients, isOwnerLost));
+  }
+  return updates;
+}
+
+void Proxy::abort(const std::vector<std::size_t>& clients) noexcept {
+  intake_.close();
+  for (const std::size_t client : clients) intake_.inbox(client).abort();
+}
+
+void Proxy::clientLeft(std::size_t client) {
+  numLeft_.fetch_add(1, std::memory_order_seq_cst);
+  if (hasUnfinishedShard()) report(static_cast<int>(client), "");
+  if (nodeExchange_) nodeExchange_->workerLeft(static_cast<std::uint32_t>(config_.ranks[client]));
+}
+
+void Proxy::workerLeftNode(std::size_t node) {
+  // What lacks contributions of this node too is told of when the last of them comes.
+  hasLeftElsewhere_.store(true);
+  if (nodeExchange_) nodeExchange_->workerLeftNode(node);
+}
+
+void Proxy::nodeEnded(std::size_t node) {
+  if (nodeExchange_) nodeExchange_->nodeEnded(node);
+}
+
+void Proxy::abortNodes(const std::string& text) {
+  if (nodeExchange_) nodeExchange_->abort(text);
+}
+
+bool Proxy::hasUnfinishedShard() const noexcept {
+  for (const TensorGroup* group : groups_.all()) {
+    for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+      // seq_cst pairs with accept(), as there.
+      if (group->control().arrivals(shard).load(std::memory_order_seq_cst) != 0) return true;
+    }
+  }
+  return false;
+}
+
+std::uint32_t Proxy::lastStep(std::size_t client) const noexcept {
+  std::uint32_t last = 0;
+  for (const TensorGroup* group : groups_.all()) {
+    for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
+      if (group->plan().shards[shard].isDynamic) continue;  // buffers have steps of their own
+      last =
+          std::max(last, group->control().contribution(shard, client).step.load(std::memory_order_acquire));
+    }
+  }
+  return last;
+}
+
+std::vector<ProxyEvent> Proxy::takeEvents() {
+  const std::lock_guard<std::mutex> lock(eventsMutex_);
+  return std::exchange(events_, {});
+}
+
+std::vector<NodeEvent> Proxy::takeNodeEvents() {
+  const std::lock_guard<std::mutex> lock(eventsMutex_);
+  return std::exchange(nodeEvents_, {});
+}
+
+ProxyStatistics Proxy::statistics() const noexcept {
+  return {numShards_.load(std::memory_order_relaxed), numBytes_.load(std::memory_order_relaxed)};
+}
+
+// ---- sync cores ----
+
+bool Proxy::work(std::size_t core) {
+  const bool servesQueues = core == 0;
+  bool progressed = servesQueues && intake_.drain();
+  if (servesQueues) wakeOthers();
+  progressed |= runReadyShard(core);
+  if (servesQueues && nodeExchange_ != nullptr) progressed |= beginNodeTasks();
+  if (servesQueues) progressed |= advanceComputes();
+  if (rings_) progressed |= rings_->advance(core, config_.numSyncCores);
+  if (servesQueues && collectives_) progressed |= collectives_->advance();
+  if (servesQueues) progressed |= links_.runDue();
+  if (servesQueues && deviceExchange_ != nullptr) progressed |= deviceExchange_->advance();
+  return progressed;
+}
+
+void Proxy::wakeOthers() noexcept {
+  const bool hasSpareWork = std::exchange(numPushedReady_, 0) > 1;
+  const bool hasRingWork = std::exchange(hasPushedRing_, false);
+  if (!hasSpareWork && !hasRingWork) return;
+  for (std::size_t device = 0; device < config_.numDevices; ++device) {
+    if (device != config_.device || config_.numSyncCores > 1) doorbells_[device].ring();
+  }
+}
+
+// ---- contributions ----
+
+/// @returns whether a contribution was recorded.
+bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
+  TensorGroup* group = groups_.find(descriptor.group);
+  if (std::string reason = rejection(group, client, descriptor, *prober_); !reason.empty()) {
+    evict(client, reason);
+    return false;
+  }
+  if (group->plan().shards[descriptor.shard].algorithm == Algorithm::kProbe) {
+    prober_->serve(*group, client, descriptor);
+    return false;
+  }
+  if (!group->control().claim(descriptor.shard, client, descriptor.step)) {
+    evict(client, "step " + std::to_string(descriptor.step) + " of shard " +
+                      std::to_string(descriptor.shard) + ", which another memory device has taken");
+    return false;
+  }
+  // Before this arrival: a worker of another node that leaves after it may well have what it waits for.
+  const bool lacksNodes = !isUpdateByMean(descriptor.flags) && hasLeftElsewhere_.load();
+  record(*group, client, descriptor);
+  // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
+  if (lacksNodes || numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
+  return true;
+}
+
+void Proxy::evict(std::size_t client, const std::string& reason) {
+  intake_.evict(client);
+  report(static_cast<int>(client), "sent a descriptor that cannot be: " + reason);
+}
+
+void Proxy::record(TensorGroup& group, std::size_t client, const Descriptor& descriptor) {
+  Contribution& contribution = group.control().contribution(descriptor.shard, client);
+  contribution.numElements = descriptor.numElements;
+  contribution.flags = descriptor.flags;
+  contribution.dtype = descriptor.dtype;
+  contribution.op = descriptor.op;
+  contribution.device = static_cast<std::uint8_t>(config_.device);
+  contribution.step.store(descriptor.step, std::memory_order_release);
+  // At least acq_rel: the last arrival sees the contributions that every other proxy recorded before its own
+  // arrival.
+  const std::uint32_t arrived =
+      group.control().arrivals(descriptor.shard).fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (arrived == config_.numClients)
+    complete(group, {descriptor.group, descriptor.shard, descriptor.step, descriptor.sentAt});
+}
+
+void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
+  const GroupControl& control = group.control();
+  control.arrivals(entry.shard).store(0, std::memory_order_relaxed);
+  const std::uint32_t numPresent = group.numPresent(entry.shard);
+  control.contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
+  if (std::string difference = disagreement(group, entry.shard, config_.ranks); !difference.empty()) {
+    report(-1, std::move(difference));
+    return;
+  }
+  if (const Replica* replica = group.replica(); replica != nullptr && group.isUpdate(entry.shard)) {
+    replica->control().updates().add(entry.shard);
+    doorbells_[replica->owner()].ring();
+    return;
+  }
+  const Algorithm algorithm = group.plan().shards[entry.shard].algorithm;
+  const bool isOnOwnPath = group.isOnOwnPath(entry.shard) && nodeExchange_ == nullptr;
+  if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
+    ownPath_->start(group, entry);
+  } else if (isOnOwnPath && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
+    // The workers take it from here (Client::reducePieces, GpuOwnPath); in the host's memory, what one of
+    // them has nothing for is reduced below.
+    for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+  } else if (algorithm == Algorithm::kExchange) {
+    deviceExchange_->distribute(group, entry);
+  } else if (runsAtHome(group, entry.shard) && config_.device != kHomeDevice) {
+    // If the queue is full, a device has died in it, and the session ends.
+    [[maybe_unused]] const bool isQueued = pushReady(control, {entry.shard, entry.step});
+    doorbells_[kHomeDevice].ring();
+  } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
+    rings_->append(entry);
+    hasPushedRing_ = true;
+  } else if (algorithm == Algorithm::kNccl && config_.numDevices > 1 &&
+             collectives_->canReduce(group, entry.shard)) {
+    collectives_->propose(entry);
+  } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
+    // What computes elsewhere takes many shards at once: other sync cores could only divide them.
+    runShard(group, entry);
+  } else if (pushReady(control, {entry.shard, entry.step})) {
+    ++numPushedReady_;
+  } else {
+    runShard(group, entry);  // rather than wait for a sync core that may be dead
+  }
+}
+
+// ---- reduction ----
+
+/// Whether a shard is for the home device alone: parameters on a GPU lie with it, and so do old versions.
+bool Proxy::runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept {
+  return !group.memory().isHost() && group.isUpdate(shard);
+}
+
+bool Proxy::runReadyShard(std::size_t core) {
+  for (TensorGroup* group : groups_.all()) {
+    const bool isHost = group->memory().isHost();
+    if (!isHost && core != 0) continue;
+    if (group->replica() != nullptr && runReplicatedShard(*group, core)) return true;
+    if (!isHost && config_.device != kHomeDevice) continue;
+    ReadyShard ready;
+    if (!popReady(group->control(), ready)) continue;
+    runShard(*group, {group->plan().id, ready.shard, ready.step, 0});
+    return true;
+  }
+  return false;
+}
+
+/// Updates a shard whose owner this device is, or copies some whose replica it keeps.
+bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
+  const Replica& replica = *group.replica();
+  std::uint32_t shard = 0;
+  if (replica.owner() == config_.device && replica.control().updates().take(shard)) {
+    runShard(group, newestEntry(group, shard));
+    return true;
+  }
+  return replica.keeper() == config_.device && copyToReplica(group, core);
+}
+
+bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
+  Replica& replica = *group.replica();
+  // Of the host's memory one, which leaves others to other cores.
+  const std::size_t enoughBytes = group.memory().isHost() ? 1 : kCopiedTogetherBytes;
+  std::vector<std::uint32_t> shards;
+  std::uint32_t shard = 0;
+  for (std::size_t numBytes = 0; numBytes < enoughBytes && replica.control().copies().take(shard);) {
+    shards.push_back(shard);
+    numBytes += group.partBytes(shard);
+  }
+  if (shards.empty()) return false;
+  replica.copy(group, shards, memoryOf(group).stagings[core]);
+  for (const std::uint32_t each : shards) finishForAll(group, newestEntry(group, each), group.shape(each));
+  return true;
+}
+
+bool Proxy::advanceComputes() {
+  bool progressed = false;
+  for (const MemoryInUse& each : memories_) progressed |= each.compute->advance();
+  return progressed;
+}
+
+/// How long until something happens that nobody rings for.
+std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
+  for (const MemoryInUse& each : memories_) {
+    if (each.compute->isBusy()) return 0;
+  }
+  if ((rings_ && rings_->isBusy()) || (collectives_ && collectives_->isBusy())) return 0;
+  return links_.untilNext();
+}
+
+/// Brings a shard that lies in one memory to its end, or on its way there, or to the other nodes.
+void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
+  // What nodes have averaged before, each of them updates its own parameters by.
+  const bool isOwnBusiness = isUpdateByMean(group.control().contribution(entry.shard, 0).flags);
+  if (nodeExchange_ && !isOwnBusiness) return nodeExchange_->contribute(group, entry);
+  if (nodeExchange_) nodeExchange_->noteUpdate(group, entry.shard);
+  computeOf(group).begin({&group, entry});
+}
+
+/// Has a shard reduced to which other nodes contribute, or whose result they send. Called from sync cores and
+/// from the thread of the links between nodes.
+void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
+  if (group.memory().isHost()) {
+    reduceArrays(group, entry.shard, arrays);
+    return arrays.finish();
+  }
+  ShardTask task{&group, entry};
+  task.arrays = std::make_shared<const ShardArrays>(std::move(arrays));
+  const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+  nodeTasks_.push_back(std::move(task));
+  if (areCoresStopped_) return syncCores_->finish([this] { finishNodeTasks(); });
+  doorbells_[config_.device].ring();
+}
+
+/// Does what no sync core will any more. @pre nodeTasksMutex_ is locked.
+void Proxy::finishNodeTasks() {
+  for (const ShardTask& task : std::exchange(nodeTasks_, {})) {
+    ShardCompute& compute = computeOf(*task.group);
+    compute.begin(task);
+    compute.drain();
+  }
+}
+
+/// @returns whether there were any.
+bool Proxy::beginNodeTasks() {
+  std::vector<ShardTask> tasks;
+  {
+    const std::lock_guard<std::mutex> lock(nodeTasksMutex_);
+    tasks.swap(nodeTasks_);
+  }
+  for (const ShardTask& task : tasks) computeOf(*task.group).begin(task);
+  return !tasks.empty();
+}
+
+/// Brings a shard to its end whose mean over all nodes is in every slot. Called from sync cores and from the
+/// thread of the links between nodes.
+void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
+  if (!group.isUpdate(entry.shard)) return concludeShard(group, entry);
+  // From now on it is as if workers had contributed the mean, which any sync core can take.
+  Contribution& first = group.control().contribution(entry.shard, 0);
+  const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
+  first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
+  if (!pushReady(group.control(), {entry.shard, entry.step}) && group.memory().isHost())
+    return runShard(group, entry);
+  for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
+}
+
+void Proxy::concludeShard(TensorGroup& group, const RingEntry& entry) noexcept {
+  if (group.isUpdate(entry.shard)) {
+    noteUpdate(group, entry.shard);
+    if (const Replica* replica = group.replica(); replica != nullptr) {
+      replica->control().copies().add(entry.shard);
+      doorbells_[replica->keeper()].ring();
+      return;
+    }
+  }
+  finishForAll(group, entry, group.shape(entry.shard));
+}
+
+void Proxy::finishForAll(TensorGroup& group, const RingEntry& entry, const ShardShape& shape) noexcept {
+  count(shape);
+  for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
+}
+
+void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {
+  // release: the result before the flag.
+  group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
+  intake_.inbox(client).completeOne();
+  if (config_.scheduling != Scheduling::kFcfs) return;
+  // A device that takes shards one by one may wait for this one.
+  for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
+}
+
+void Proxy::count(const ShardShape& shape) noexcept {
+  numShards_.fetch_add(1, std::memory_order_relaxed);
+  numBytes_.fetch_add(shape.numElements * itemBytes(shape.dtype), std::memory_order_relaxed);
+}
+
+void Proxy::report(int client, std::string message) {
+  const std::lock_guard<std::mutex> lock(eventsMutex_);
+  events_.push_back({client, std::move(message)});
+  notify();
+}
+
+void Proxy::notify() noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(eventFd_, &one, sizeof(one));
+}
+
+}  // namespace coarse

@@ -1,0 +1,467 @@
+#include "coarse/node/node_exchange.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "coarse/reduce/reduce.hpp"
+
+namespace coarse {
+namespace {
+
+/// What nodes send to the owner are sums; only the owner turns them into means.
+ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
+
+std::string describe(const ShardShape& shape) {
+  return std::to_string(shape.numElements) + " elements of dtype " +
+         std::to_string(static_cast<int>(shape.dtype)) + " with op " +
+         std::to_string(static_cast<int>(shape.op));
+}
+
+bool areEqual(const ShardShape& a, const ShardShape& b) noexcept {
+  return a.numElements == b.numElements && a.dtype == b.dtype && a.op == b.op;
+}
+
+ShardShape shapeOf(const NodeContribution& contribution) noexcept {
+  return {contribution.numElements, static_cast<DType>(contribution.dtype),
+          static_cast<ReduceOp>(contribution.op)};
+}
+
+ShardShape shapeOf(const FrameHeader& header) noexcept {
+  return {header.numElements, static_cast<DType>(header.dtype), static_cast<ReduceOp>(header.op)};
+}
+
+std::size_t numBytes(const ShardShape& shape) { return shape.numElements * itemBytes(shape.dtype); }
+
+/// Whether a shard of the plan can have the shape that a frame claims.
+bool fits(const Shard& shard, const FrameHeader& header) {
+  if (header.dtype >= kNumDTypes || header.op >= kNumReduceOps) return false;
+  const ShardShape shape = shapeOf(header);
+  if (shard.isDynamic) return numBytes(shape) <= shard.numElements;
+  return areEqual(shape, {shard.numElements, shard.dtype, shard.op});
+}
+
+FrameHeader headerOf(FrameKind kind, const RingEntry& entry, const ShardShape& shape,
+                     std::uint32_t numPresent) {
+  FrameHeader header;
+  header.kind = kind;
+  header.group = entry.group;
+  header.shard = entry.shard;
+  header.step = entry.step;
+  header.dtype = static_cast<std::uint8_t>(shape.dtype);
+  header.op = static_cast<std::uint8_t>(shape.op);
+  header.numElements = shape.numElements;
+  header.numPresent = numPresent;
+  header.payloadBytes = numPresent == 0 ? 0 : numBytes(shape);
+  return header;
+}
+
+void record(NodeContribution& contribution, const FrameHeader& header) noexcept {
+  contribution.numElements = header.numElements;
+  contribution.numPresent = header.numPresent;
+  contribution.numCounted = header.numCounted;
+  contribution.settings = header.settings;
+  contribution.dtype = header.dtype;
+  contribution.op = header.op;
+  contribution.step.store(header.step, std::memory_order_release);
+}
+
+/// One byte of an FNV-1a digest.
+std::uint32_t mix(std::uint32_t digest, std::uint8_t byte) noexcept { return (digest ^ byte) * 16777619U; }
+
+/// Digest of the settings by which this node's workers update a shard's parameter.
+/// @pre all of them have pushed an update that is not done, and so write no other settings.
+std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noexcept {
+  const UpdateSettings settings = group.settings(shard);
+  std::array<std::uint8_t, offsetof(UpdateSettings, hasGradient)> bytes;
+  std::memcpy(bytes.data(), &settings, bytes.size());
+  std::uint32_t digest = 2166136261U;
+  for (const std::uint8_t byte : bytes) digest = mix(digest, byte);
+  return digest;
+}
+
+/// What nodes must agree on: the settings of this update, or of the last one, and whether it is one.
+std::uint32_t agreement(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
+  if (!group.plan().hasOptimizer) return 0;
+  const std::uint32_t digest = group.isUpdate(shard)
+                                   ? settingsDigest(group, shard)
+                                   : segment.settings(shard).load(std::memory_order_relaxed);
+  return mix(digest, group.control().contribution(shard, 0).flags & (kUpdate | kMeasure));
+}
+
+/// What a node contributes to a step.
+FrameHeader contributionHeader(const TensorGroup& group, const NodeSegment& segment, const RingEntry& entry) {
+  FrameHeader header =
+      headerOf(FrameKind::kPartial, entry, group.shape(entry.shard), group.numPresent(entry.shard));
+  header.numCounted = group.numCounted(entry.shard);
+  header.settings = agreement(group, segment, entry.shard);
+  return header;
+}
+
+/// Of steps, which wrap around.
+bool isAfter(std::uint32_t step, std::uint32_t other) noexcept {
+  return static_cast<std::int32_t>(step - other) > 0;
+}
+
+/// Whether a step of a shard can be the next after `done` to which nodes contribute. Those that a node
+/// updates by itself are no other node's business, so that with an optimizer it may be any later one.
+bool canFollow(const TensorGroup& group, std::uint32_t step, std::uint32_t done) noexcept {
+  return group.plan().hasOptimizer ? isAfter(step, done) : step == done + 1;
+}
+
+RingEntry entryOf(const FrameHeader& header) noexcept { return {header.group, header.shard, header.step}; }
+
+std::string nameOf(const FrameHeader& header) {
+  return "step " + std::to_string(header.step) + " of shard " + std::to_string(header.shard) +
+         " of tensor group " + std::to_string(header.group);
+}
+
+}  // namespace
+
+NodeExchange::NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
+                           const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
+                           Report report, std::function<void(NodeEvent)> onEvent)
+    : index_{node, ranks.size()},
+      ranks_(std::move(ranks)),
+      reduce_(std::move(reduce)),
+      finishShard_(std::move(finishShard)),
+      report_(std::move(report)),
+      hasLeft_(new std::atomic<bool>[index_.numNodes]()),
+      links_(node, fds,
+             {[this](std::size_t from, const FrameHeader& header) { return open(from, header); },
+              [this](std::size_t from, const FrameHeader& header, const FramePayload& payload) {
+                close(from, header, payload);
+              },
+              std::move(onEvent)}) {
+  if (index_.numNodes > kMostNodes)
+    throw std::invalid_argument("a job has at most " + std::to_string(kMostNodes) + " nodes");
+  if (node >= index_.numNodes || fds.size() != index_.numNodes)
+    throw std::invalid_argument(
+        "node must be below the number of nodes, and each needs a list of connections");
+}
+
+// ---- groups ----
+
+void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& memory) {
+  const std::uint32_t id = group->plan().id;
+  NodeSegment segment(group->plan(), index_, memory, group->memory());
+  auto added = std::make_shared<Group>(Group{std::move(group), std::move(segment)});
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  groups_[id] = std::move(added);
+}
+
+void NodeExchange::removeGroup(std::uint32_t group) {
+  GroupPointer unused;  // unmapped after the lock is given back
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) return;
+  unused = std::move(found->second);
+  groups_.erase(found);
+}
+
+NodeExchange::GroupPointer NodeExchange::find(std::uint32_t group) {
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? nullptr : found->second;
+}
+
+std::vector<NodeExchange::GroupPointer> NodeExchange::allGroups() {
+  const std::lock_guard<std::mutex> lock(groupsMutex_);
+  std::vector<GroupPointer> groups;
+  for (const auto& [id, group] : groups_) groups.push_back(group);
+  return groups;
+}
+
+// ---- contributions ----
+
+void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry) {
+  const GroupPointer group = find(tensors.plan().id);
+  if (group == nullptr) return;
+  if (!index_.owns(entry.shard)) {
+    sendPartial(group, entry);
+    return;
+  }
+  record(group->segment.contribution(entry.shard, index_.node),
+         contributionHeader(tensors, group->segment, entry));
+  arrive(group, entry);
+}
+
+void NodeExchange::noteUpdate(const TensorGroup& tensors, std::uint32_t shard) {
+  const GroupPointer group = find(tensors.plan().id);
+  if (group == nullptr) return;
+  // relaxed: what is contributed next to the shard comes after this update.
+  group->segment.settings(shard).store(settingsDigest(tensors, shard), std::memory_order_relaxed);
+}
+
+/// Has a shard reduced, if there is something to reduce.
+void NodeExchange::run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays) {
+  TensorGroup& tensors = *group->tensors;
+  const bool isEmpty = arrays.inputs.empty();
+  if (isEmpty && arrays.isMeasured) tensors.control().measure(entry.shard) = {0, kNobody, 0};
+  if (isEmpty || (arrays.outputs.empty() && !arrays.isMeasured)) return arrays.finish();
+  reduce_(tensors, entry, std::move(arrays));
+}
+
+/// Reduces what this node's workers contributed, and sends it: from its stage, or else from the slot of the
+/// first of them, which belongs to the memory devices until the result is in it.
+void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry) {
+  const TensorGroup& tensors = *group->tensors;
+  const NodeSegment& segment = group->segment;
+  const Shard& shard = tensors.plan().shards[entry.shard];
+  ShardArrays arrays;
+  arrays.op = partialOp(tensors.shape(entry.shard).op);
+  std::byte* partial = segment.stage(entry.shard);
+  if (partial != nullptr) arrays.outputs = {segment.reached(partial)};
+  for (std::size_t client = 0; client < tensors.plan().numClients; ++client) {
+    if (!tensors.isPresent(entry.shard, client)) continue;
+    std::byte* const slot = tensors.slot(client, shard);
+    arrays.inputs.push_back(slot);
+    if (partial == nullptr) partial = slot;
+  }
+  const bool isInSlot = arrays.outputs.empty();
+  if (isInSlot && arrays.inputs.size() > 1) arrays.outputs = {partial};
+  const FrameHeader header = contributionHeader(tensors, segment, entry);
+  arrays.finish = [this, group, header, partial] {
+    // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
+    group->segment.round(header.shard).store(header.step, std::memory_order_release);
+    links_.send(index_.ownerOf(header.shard), header, {partial, group});
+  };
+  run(group, entry, std::move(arrays));
+}
+
+/// @pre the contribution was recorded.
+void NodeExchange::arrive(const GroupPointer& group, const RingEntry& entry) {
+  std::atomic<std::uint32_t>& arrivals = group->segment.arrivals(entry.shard);
+  // At least acq_rel: the last arrival sees what every other one recorded. seq_cst pairs with
+  // workerLeftNode(): either it sees this arrival, or we see that somebody left.
+  const std::uint32_t arrived = arrivals.fetch_add(1, std::memory_order_seq_cst) + 1;
+  if (arrived == index_.numNodes) {
+    arrivals.store(0, std::memory_order_relaxed);
+    reduceOwned(group, entry);
+  } else if (lacksOneThatLeft(*group, entry.shard)) {
+    report_({});
+  }
+}
+
+// ---- the owner ----
+
+void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry) {
+  if (std::string difference = disagreement(*group, entry.shard); !difference.empty()) {
+    report_(std::move(difference));
+    return;
+  }
+  const TensorGroup& tensors = *group->tensors;
+  const NodeSegment& segment = group->segment;
+  const Shard& shard = tensors.plan().shards[entry.shard];
+  ShardArrays arrays;
+  const auto add = [&](std::byte* array, bool isPresent) {
+    arrays.outputs.push_back(array);
+    if (isPresent) arrays.inputs.push_back(array);
+  };
+  // In the order of the nodes, so that results do not depend on who came when. Each partial is one term;
+  // those of this node's workers are terms of their own, which saves a pass over them.
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (node != index_.node) {
+      add(segment.reached(segment.place(entry.shard, node)),
+          segment.contribution(entry.shard, node).numPresent > 0);
+      continue;
+    }
+    for (std::size_t client = 0; client < tensors.plan().numClients; ++client)
+      add(tensors.slot(client, shard), tensors.isPresent(entry.shard, client));
+  }
+  arrays.op = tensors.shape(entry.shard).op;
+  arrays.divisor = std::max(total(*group, entry.shard, &NodeContribution::numCounted), 1U);
+  arrays.isMeasured = tensors.isMeasured(entry.shard);
+  arrays.finish = [this, group, entry] { noteResult(group, entry); };
+  run(group, entry, std::move(arrays));
+}
+
+/// The result of an owned shard is in place.
+void NodeExchange::noteResult(const GroupPointer& group, const RingEntry& entry) {
+  TensorGroup& tensors = *group->tensors;
+  const std::uint32_t numPresent = total(*group, entry.shard, &NodeContribution::numPresent);
+  tensors.control().contributors(entry.shard).store(numPresent, std::memory_order_relaxed);
+  // release: the next contributions, which another device may take, come after this step.
+  group->segment.round(entry.shard).store(entry.step, std::memory_order_release);
+  sendResults(group, entry, tensors.shape(entry.shard), numPresent);
+  finishShard_(tensors, entry);
+}
+
+void NodeExchange::sendResults(const GroupPointer& group, const RingEntry& entry, const ShardShape& shape,
+                               std::uint32_t numPresent) {
+  const FrameHeader header = headerOf(FrameKind::kResult, entry, shape, numPresent);
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (node == index_.node) continue;
+    links_.send(node, header, {group->segment.place(entry.shard, node), group});
+  }
+}
+
+std::uint32_t NodeExchange::total(const Group& group, std::uint32_t shard,
+                                  std::uint32_t NodeContribution::* count) const noexcept {
+  std::uint32_t sum = 0;
+  for (std::size_t node = 0; node < index_.numNodes; ++node)
+    sum += group.segment.contribution(shard, node).*count;
+  return sum;
+}
+
+std::string NodeExchange::disagreement(const Group& group, std::uint32_t shard) const {
+  const NodeContribution& ours = group.segment.contribution(shard, index_.node);
+  const ShardShape own = shapeOf(ours);
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    const NodeContribution& theirs = group.segment.contribution(shard, node);
+    const std::uint32_t ahead =
+        theirs.step.load(std::memory_order_acquire) - ours.step.load(std::memory_order_acquire);
+    if (ahead != 0) {
+      return workersOf(node) + " and " + workersOf(index_.node) +
+             " are at different points of a step of shard " + std::to_string(shard) +
+             ": some have updated a parameter more often than others. Call backward() and "
+             "optimizer.step() equally often on every worker";
+    }
+    if (theirs.settings != ours.settings) {
+      return "tensor " + std::to_string(group.tensors->plan().shards[shard].tensor) + ": " + workersOf(node) +
+             " and " + workersOf(index_.node) +
+             " disagree on the optimizer's settings. Every worker must run the same scheduler, load the same "
+             "state, and write the same values to parameters";
+    }
+    const ShardShape other = shapeOf(theirs);
+    if (areEqual(own, other)) continue;
+    return "workers disagree on a buffer: " + workersOf(node) + " gave " + describe(other) + ", " +
+           workersOf(index_.node) + " gave " + describe(own);
+  }
+  return {};
+}
+
+std::string NodeExchange::workersOf(std::size_t node) const {
+  std::string names;
+  for (const int rank : ranks_[node]) names += (names.empty() ? "worker(s) " : ", ") + std::to_string(rank);
+  return names;
+}
+
+// ---- frames of other nodes ----
+
+FramePayload NodeExchange::open(std::size_t node, const FrameHeader& header) {
+  const GroupPointer group = find(header.group);
+  if (group == nullptr)
+    throw LinkError("it sent " + nameOf(header) + ", which this node has not registered or has closed");
+  const GroupPlan& plan = group->tensors->plan();
+  if (header.shard >= plan.shards.size())
+    throw LinkError("it sent " + nameOf(header) + ", which has " + std::to_string(plan.shards.size()) +
+                    " shards");
+  if (!fits(plan.shards[header.shard], header))
+    throw LinkError("it sent " + nameOf(header) + " as " + describe(shapeOf(header)));
+  const std::size_t expected = header.numPresent == 0 ? 0 : numBytes(shapeOf(header));
+  if (header.payloadBytes != expected)
+    throw LinkError("it sent " + nameOf(header) + " with " + std::to_string(header.payloadBytes) +
+                    " bytes instead of " + std::to_string(expected));
+  return header.kind == FrameKind::kPartial ? openPartial(group, node, header)
+                                            : openResult(group, node, header);
+}
+
+FramePayload NodeExchange::openPartial(const GroupPointer& group, std::size_t node,
+                                       const FrameHeader& header) {
+  if (!index_.owns(header.shard))
+    throw LinkError("it sent its part of " + nameOf(header) + ", which belongs to another node");
+  const NodeSegment& segment = group->segment;
+  const std::uint32_t last = segment.contribution(header.shard, node).step.load(std::memory_order_acquire);
+  const std::uint32_t done = segment.round(header.shard).load(std::memory_order_acquire);
+  if (!canFollow(*group->tensors, header.step, done) || isAfter(last, done))
+    throw LinkError("it sent its part of " + nameOf(header) + " after that of step " + std::to_string(last));
+  return {segment.place(header.shard, node), group};
+}
+
+FramePayload NodeExchange::openResult(const GroupPointer& group, std::size_t node,
+                                      const FrameHeader& header) {
+  TensorGroup& tensors = *group->tensors;
+  const std::uint32_t contributed = group->segment.round(header.shard).load(std::memory_order_acquire);
+  const std::uint32_t received = group->segment.result(header.shard).load(std::memory_order_acquire);
+  const bool isAwaited =
+      index_.ownerOf(header.shard) == node && contributed == header.step && received != header.step;
+  if (!isAwaited || !areEqual(shapeOf(header), tensors.shape(header.shard)))
+    throw LinkError("it sent a result of " + nameOf(header) + ", for which nobody waits");
+  std::byte* const stage = group->segment.stage(header.shard);
+  return {stage != nullptr ? stage : tensors.slot(0, tensors.plan().shards[header.shard]), group};
+}
+
+void NodeExchange::close(std::size_t node, const FrameHeader& header, const FramePayload& payload) {
+  const auto group = std::const_pointer_cast<Group>(std::static_pointer_cast<const Group>(payload.keeper));
+  if (header.kind == FrameKind::kPartial) {
+    takePartial(group, node, header);
+  } else {
+    takeResult(group, header);
+  }
+}
+
+void NodeExchange::takePartial(const GroupPointer& group, std::size_t node, const FrameHeader& header) {
+  record(group->segment.contribution(header.shard, node), header);
+  arrive(group, entryOf(header));
+}
+
+void NodeExchange::takeResult(const GroupPointer& group, const FrameHeader& header) {
+  TensorGroup& tensors = *group->tensors;
+  const Shard& shard = tensors.plan().shards[header.shard];
+  std::byte* const stage = group->segment.stage(header.shard);
+  ShardArrays arrays;
+  if (header.payloadBytes > 0)
+    arrays.inputs = {stage != nullptr ? group->segment.reached(stage) : tensors.slot(0, shard)};
+  for (std::size_t client = stage != nullptr ? 0 : 1; client < tensors.plan().numClients; ++client)
+    arrays.outputs.push_back(tensors.slot(client, shard));
+  arrays.isMeasured = tensors.isMeasured(header.shard);
+  arrays.finish = [this, group, header] {
+    TensorGroup& done = *group->tensors;
+    done.control().contributors(header.shard).store(header.numPresent, std::memory_order_relaxed);
+    group->segment.result(header.shard).store(header.step, std::memory_order_release);
+    finishShard_(done, entryOf(header));
+  };
+  run(group, entryOf(header), std::move(arrays));
+}
+
+// ---- leaving ----
+
+void NodeExchange::workerLeft(std::uint32_t rank) {
+  FrameHeader header;
+  header.kind = FrameKind::kLeft;
+  header.shard = rank;
+  links_.sendToAll(header);
+  workerLeftNode(index_.node);
+}
+
+void NodeExchange::workerLeftNode(std::size_t node) {
+  hasLeft_[node].store(true, std::memory_order_seq_cst);
+  for (const GroupPointer& group : allGroups()) {
+    const std::size_t numShards = group->tensors->plan().shards.size();
+    for (std::size_t shard = index_.node; shard < numShards; shard += index_.numNodes) {
+      if (!lacksOneThatLeft(*group, static_cast<std::uint32_t>(shard))) continue;
+      report_({});
+      return;
+    }
+  }
+}
+
+/// Whether a step of an owned shard is under way to which a node that somebody has left did not contribute.
+bool NodeExchange::lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept {
+  if (group.segment.arrivals(shard).load(std::memory_order_seq_cst) == 0) return false;
+  const std::uint32_t done = group.segment.round(shard).load(std::memory_order_acquire);
+  for (std::size_t node = 0; node < index_.numNodes; ++node) {
+    if (hasLeft_[node].load(std::memory_order_seq_cst) &&
+        !isAfter(group.segment.contribution(shard, node).step.load(std::memory_order_acquire), done))
+      return true;
+  }
+  return false;
+}
+
+void NodeExchange::nodeEnded(std::size_t node) {
+  for (const GroupPointer& group : allGroups()) {
+    const std::size_t numShards = group->tensors->plan().shards.size();
+    for (std::size_t shard = node; shard < numShards; shard += index_.numNodes) {
+      const std::uint32_t contributed = group->segment.round(shard).load(std::memory_order_acquire);
+      if (contributed == group->segment.result(shard).load(std::memory_order_acquire)) continue;
+      report_({});
+      return;
+    }
+  }
+}
+
+}  // namespace coarse

@@ -1,0 +1,77 @@
+#include "coarse/shared_memory/tensor_memory.hpp"
+
+#include <cstring>
+#include <utility>
+
+#include "coarse/device/shard_reducer.hpp"
+#include "coarse/device/tensor_group.hpp"
+#include "coarse/reduce/copy.hpp"
+
+namespace coarse {
+namespace {
+
+/// The sync core itself: a shard is finished when begin() returns.
+class HostCompute : public ShardCompute {
+ public:
+  explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}
+  void begin(const ShardTask& task) override {
+    if (task.pieces.empty()) {
+      runShard(*task.group, task.entry.shard);
+    } else {
+      reducePieces(*task.group, task.entry.shard, task.pieces);
+    }
+    finish_(task);
+  }
+
+ private:
+  Finish finish_;
+};
+
+class HostCopies : public TensorCopies {
+ public:
+  void copy(std::byte* to, const std::byte* from, std::size_t numBytes, NextUse use) override {
+    if (use == NextUse::kSoon) {
+      std::memcpy(to, from, numBytes);
+    } else {
+      copyBytesStreaming(to, from, numBytes);
+    }
+  }
+};
+
+class HostMemory : public TensorMemory {
+ public:
+  bool isHost() const noexcept override { return true; }
+  TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override {
+    const auto mapping =
+        std::make_shared<Mapping>(mapShared(region, numBytes, Mapping::Access::kReadWrite, what));
+    return {mapping, mapping->data()};
+  }
+  TensorBytes allocate(std::size_t numBytes) const override {
+    return {new std::byte[numBytes], std::default_delete<std::byte[]>()};
+  }
+  TensorBytes reach(std::byte* memory, std::size_t) const override {
+    return {std::shared_ptr<void>(), memory};
+  }
+  std::unique_ptr<TensorCopies> makeCopies() const override { return std::make_unique<HostCopies>(); }
+  std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override {
+    return std::make_unique<HostCompute>(std::move(finish));
+  }
+  std::unique_ptr<RingCompute> makeRingCompute() const override { return makeHostRingCompute(); }
+};
+
+}  // namespace
+
+std::shared_ptr<const TensorMemory> hostMemory() {
+  static const auto memory = std::make_shared<const HostMemory>();  // stateless
+  return memory;
+}
+
+void copyRegion(const TensorMemory& memory, const Region& from, const Region& to, std::size_t numBytes) {
+  const TensorBytes source = memory.map(from, numBytes, "what is copied");
+  const TensorBytes target = memory.map(to, numBytes, "a copy");
+  const std::unique_ptr<TensorCopies> copies = memory.makeCopies();
+  copies->copy(target.get(), source.get(), numBytes);
+  copies->settle();
+}
+
+}  // namespace coarse
