@@ -22,6 +22,7 @@ from coarse.bench.statistics import Timing
 from coarse.bench.trace import load_trace
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
 from coarse.profiler.linked import profile_from_links, sync_costs_from_links
 from coarse.profiler.partition import PartitionPlan, plan_partition
@@ -54,7 +55,7 @@ def measure() -> dict[str, Any]:
     trace = load_trace(MODEL)
     specs = trace.specs()
     partition_table = PartitionTable.load(MACHINE)
-    links = load_machine(MACHINE).link_table(partition_table)
+    links = link_table(load_machine(MACHINE), partition_table)
     local_devices = [partition_table.local_device(worker) for worker in range(partition_table.num_workers)]
     profile = profile_from_links(links, local_devices)
     tables = plan_routing(profile)

@@ -10,6 +10,7 @@ from coarse.bench.process_pool import Crew, Seat
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
 from coarse.profiler.link_plan import plan_links
 from coarse.profiler.profile import BOTH, PULL, PUSH, Profile, as_json, from_json
 from coarse.profiler.routing import RoutingTable
@@ -74,7 +75,7 @@ def links_of(machine: str) -> tuple[LinkTable, list[int]]:
     """The links of a machine under the partition table of its name, and the local memory device of each worker."""
     table = PartitionTable.load(machine)
     local_devices = [table.local_device(worker) for worker in range(table.num_workers)]
-    return load_machine(machine).link_table(table), local_devices
+    return link_table(load_machine(machine), table), local_devices
 
 
 def curves_as_json(profile: Profile, worker: int = 0) -> dict[str, Any]:

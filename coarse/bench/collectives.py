@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coarse.bench import pattern
-from coarse.bench.worker import Adapter, WorkerJob
+from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.machine.host import read_cpu
 
 Array = NDArray[Any]

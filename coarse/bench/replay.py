@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.bench.collectives import CoarseSession
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.trace import ComputeTrace, compute_until
-from coarse.bench.worker import Adapter, WorkerJob
 from coarse.bench.worker_pool import Fleet, time_for
 from coarse.tuning.first_steps import TIMED_STEPS
 

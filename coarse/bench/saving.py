@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.bench.training import TrainAdapter, offload_optimizer, wrap_coarse, wrap_ddp
-from coarse.bench.worker import Adapter, WorkerJob
 
 _FIRST_STEPS = 3
 _WAIT_S = 120.0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from coarse.bench.worker import WorkerJob
+from coarse.bench.adapter import WorkerJob
 from coarse.env import process_environment
 
 RANK_FROM_LAUNCHER = -1

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.bench.collectives import join_gloo, join_group
 from coarse.bench.models import Workload, build_workload
-from coarse.bench.worker import Adapter, WorkerJob
 from coarse.errors import CoarseError
 
 LEARNING_RATE = 1e-4

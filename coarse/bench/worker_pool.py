@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from coarse.bench import cleanup
+from coarse.bench.adapter import WorkerJob
 from coarse.bench.channel import Channel
 from coarse.bench.control_group import ControlGroup
 from coarse.bench.systems import RANK_FROM_LAUNCHER, launch
-from coarse.bench.worker import WorkerJob
 from coarse.env import own_process_environment
 from coarse.errors import CoarseError, SyncTimeoutError, WorkerLostError
 from coarse.local_sockets import short_address

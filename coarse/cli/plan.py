@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coarse.cli.arguments import file_to_write
+from coarse.machine.wiring import link_table
 from coarse.settings import Settings
 
 if TYPE_CHECKING:  # slow to import: not for `coarse --help`
@@ -181,7 +182,7 @@ def plan_machine(name: str, partition_table: str = "") -> Basis:
 
     machine = load_machine(name)
     table = _partition_table(machine, partition_table)
-    links = machine.link_table(table)
+    links = link_table(machine, table)
     profile = profile_from_links(links, [table.local_device(worker) for worker in range(table.num_workers)])
     tables = plan_routing(profile)
     return Basis(

@@ -6,15 +6,15 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from coarse.client.interfaces import Waiter
 from coarse.client.memory.tensor_bytes import TensorBytes
 from coarse.errors import CoarseError
 from coarse.kernels import _native
 from coarse.schema import ITEM_BYTES, TensorSpec
 
 if TYPE_CHECKING:
-    from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
 
 Request = tuple[str, int, int, int]
@@ -38,6 +38,18 @@ class _Registered:
     mapped: list[memoryview[Any]] = field(default_factory=list)
 
 
+class _RegisteringClient(Waiter, Protocol):
+    def register(
+        self,
+        name: str,
+        specs: Sequence[TensorSpec],
+        *,
+        state_names: Sequence[str] | None = None,
+        on_host: bool = False,
+    ) -> TensorGroup:
+        """Registers tensors, as Client does."""
+
+
 class AsyncReducer:
     """The tensors of a session that are reduced whenever somebody asks for it, by name.
 
@@ -50,7 +62,7 @@ class AsyncReducer:
         native: The client's end of the data path.
     """
 
-    def __init__(self, client: Client, native: _native.Client) -> None:
+    def __init__(self, client: _RegisteringClient, native: _native.Client) -> None:
         self._client = client
         self._registering = threading.Lock()
         self.failure: CoarseError | None = None

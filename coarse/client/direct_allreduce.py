@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from coarse.client.memory.tensor_bytes import TensorBytes
 from coarse.kernels import _native
 
-if TYPE_CHECKING:
-    from coarse.client.tensor_group import TensorGroup
+
+class _MeetingGroup(Protocol):
+    def buffer(self, index: int) -> TensorBytes:
+        """The writable bytes of a tensor's slot."""
+
+    def push(self, index: int) -> None:
+        """Hands a tensor to the memory devices."""
+
+    def flush(self) -> None:
+        """Wakes the memory devices."""
+
+    def pull(self, index: int) -> int:
+        """Waits for the result of a tensor."""
+
+    def close(self) -> None:
+        """Gives the group up."""
 
 
 class Meeting:
@@ -20,7 +35,7 @@ class Meeting:
         group: Two tensors: a byte, and as many numbers as are compared at once.
     """
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, group: _MeetingGroup) -> None:
         self._group = group
         numbers = group.buffer(1)
         assert isinstance(numbers, memoryview)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from coarse.client.interfaces import Waiter
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 from coarse.wire.registration import GroupSchema
 
 if TYPE_CHECKING:
-    from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
 
 MOST_AT_ONCE = 2
@@ -35,13 +35,21 @@ class Probe:
     slot_owner: int = 0
 
 
+class _ProbingClient(Waiter, Protocol):
+    @property
+    def time_dilation(self) -> float:
+        """How many times longer transfers take than on the emulated machine."""
+
+
 class LinkProbes:
     """Memory through which one worker measures its links; made by Client.open_probes().
 
     Thread safety: one caller at a time, whichever thread it is.
     """
 
-    def __init__(self, client: Client, native: _native.Client, group: TensorGroup, num_devices: int) -> None:
+    def __init__(
+        self, client: _ProbingClient, native: _native.Client, group: TensorGroup, num_devices: int
+    ) -> None:
         self._client = client
         self._native = native
         self._group = group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from coarse.client.connection import DeviceConnection, check_peers, collect_replies, send_to_all
 from coarse.client.failure_detector import Losses
@@ -14,7 +13,7 @@ from coarse.client.memory.row_memory import RowMemory
 from coarse.client.memory.slot_opener import SlotOpener
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.requests import Questions
-from coarse.client.tensor_group import TensorGroup
+from coarse.client.tensor_group import GroupClient, TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
 from coarse.late_notice import LateNotice
@@ -24,9 +23,6 @@ from coarse.wire.device_job import HOME_DEVICE
 from coarse.wire.messages import Message
 from coarse.wire.registration import ROWS, GroupSchema, RecoveredUpdates, WorkerMemory, WorkerPlaces, slots_of
 from coarse.wire.segments import Segment, unpack
-
-if TYPE_CHECKING:
-    from coarse.client.client import Client
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ class RegisteredGroups:
         return iter(list(self._groups.values()))
 
     def register(
-        self, client: Client, schema: GroupSchema, gpu: str, memory: WorkerMemory, *, is_for_gpu: bool
+        self, client: GroupClient, schema: GroupSchema, gpu: str, memory: WorkerMemory, *, is_for_gpu: bool
     ) -> TensorGroup:
         """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
         _native.cuda_unmap_unused()  # so that memory devices find room that closed models have had
@@ -144,7 +140,7 @@ class RegisteredGroups:
         return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
 
     def _collect_memory(
-        self, client: Client, group: int, schema: GroupSchema
+        self, client: GroupClient, group: int, schema: GroupSchema
     ) -> tuple[dict[str, Segment], list[str], RecoveredUpdates | None, WorkerPlaces]:
         """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
         home = self._connections[HOME_DEVICE]

@@ -6,11 +6,12 @@ import ctypes
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from coarse.client.direct_allreduce import HostOwnPath, Meeting
 from coarse.client.gpu.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
 from coarse.client.gpu.nccl_direct_allreduce import NcclOwnPath
+from coarse.client.interfaces import HomeDevice, Waiter
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory
@@ -19,13 +20,14 @@ from coarse.client.memory.snapshots import PoolStatistics, Snapshot
 from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_context
 from coarse.errors import ProtocolError, SessionClosedError, SnapshotsBusyError
 from coarse.kernels import _native
+from coarse.machine.emulation import Emulation
 from coarse.profiler.routing import RoutingTable
 from coarse.schema import ITEM_BYTES
 from coarse.wire.failure_messages import overwritten_counter
+from coarse.wire.messages import Message
 from coarse.wire.registration import PARAMETERS, SLOTS, STATES, GroupSchema, RecoveredUpdates, WorkerPlaces
 
 if TYPE_CHECKING:
-    from coarse.client.client import Client
     from coarse.client.memory.private_writes import OwnParameters
 
 _OWN_PATH_FLAGS = {
@@ -67,6 +69,53 @@ EVERYBODY: int = _native.EVERYBODY
 """Stands for a worker in GradientMeasure."""
 
 
+class GroupClient(Waiter, HomeDevice, Protocol):
+    """A client as its tensor groups use it."""
+
+    @property
+    def number(self) -> int:
+        """Of this worker among those of its node."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The workers of this node in words, by client number."""
+
+    @property
+    def warn_after_s(self) -> float:
+        """How long a wait may take before it is logged; 0 for ever."""
+
+    @property
+    def routing(self) -> RoutingTable:
+        """Which memory device takes which shard."""
+
+    @property
+    def emulation(self) -> Emulation | None:
+        """The links that are emulated; None for those that are there."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the session has ended."""
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether some workers of the session are on other nodes."""
+
+    def describe_device(self, device: int) -> str:
+        """A memory device of this node, in words."""
+
+    def describe_progress(self) -> str:
+        """What the other nodes are doing, in words."""
+
+    def tell_devices(self, message: Message) -> None:
+        """Sends a message to all memory devices."""
+
+    def open_meeting(self, name: str, most_numbers: int) -> Meeting:
+        """Makes a place where the workers of the node meet."""
+
+    def release(self, group: int) -> None:
+        """Gives a tensor group up."""
+
+
 class TensorGroup:
     """Tensors that were registered together: a slot of device memory for each, which only this worker writes.
 
@@ -76,7 +125,7 @@ class TensorGroup:
 
     def __init__(
         self,
-        client: Client,
+        client: GroupClient,
         native: _native.Client,
         group: int,
         schema: GroupSchema,

@@ -45,4 +45,4 @@ SETTINGS_DTYPE = np.dtype(
         "itemsize": _native.UPDATE_SETTINGS_BYTES,
     }
 )
-"""One tensor's settings: UpdateSettings of coarse/kernels/include/coarse/reduce/update.hpp, which has the formulas."""
+"""One tensor's settings: UpdateSettings of kernels/include/coarse/reduce/update.hpp, which has the formulas."""

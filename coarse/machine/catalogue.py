@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
+from coarse.machine.named_files import find, names_in
 from coarse.machine.profile import Machine
 
 _PROFILES = Path(__file__).with_name("profiles")
@@ -29,34 +28,3 @@ def load_machine(name: str | os.PathLike[str]) -> Machine:
     from coarse.machine.profile_file import read_machine
 
     return read_machine(find(name, _PROFILES, what="machine"))
-
-
-def find(name: str | os.PathLike[str], folder: Path, *, what: str) -> Path:
-    """The file that a name or path stands for; `folder` holds the named ones.
-
-    Raises:
-        ValueError: If a name is unknown; the nearest ones are suggested.
-    """
-    text = os.fspath(name)
-    if os.sep in text or text.endswith(".toml"):
-        return Path(text)
-    names = names_in(folder)
-    if text not in names:
-        raise ValueError(f"no {what} is named {text!r}; {suggestion(text, names)}")
-    return folder / f"{text}.toml"
-
-
-def names_in(folder: Path) -> list[str]:
-    """Names of the TOML files in a folder."""
-    return sorted(path.stem for path in folder.glob("*.toml"))
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """What might have been meant, or all there is: the end of an error message."""
-    known = list(known)
-    nearest = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
-    return (
-        f"did you mean {' or '.join(nearest)}?"
-        if nearest
-        else f"known: {', '.join(known)}, or a path to a TOML file"
-    )

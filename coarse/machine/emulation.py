@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coarse.machine.links import LinkTable
+from coarse.machine.wiring import link_table
 
 if TYPE_CHECKING:
     from coarse.machine.partition_table import PartitionTable
@@ -55,7 +56,7 @@ class Emulation:
         Raises:
             ValueError: If there is none of that name; the nearest ones are suggested.
         """
-        from coarse.machine.catalogue import suggestion
+        from coarse.machine.named_files import suggestion
 
         names = [bucket.name for bucket in self.links.buckets]
         if name not in names:
@@ -107,5 +108,5 @@ def choose_emulation(
         return None
     from coarse.machine.catalogue import load_machine
 
-    links = load_machine(machine).link_table(table)
+    links = link_table(load_machine(machine), table)
     return Emulation(links=links, time_dilation=time_dilation, num_logged=num_logged)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coarse.machine.catalogue import find, names_in
 from coarse.machine.fields import FieldError, check_distinct
 from coarse.machine.memory_name import PLACE_KEYS, MemoryName
+from coarse.machine.named_files import find, names_in
 
 if TYPE_CHECKING:
     from coarse.machine.toml_lines import TomlDocument

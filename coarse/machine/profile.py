@@ -8,14 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from coarse.machine import wiring
 from coarse.machine.fields import FieldError, check_distinct
-
-if TYPE_CHECKING:
-    from coarse.machine.links import LinkTable
-    from coarse.machine.partition_table import PartitionTable
 
 KINDS = ("measured", "announced", "recalled", "assumed")
 """What a figure is: measured by its source, announced by a maker or a standard, recalled, or assumed by us."""
@@ -218,8 +212,8 @@ class Machine:
             the topology, or a direct link is there twice or joins unknown GPUs.
 
     Example:
-        >>> from coarse.machine.catalogue import load_machine
-        >>> table = load_machine("aws-p3").link_table(PartitionTable.even(num_workers=4, num_devices=4))
+        >>> from coarse.machine.catalogue import (load_machine)
+        >>> table = link_table(load_machine("aws-p3"), PartitionTable.even(num_workers=4, num_devices=4))
         >>> table.duplex_gbytes_per_s(table.worker(0), table.device(0))
         9.0
     """
@@ -264,14 +258,6 @@ class Machine:
                     where, f"a second direct link between GPUs {link.between[0]} and {link.between[1]}"
                 )
             seen.add(frozenset(link.between))
-
-    def link_table(self, table: PartitionTable) -> LinkTable:
-        """The paths between the workers and memory devices of a partition table, put onto this machine.
-
-        Raises:
-            ValueError: If the table needs more GPUs than there are, or names ones that do not exist.
-        """
-        return wiring.link_table(self, table)
 
 
 def _check_bandwidths(one_way: Figure | None, duplex: Figure | None, read: Figure | None = None) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from coarse.profiler.switchover import AlphaBeta
+from coarse.profiler.alpha_beta import AlphaBeta
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _OUTLIER_SIGMAS = 5.0

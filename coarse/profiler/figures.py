@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.profile import BOTH, PROFILE_KINDS, PULL, PUSH, Profile
 from coarse.profiler.routing import RoutingTable
-from coarse.profiler.switchover import AlphaBeta
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 """Okabe and Ito's palette, the darker ones first."""

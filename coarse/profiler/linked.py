@@ -13,6 +13,7 @@ from itertools import permutations
 
 from coarse import __version__
 from coarse.machine.links import LinkTable, Path
+from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.dual_sync import SyncCosts, ring_factor
 from coarse.profiler.own_path import ALL_GATHER, ALL_TO_ALL, AUTO, RING, Collectives, widest_collective
@@ -27,7 +28,6 @@ from coarse.profiler.profile import (
     ProfileKey,
 )
 from coarse.profiler.routing import RoutingTable
-from coarse.profiler.switchover import AlphaBeta
 
 DEFAULT_SIZES = tuple(4096 << power for power in range(15))
 """4 KiB to 64 MiB."""

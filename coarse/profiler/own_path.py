@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from coarse.profiler.switchover import AlphaBeta
+from coarse.profiler.alpha_beta import AlphaBeta
 
 AUTO = "auto"
 RING, ALL_GATHER, ALL_TO_ALL = "ring", "all-gather", "all-to-all"

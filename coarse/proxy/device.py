@@ -1,8 +1,8 @@
 """A memory device: the process that owns an arena, serves workers' control requests and runs a proxy.
 
 The control path is one thread that never blocks on a peer; the data path is native
-(coarse/kernels/include/coarse/device/proxy.hpp) and does not pass through Python. Life of a device: it exchanges shared
-memory with the other devices, lets workers in, serves registrations, and ends when the last worker has gone.
+(coarse/kernels/include/coarse/device/proxy.hpp) and does not pass through Python. Life of a device: it exchanges
+shared memory with the other devices, lets workers in, serves registrations, and ends when the last worker has gone.
 docs/design/control-protocol.md has the messages.
 """
 

@@ -45,7 +45,7 @@ from coarse.wire.registration import (
     slots_of,
 )
 from coarse.wire.segments import Segment, pack
-from coarse.wire.slot_pieces import check_routes, pieces_of_slots
+from coarse.wire.slot_routes import check_routes, pieces_of_slots
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class VersionedStorage:
 
     A value is never changed: a new one takes its place. So nobody ever sees half a value, and an old version lives
     exactly as long as a snapshot refers to it or somebody maps it. Parameters that an optimizer updates in place are
-    no such values; what copies those before an update is native (coarse/kernels/include/coarse/snapshot/snapshot.hpp).
+    no such values; what copies those before an update is native (kernels/include/coarse/snapshot/snapshot.hpp).
 
     Args:
         pool_bytes: What old versions may take together. Where they would take more, put() is refused until a

@@ -16,10 +16,10 @@ from coarse.tuning.gpu_dual_sync_trial import RefusedError, TrialTimes, check_al
 from coarse.tuning.gpu_step_clock import GpuStepClock
 from coarse.tuning.measure import gather_bytes
 from coarse.tuning.step_clock import StepClock
+from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
-    from coarse.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class GpuDualSync:
         mode: "auto", or bytes that go to the memory devices.
     """
 
-    def __init__(self, session: Session, group: TensorGroup, *, gpu: str, mode: str) -> None:
+    def __init__(self, session: TunedSession, group: TensorGroup, *, gpu: str, mode: str) -> None:
         self._session = session
         self._group = group
         self._gpu = gpu

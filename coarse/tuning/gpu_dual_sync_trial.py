@@ -19,10 +19,10 @@ from coarse.kernels import _native
 from coarse.profiler.dual_sync import SyncCosts
 from coarse.schema import TensorSpec
 from coarse.tuning.measure import gather_bytes
+from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
-    from coarse.session import Session
 
 _TRIAL = [
     TensorSpec(name=f"half {i}", dtype="float32", num_elements=(16 << 20) // 4, op="mean") for i in range(2)
@@ -73,14 +73,14 @@ class RefusedError(Exception):
     """Why nothing is split, on every worker."""
 
 
-def check_all(session: Session, reason: str) -> None:
+def check_all(session: TunedSession, reason: str) -> None:
     """Raises RefusedError on every worker if one has a reason."""
     for rank, each in enumerate(gather_bytes(session, reason.encode())):
         if each:
             raise RefusedError(f"worker {rank}: {each.decode()}")
 
 
-def measure_both_ways(session: Session, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
+def measure_both_ways(session: TunedSession, communicator: _native.NcclCommunicator, gpu: str) -> TrialTimes:
     """Times both ways alone, and both at once; every worker calls it alike, and gets the same.
 
     Raises:
@@ -119,7 +119,7 @@ class _Trial:
     """
 
     def __init__(
-        self, session: Session, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str
+        self, session: TunedSession, group: TensorGroup, communicator: _native.NcclCommunicator, gpu: str
     ) -> None:
         self._session = session
         self._group = group
@@ -209,7 +209,7 @@ class _Trial:
         return seconds
 
 
-def _largest(session: Session, seconds: Sequence[float]) -> list[float]:
+def _largest(session: TunedSession, seconds: Sequence[float]) -> list[float]:
     """Of each time that of the worker for which it is longest."""
     numbers = np.array(seconds)
     session.all_reduce(numbers, op="max")

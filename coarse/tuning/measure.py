@@ -35,11 +35,11 @@ from coarse.profiler.profile import (
 )
 from coarse.profiler.routing import sizes_in_doubt
 from coarse.startup.device_checks import least_available_bytes
+from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:
     from coarse.machine.emulation import Emulation
     from coarse.machine.partition_table import PartitionTable
-    from coarse.session import Session
 
 SIZES = tuple(4096 << power for power in range(15))
 """4 KiB to 64 MiB."""
@@ -90,7 +90,7 @@ class MeasurePlan:
 
 
 def measure_profile(
-    session: Session, plan: MeasurePlan | None = None, *, progress: Progress | None = None
+    session: TunedSession, plan: MeasurePlan | None = None, *, progress: Progress | None = None
 ) -> Profile:
     """Measures all paths of this node; every worker calls it alike, while nothing else is under way.
 
@@ -168,7 +168,7 @@ def transfers_of(path: PathId, table: PartitionTable) -> list[Probe]:
 
 
 def time_paths(
-    session: Session, probes: LinkProbes, cells: Mapping[PathId, Sequence[int]]
+    session: TunedSession, probes: LinkProbes, cells: Mapping[PathId, Sequence[int]]
 ) -> dict[PathId, dict[int, float]]:
     """Times some paths of this node's workers anew; every worker calls it alike, between two steps.
 
@@ -203,7 +203,7 @@ def time_paths(
     return times_us
 
 
-def gather_bytes(session: Session, own: bytes) -> list[bytes]:
+def gather_bytes(session: TunedSession, own: bytes) -> list[bytes]:
     """What each worker of the job gives, by rank; every worker calls it alike."""
     rank, world_size = session.identity.rank, session.identity.world_size
     lengths = np.zeros(world_size, dtype=np.int64)
@@ -300,7 +300,7 @@ def _part_of(progress: Progress | None, turn: int, num_turns: int) -> Progress:
     return whole
 
 
-def _affordable_sizes(session: Session, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
+def _affordable_sizes(session: TunedSession, table: PartitionTable, sizes: Sequence[int]) -> list[int]:
     """The sizes for which there is memory, as the worker that sees the least of it says."""
     available = least_available_bytes(table)
     # Two slots of every worker, and an end at every memory device.

@@ -25,12 +25,12 @@ from coarse.tuning.first_steps import TIMED_STEPS, FirstSteps, shards_in_order
 from coarse.tuning.measure import gather_bytes, time_paths
 from coarse.tuning.step_clock import StepClock
 from coarse.tuning.traffic import TrafficGauge, times_of_traffic
+from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:
     from coarse.client.link_probes import LinkProbes
     from coarse.client.tensor_group import TensorGroup
     from coarse.profiler.link_plan import LinkPlan
-    from coarse.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Replanner:
 
     def __init__(
         self,
-        session: Session,
+        session: TunedSession,
         group: TensorGroup,
         *,
         profile: Profile | None,

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from coarse.errors import RendezvousError
 from coarse.profiler.dual_sync import AUTO, OFF
+from coarse.tuning.tuned_session import TunedSession
 
 if TYPE_CHECKING:  # slow to import, or who imports this
     from coarse.client.tensor_group import TensorGroup
     from coarse.machine.partition_table import PartitionTable
     from coarse.profiler.link_plan import LinkPlan
     from coarse.profiler.profile import Profile
-    from coarse.session import Session
     from coarse.tuning.gpu_dual_sync import GpuDualSync
     from coarse.tuning.replanner import Replanner
 
@@ -28,7 +28,7 @@ class StepPlanning:
     """
 
     def __init__(
-        self, session: Session, table: PartitionTable, *, profile: Profile | None, plan: LinkPlan
+        self, session: TunedSession, table: PartitionTable, *, profile: Profile | None, plan: LinkPlan
     ) -> None:
         self._settings = session.settings
         self._is_emulated = session.is_emulated
@@ -71,7 +71,7 @@ class StepPlanning:
         """Whether workers that see each other's slots may reduce tensors themselves."""
         return not self._is_emulated and self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
 
-    def watch(self, session: Session, group: TensorGroup, gpu: str) -> None:
+    def watch(self, session: TunedSession, group: TensorGroup, gpu: str) -> None:
         """Plans by the steps of `group`, if that can be; every worker calls it alike.
 
         Args:
@@ -105,7 +105,7 @@ class StepPlanning:
         by_profile = self._settings.routing == ("auto" if self._is_emulated else "profile")
         return by_profile and self._profile is not None
 
-    def _watch_links(self, session: Session, group: TensorGroup) -> None:
+    def _watch_links(self, session: TunedSession, group: TensorGroup) -> None:
         plans_dual_sync = self._settings.dual_sync != OFF and not self._cannot_reduce_on_host()
         is_first = not self._replanners  # one group's steps tell when to look at the links
         looks_at_links = is_first and self._follows_links and self._settings.replan_steps != 0
@@ -139,7 +139,7 @@ class StepPlanning:
     def _refuse(self, group: TensorGroup, reason: str) -> None:
         self._refusals.append(f"dual synchronisation: none in {group.name}: {reason}")
 
-    def _watch_gpu(self, session: Session, group: TensorGroup, gpu: str) -> None:
+    def _watch_gpu(self, session: TunedSession, group: TensorGroup, gpu: str) -> None:
         wanted, algorithm = self._settings.dual_sync, self._settings.sync_algorithm
         if wanted == AUTO and algorithm in ("direct", "gather", "exchange"):
             return self._refuse(group, f"{algorithm} was asked for, which adds in the order of the workers")

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coarse.bench.worker import WorkerJob
+from coarse.bench.adapter import WorkerJob
 from coarse.bench.worker_pool import BenchError, Fleet
 from coarse.errors import SyncTimeoutError, WorkerLostError
 

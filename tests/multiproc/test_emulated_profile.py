@@ -8,6 +8,7 @@ from attempts import best_of
 from coarse.cli.main import main
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import EMULATED, Profile, as_json, from_json
 from coarse.profiler.routing import plan_routing
@@ -34,7 +35,7 @@ def measured(job, name, machine, table, dilation, plan):
 
 
 def paced(machine, table, sizes):
-    links = load_machine(machine).link_table(table)
+    links = link_table(load_machine(machine), table)
     return profile_from_links(
         links, [table.local_device(worker) for worker in range(table.num_workers)], sizes
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.profile import BOTH, MEASURED, Profile, ProfileKey
-from coarse.profiler.switchover import AlphaBeta
 
 SIZES = tuple(4096 << i for i in range(15))  # 4 KiB to 64 MiB
 

@@ -7,6 +7,8 @@ from planning import key_of, profile_of
 
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
+from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.figures import (
     Transfer,
@@ -24,7 +26,6 @@ from coarse.profiler.figures import (
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import EMULATED
 from coarse.profiler.routing import plan_routing
-from coarse.profiler.switchover import AlphaBeta
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -32,7 +33,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 def machine_profile(name):
     table = PartitionTable.load(name)
     local_devices = [table.local_device(worker) for worker in range(table.num_workers)]
-    return profile_from_links(load_machine(name).link_table(table), local_devices)
+    return profile_from_links(link_table(load_machine(name), table), local_devices)
 
 
 def texts(axes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,32 @@ def test_dependencies_point_one_way():
             if layer_of[part_of(name)] <= layer_of[part]:
                 upward.add(f"{file.relative_to(root)} imports {name}")
     assert upward == set()
+
+
+def modules_imported(file, modules):
+    """Of coarse, wherever in the file, and for annotations alone too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            yield name if name in modules else name.rpartition(".")[0]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    root = Path(coarse.__file__).parent
+    modules = {
+        ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in root.rglob("*.py")
+    }
+    imported = {
+        name: {each for each in modules_imported(file, modules) if each in modules and each != name}
+        for name, file in modules.items()
+    }
+    assert imported["coarse.session"] >= {"coarse.client.client", "coarse.startup.join"}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 
 def test_workers_import_nothing_of_memory_devices():

@@ -14,6 +14,7 @@ from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import MemoryDeviceEntry, PartitionTable, partition_table_names
 from coarse.machine.profile_file import read_machine
+from coarse.machine.wiring import link_table
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import PULL, PUSH
 
@@ -21,7 +22,7 @@ MACHINES = {name: load_machine(name) for name in machine_names()}
 
 
 def paper_table(name):
-    return MACHINES[name].link_table(PartitionTable.load(name))
+    return link_table(MACHINES[name], PartitionTable.load(name))
 
 
 @st.composite
@@ -43,7 +44,7 @@ def wired(draw):
             for device, block in enumerate(blocks)
         ]
         table = PartitionTable(devices=tuple(devices), worker_gpus=tuple(gpus[:num_workers]))
-    return machine, table, machine.link_table(table)
+    return machine, table, link_table(machine, table)
 
 
 @given(wired())
@@ -134,10 +135,10 @@ def test_t4s_of_a_socket_share_its_host_bridge():
 
 def test_expanders_behind_a_switch_share_its_uplink():
     table = PartitionTable.even(num_workers=4, num_devices=4)
-    links = MACHINES["cxl2-switch"].link_table(table)
+    links = link_table(MACHINES["cxl2-switch"], table)
     pushes = [(links.worker(rank), links.device(rank)) for rank in range(4)]
     assert shared(links, pushes[0], pushes[3]) == {"switch uplink down"}
-    apart = MACHINES["cxl2-x8"].link_table(table)
+    apart = link_table(MACHINES["cxl2-x8"], table)
     assert shared(apart, pushes[0], pushes[3]) == set()
 
 
@@ -148,7 +149,7 @@ def test_what_is_read_from_a_memory_device_can_be_slower_than_what_is_written_to
     reads = 'read_gbytes_per_s = { value = 21.7, source = "968 / 3212 of writes", kind = "assumed" }'
     (tmp_path / "slow-reads.toml").write_text(text.replace(announced, f"{announced}\n{reads}"))
     machine = read_machine(tmp_path / "slow-reads.toml")
-    links = machine.link_table(PartitionTable.even(num_workers=2, num_devices=2))
+    links = link_table(machine, PartitionTable.even(num_workers=2, num_devices=2))
     worker, device, other = links.worker(0), links.device(0), links.device(1)
     assert links.bandwidth_gbytes_per_s(worker, device) == 72
     assert links.bandwidth_gbytes_per_s(device, worker) == 21.7
@@ -164,26 +165,26 @@ def test_nvlink_takes_the_place_of_pcie_where_there_is_one():
         devices=(MemoryDeviceEntry(workers=(0,), gpu=1), MemoryDeviceEntry(gpu=3), MemoryDeviceEntry(gpu=4)),
         worker_gpus=(0,),
     )
-    links = MACHINES["dgx1-volta"].link_table(table)
+    links = link_table(MACHINES["dgx1-volta"], table)
     assert [links.bandwidth_gbytes_per_s(0, links.device(d)) for d in range(3)] == [50, 25, 12]
 
 
 @pytest.mark.parametrize("name", sorted(partition_table_names()))
 def test_tables_of_the_papers_runs_fit_their_machines(name):
     machine = MACHINES[name.removesuffix("-2to1")]
-    links = machine.link_table(PartitionTable.load(name))
+    links = link_table(machine, PartitionTable.load(name))
     expected = machine.topology.num_gpus // 2
     assert (links.num_workers, links.num_devices) == (expected, expected // (2 if "2to1" in name else 1))
 
 
 def test_too_few_gpus_are_counted():
     with pytest.raises(ValueError, match="3 workers and 2 memory devices need 5 GPUs, sdsc-p100 has 4"):
-        MACHINES["sdsc-p100"].link_table(PartitionTable.even(num_workers=3, num_devices=2))
+        link_table(MACHINES["sdsc-p100"], PartitionTable.even(num_workers=3, num_devices=2))
 
 
 def test_a_gpu_that_the_machine_has_not_is_named():
     with pytest.raises(ValueError, match="names GPU 4; sdsc-p100 has 4"):
-        MACHINES["sdsc-p100"].link_table(PartitionTable.load("aws-p3"))
+        link_table(MACHINES["sdsc-p100"], PartitionTable.load("aws-p3"))
 
 
 def two_endpoints(**changes):
@@ -256,7 +257,7 @@ def test_asymmetric_paths_add_up():
 
 
 def test_memory_devices_of_aws_p3_have_an_interconnect_of_their_own() -> None:
-    table = load_machine("aws-p3").link_table(PartitionTable.even(num_workers=4, num_devices=4))
+    table = link_table(load_machine("aws-p3"), PartitionTable.even(num_workers=4, num_devices=4))
     between_devices = {table.bandwidth_gbytes_per_s(table.device(0), table.device(d)) for d in (1, 2, 3)}
     assert between_devices == {25.0}
     used_by_workers = {

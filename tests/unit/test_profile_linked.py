@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coarse.machine.catalogue import load_machine, machine_names
 from coarse.machine.links import Bucket, LinkTable, Path
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
 from coarse.profiler.dual_sync import DualSyncInputs, plan_dual_sync
 from coarse.profiler.linked import (
     collectives_from_links,
@@ -34,7 +35,7 @@ from coarse.schema import TensorSpec
 
 def links_of(machine, table=None):
     table = PartitionTable.load(table or machine)
-    links = load_machine(machine).link_table(table)
+    links = link_table(load_machine(machine), table)
     return links, [table.local_device(worker) for worker in range(table.num_workers)]
 
 
@@ -119,7 +120,7 @@ def test_bidirectional_bandwidths_are_those_of_figure_8():
 @pytest.mark.parametrize("machine", machine_names())
 def test_every_machine_has_a_plan(machine):
     table = PartitionTable.even(num_workers=2, num_devices=2)
-    links = load_machine(machine).link_table(table)
+    links = link_table(load_machine(machine), table)
     profile = profile_from_links(links, [0, 1])
     assert profile.kind == SIMULATED
     assert profile.key.machine == machine
@@ -181,7 +182,7 @@ def test_workers_on_one_device_share_its_lane_and_need_no_exchange(proxies, lane
 def test_the_exchange_of_devices_costs_the_bytes_of_its_protocol(proxies):
     """docs/design/queue-protocol.md: k contributions at each of d devices, (k+1)(d-1)/d n into and out of each."""
     table = PartitionTable.even(num_workers=4, num_devices=4)
-    links = load_machine("aws-p3").link_table(table)
+    links = link_table(load_machine("aws-p3"), table)
     tables = [RoutingTable(lat_proxy=proxy, bw_proxy=proxy) for proxy in proxies]
     num_clients = {proxy: proxies.count(proxy) for proxy in proxies}
     if len(set(num_clients.values())) > 1:
@@ -260,7 +261,7 @@ def test_dual_synchronisation_pays_on_v100_and_not_on_t4():
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 def test_large_shards_in_turn_use_the_link_that_the_paper_leaves_idle(num_workers):
     table = PartitionTable.even(num_workers=num_workers, num_devices=num_workers)
-    links = load_machine("aws-p3").link_table(table)
+    links = link_table(load_machine("aws-p3"), table)
     profile = profile_from_links(links, [table.local_device(worker) for worker in range(num_workers)])
     alone = plan_routing(profile)
     spread = spread_over_links(links, alone)
@@ -281,7 +282,7 @@ def test_large_shards_in_turn_use_the_link_that_the_paper_leaves_idle(num_worker
 @pytest.mark.parametrize("machine", ["aws-g4dn", "sdsc-p100"])
 def test_nothing_is_spread_where_one_memory_device_has_all_the_links(machine):
     table = PartitionTable.even(num_workers=2, num_devices=2)
-    links = load_machine(machine).link_table(table)
+    links = link_table(load_machine(machine), table)
     tables = plan_routing(profile_from_links(links, [0, 1]))
     assert spread_over_links(links, tables) == tables
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from coarse.machine.catalogue import load_machine
 from coarse.machine.partition_table import PartitionTable
+from coarse.machine.wiring import link_table
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.linked import profile_from_links
 from coarse.profiler.profile import BOTH, PULL, PUSH, ContradictoryFiguresError, PathId, Profile
@@ -20,7 +21,7 @@ CURVE = Curve(points=tuple(CurvePoint(nbytes=size, time_us=10 + size / 1e4) for 
 
 def profile_of_p3() -> Profile:
     table = PartitionTable.even(num_workers=4, num_devices=4)
-    links = load_machine("aws-p3").link_table(table)
+    links = link_table(load_machine("aws-p3"), table)
     return profile_from_links(links, [table.local_device(worker) for worker in range(4)])
 
 

@@ -7,9 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning import SIZES, curve_of, curves, line, models, path
 
+from coarse.profiler.alpha_beta import AlphaBeta
 from coarse.profiler.curve import Curve, CurvePoint
 from coarse.profiler.switchover import (
-    AlphaBeta,
     SwitchOver,
     all_gather,
     all_to_all,

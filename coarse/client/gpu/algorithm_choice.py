@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from coarse.client.gpu.gpu_routes import measure_routes, wait_for_all
+from coarse.client.gpu.gpu_routes import TrialClient, measure_routes, wait_for_all
 from coarse.client.memory.tensor_bytes import gpu_context
 from coarse.errors import CoarseError, OutOfDeviceMemoryError, is_refusal
 from coarse.kernels import _native
@@ -18,7 +18,6 @@ from coarse.profiler.routing import RoutingTable, with_threshold
 from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
-    from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
     from coarse.settings import Settings
 
@@ -73,7 +72,7 @@ class AlgorithmChoice:
         return [chosen] + [f"w{worker} along the routes: {table}" for worker, table in enumerate(self.routes)]
 
 
-def measure_ways(client: Client, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
+def measure_ways(client: TrialClient, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
     """Times each way; every worker must call it with the same ones, and gets the same choice.
 
     Args:
@@ -106,7 +105,7 @@ def _for_whole_tensors(table: RoutingTable, shard_bytes: int) -> RoutingTable:
     return replace(table, threshold_bytes=min(table.threshold_bytes, shard_bytes))
 
 
-def _measured_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
+def _measured_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
     try:
         return measure_routes(client, gpu)
     except OutOfDeviceMemoryError as error:  # of every worker
@@ -116,14 +115,14 @@ def _measured_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
         return ()
 
 
-def _is_any_on_gpu(client: Client, gpu: str) -> bool:
+def _is_any_on_gpu(client: TrialClient, gpu: str) -> bool:
     """Whether any worker has its tensors on a GPU."""
     number = np.array([float(bool(gpu))])
     client.all_reduce(number.ctypes.data, 1, "float64", "max")
     return bool(number[0])
 
 
-def _leads_elsewhere(client: Client, routes: Sequence[RoutingTable]) -> bool:
+def _leads_elsewhere(client: TrialClient, routes: Sequence[RoutingTable]) -> bool:
     return any(
         device != client.table.local_device(worker)
         for worker, table in enumerate(routes)
@@ -131,7 +130,7 @@ def _leads_elsewhere(client: Client, routes: Sequence[RoutingTable]) -> bool:
     )
 
 
-def _least_seconds(client: Client, way: Way, gpu: str, routes: tuple[RoutingTable, ...]) -> float:
+def _least_seconds(client: TrialClient, way: Way, gpu: str, routes: tuple[RoutingTable, ...]) -> float:
     try:
         group = client.register_trial(f"trial of {way}", _TRIAL, way.algorithm, gpu, routes)
     except CoarseError as error:

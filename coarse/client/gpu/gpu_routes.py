@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from coarse.client.memory.tensor_bytes import gpu_context
 from coarse.kernels import _native
+from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve
 from coarse.profiler.gpu_links import CopyTimer
 from coarse.profiler.routing import RoutingTable, plan_tables
@@ -22,7 +23,6 @@ from coarse.schema import TensorSpec
 from coarse.wire.algorithms import DIRECT
 
 if TYPE_CHECKING:
-    from coarse.client.client import Client
     from coarse.client.tensor_group import TensorGroup
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,40 @@ NOTHING_TO_COPY = 0.0
 Times = npt.NDArray[np.float64]
 
 
-def measure_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
+class TrialClient(Protocol):
+    """Registers tensors on trial, to measure ways between GPUs."""
+
+    @property
+    def number(self) -> int:
+        """Of this worker among those of its node."""
+
+    @property
+    def shard_bytes(self) -> int:
+        """Partition threshold of what is registered next."""
+
+    @property
+    def table(self) -> PartitionTable:
+        """Which memory device serves which workers."""
+
+    def all_reduce(
+        self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
+    ) -> None:
+        """Reduces a buffer that is not registered, in place."""
+
+    def register_trial(
+        self,
+        name: str,
+        spec: TensorSpec,
+        algorithm: str,
+        gpu: str,
+        routes: tuple[RoutingTable, ...] = (),
+        *,
+        is_for_gpu: bool = False,
+    ) -> TensorGroup:
+        """Registers a tensor to be reduced by one algorithm, whatever the settings say."""
+
+
+def measure_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
     """Plans a routing table for every worker; every worker must call it, and gets the same.
 
     Workers take turns, so that each path is measured alone.
@@ -67,7 +100,7 @@ def measure_routes(client: Client, gpu: str) -> tuple[RoutingTable, ...]:
     return plan_routes(times_us, local_devices)
 
 
-def wait_for_all(client: Client) -> None:
+def wait_for_all(client: TrialClient) -> None:
     """Returns when every worker of the node has called it."""
     number = np.zeros(1)
     client.all_reduce(number.ctypes.data, 1, "float64", "sum")

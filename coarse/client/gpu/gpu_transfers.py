@@ -7,13 +7,10 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from coarse.errors import CoarseError, NcclFailedError
 from coarse.kernels import _native
-
-if TYPE_CHECKING:
-    from coarse.client.tensor_group import TensorGroup
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +25,38 @@ MappedMemory = tuple[int, int, _native.CudaContext | None]
 not reach it, or None for the host. Zeros where nothing is copied."""
 
 NOTHING: MappedMemory = (0, 0, None)
+
+
+class _DirectPath(Protocol):
+    def leave(self) -> None:
+        """The workers reduce nothing themselves any more."""
+
+
+class _TransferredGroup(Protocol):
+    @property
+    def id(self) -> int:
+        """Its number."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+
+    @property
+    def nccl(self) -> _DirectPath:
+        """By which workers reduce some tensors themselves."""
+
+    def check(self, status: _native.WaitStatus, *, timeout_s: float) -> None:
+        """Raises an error unless `status` is a good end."""
+
+    def check_open(self) -> None:
+        """Raises SessionClosedError if the group is closed."""
+
+    def tell_pushed(self, tensors: Sequence[GpuTensor]) -> None:
+        """Notes which tensors were pushed."""
 
 
 class GpuTransfers:
@@ -52,7 +81,7 @@ class GpuTransfers:
 
     def __init__(
         self,
-        group: TensorGroup,
+        group: _TransferredGroup,
         client: _native.Client,
         context: _native.CudaContext,
         slots: MappedMemory,
@@ -62,7 +91,7 @@ class GpuTransfers:
         self.context = context
         self.stream = 0
         """Handle of the one that computes what is pushed: that of the last push or join."""
-        self._group: TensorGroup = weakref.proxy(group)  # which has this one
+        self._group: _TransferredGroup = weakref.proxy(group)  # which has this one
         self._client = client
         self._timeout_s = timeout_s
         self._native = _native.GpuTransfers(client, group.id, context, slots, results, timeout_s)

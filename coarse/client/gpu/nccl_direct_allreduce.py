@@ -7,18 +7,53 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from coarse.client.direct_allreduce import Meeting
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 
 if TYPE_CHECKING:
     from coarse.client.gpu.gpu_transfers import GpuTransfers
-    from coarse.client.tensor_group import TensorGroup
 
 _FLAGS = _native.OWN_PATH | _native.BY_NCCL
 _DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
 _ABORTED_AFTER_S = 5.0  # workers that are microseconds behind may still read this one's memory
+
+
+class _ReducedGroup(Protocol):
+    gpu: GpuTransfers | None
+
+    @property
+    def id(self) -> int:
+        """Its number."""
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """Its tensors."""
+
+    @property
+    def num_shards(self) -> int:
+        """Of a step."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether this worker sees its slots on a GPU."""
+
+    @property
+    def address_on_gpu(self) -> int:
+        """Where this worker's GPU reaches its slots; 0 if it does not."""
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the workers come together over this group."""
+
+    def needs_memory_devices(self) -> str:
+        """What else memory devices are for than reducing; "" for nothing."""
 
 
 class NcclOwnPath:
@@ -33,8 +68,8 @@ class NcclOwnPath:
         native: Of this worker.
     """
 
-    def __init__(self, group: TensorGroup, native: _native.Client) -> None:
-        self._group: TensorGroup = weakref.proxy(group)  # which has this one
+    def __init__(self, group: _ReducedGroup, native: _native.Client) -> None:
+        self._group: _ReducedGroup = weakref.proxy(group)  # which has this one
         self._native = native
         self._why_not = ""
         self._communicator: _native.NcclCommunicator | None = None  # while shards go this way

@@ -8,14 +8,12 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from coarse.client.interfaces import HomeDevice
 from coarse.errors import CoarseError, MemoryDeviceLostError, told_error
 from coarse.kernels import _native
 from coarse.wire.messages import Channel, Message
-
-if TYPE_CHECKING:
-    from coarse.client.client import Client
 
 _POLL_S = 0.05
 
@@ -48,7 +46,7 @@ class Snapshot:
     block, or hand it over with write(). Made by TensorGroup.snapshot(); as that, one caller at a time.
     """
 
-    def __init__(self, client: Client, group: int, number: int) -> None:
+    def __init__(self, client: HomeDevice, group: int, number: int) -> None:
         self._client = client
         self._place = {"group": group, "snapshot": number}
         self.number = number

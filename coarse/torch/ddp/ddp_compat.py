@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from coarse.torch.ddp.distributed import DistributedDataParallel
 
 
 class _Facade:
     _torch_name = ""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: Any) -> None:
         self._model_reference = weakref.ref(model)
 
     @property
-    def _model(self) -> DistributedDataParallel:
+    def _model(self) -> Any:
         model = self._model_reference()
         assert model is not None, "the model owns this object"
         return model

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
 
-if TYPE_CHECKING:
-    from coarse.torch.ddp.distributed import DistributedDataParallel
+
+class _JoinedModel(Protocol):
+    require_forward_param_sync: bool
+
+    def run_optimizers_on_workers(self) -> None:
+        """Workers make the updates from now on."""
+
+    def resume_optimizers(self, root: int) -> None:
+        """Memory devices make them again, from the state of worker `root`."""
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward broadcasts buffers."""
+
+    def broadcast_module_buffers(self, root: int) -> None:
+        """Copies buffers of worker `root` to all."""
+
+    def broadcast_model(self, root: int) -> None:
+        """Copies parameters and buffers of worker `root` to all."""
+
+    def agree_on_rank(self, *, candidate: bool) -> int:
+        """The highest rank that is a candidate."""
+
+    def agree_on_averaging(self, *, wants: bool) -> bool:
+        """Whether any worker averages gradients."""
+
+    def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
+        """Takes part in an averaging without gradients."""
 
 
 class UnevenInputsHook(JoinHook):  # type: ignore[misc]
@@ -23,7 +48,7 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
         divide_by_initial_world_size: Whether averages still count this worker (with zeros) or leave it out.
     """
 
-    def __init__(self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: _JoinedModel, *, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._model = model
         self._divide_by_initial_world_size = divide_by_initial_world_size

@@ -1,0 +1,46 @@
+"""Where the slots of a registered group lie on the memory devices of a node (docs/design/gpu.md)."""
+
+from __future__ import annotations
+
+from coarse.wire.device_job import DeviceJob
+from coarse.wire.registration import GroupSchema
+from coarse.wire.slot_pieces import SlotPiece, slot_pieces
+
+
+def pieces_of_slots(schema: GroupSchema, job: DeviceJob, num_bytes: int) -> dict[int, list[SlotPiece]]:
+    """Which memory devices have the slots of each worker of a node.
+
+    Args:
+        schema: Of the group; its routes are in order.
+        job: Of any of the devices.
+        num_bytes: Of the slots of one worker.
+    """
+    clients = range(job.num_clients)
+    if not schema.routes:
+        return {client: [SlotPiece(job.local_device(client), num_bytes)] for client in clients}
+    plan = schema.partition()
+    return {
+        client: slot_pieces(table, plan, schema.specs, num_bytes)
+        for client, table in zip(clients, schema.routes, strict=True)
+    }
+
+
+def check_routes(schema: GroupSchema, job: DeviceJob, *, is_on_gpu: bool) -> None:
+    """Whether slots can lie where a group's routes lead.
+
+    Raises:
+        ValueError: If they cannot; says why.
+    """
+    if not schema.routes:
+        return
+    furthest = max(max(table.lat_proxy, table.bw_proxy) for table in schema.routes)
+    if len(schema.routes) != job.num_clients or furthest >= job.num_devices:
+        raise ValueError(
+            f"{schema.name}: {len(schema.routes)} workers have routes to memory devices up to md{furthest}; this "
+            f"node has {job.num_clients} and {job.num_devices}"
+        )
+    if not is_on_gpu or schema.window_bytes or schema.is_open:
+        raise ValueError(
+            f"{schema.name}: slots lie where they are routed in the memory of GPUs, unless tensors take turns in "
+            "them or other workers see them"
+        )
