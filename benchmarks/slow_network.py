@@ -30,7 +30,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import coarse.torch
-from coarse.bench.process_pool import Crew, Seat
+from coarse.bench.process_pool import ProcessPool, Seat
 from coarse.bench.record import EMULATED, Provenance, append_records
 
 NUM_NODES = 2
@@ -162,7 +162,7 @@ def address_of(node: int) -> str:
 
 def run(system: System, plan: Plan, namespaces: list[str]) -> tuple[list[float], np.ndarray]:
     """Step times of the first worker, in seconds, and its parameters at the end."""
-    with Crew(NUM_NODES * plan.workers, work) as crew:
+    with ProcessPool(NUM_NODES * plan.workers, work) as crew:
         crew.tell((system, plan, namespaces))
         found: tuple[list[float], np.ndarray] = crew.hear(LIMIT_S)[0]
     return found

@@ -34,7 +34,7 @@ class Presence:
         self._listener.close()
 
 
-class Lookout:
+class LivenessProbe:
     """Looks at whether another process is there. Never waits.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coarse.env import WorkerIdentity
 from coarse.errors import CoarseError, RendezvousError, WorkerLostError, follow_up, told_error
-from coarse.liveness import Lookout, Presence
+from coarse.liveness import LivenessProbe, Presence
 from coarse.store import Store
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class PeerWatch:
         self._pidfds: dict[int, int] = {}
         self._gone: set[int] = set()  # before they were watched
         self._elsewhere: dict[int, WorkerAddress] = {}
-        self._lookouts: dict[int, Lookout] = {}
+        self._lookouts: dict[int, LivenessProbe] = {}
 
     def own_address(self) -> WorkerAddress:
         """What others have to know of this process."""
@@ -239,10 +239,10 @@ class PeerWatch:
                 raise self._loss([rank]) from None
             self._lookouts[rank].close()
 
-    def _look_out_for(self, rank: int) -> Lookout:
+    def _look_out_for(self, rank: int) -> LivenessProbe:
         address = self._elsewhere[rank]
         if rank not in self._lookouts:
-            self._lookouts[rank] = Lookout(address.presence_host, address.presence_port)
+            self._lookouts[rank] = LivenessProbe(address.presence_host, address.presence_port)
         lookout = self._lookouts[rank]
         if lookout.problem:
             where = f"{address.presence_host} port {address.presence_port} ({lookout.problem})"

@@ -17,7 +17,7 @@ from coarse.client.link_probes import LinkProbes
 from coarse.client.memory.parameter_storage import StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
-from coarse.client.single_worker import SoloClient, SoloTensorGroup
+from coarse.client.single_worker import SingleWorkerClient, SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
 from coarse.env import Attempt, WorkerIdentity
 from coarse.errors import SessionClosedError
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _DEVICE_EXIT_TIMEOUT_S = 0.5
 
 
-AnyTensorGroup: TypeAlias = TensorGroup | SoloTensorGroup
+AnyTensorGroup: TypeAlias = TensorGroup | SingleWorkerTensorGroup
 """The tensors of one registration, whether there are other workers or not."""
 
 
@@ -63,7 +63,7 @@ class Session:
         self,
         identity: WorkerIdentity,
         settings: Settings,
-        client: Client | SoloClient,
+        client: Client | SingleWorkerClient,
         node: NodeDevices | None,
         attempt: Attempt,
     ) -> None:
@@ -75,7 +75,7 @@ class Session:
             attempt=attempt.number,
             device_pid=client.device_pid if isinstance(client, Client) else None,
         )
-        self._client: Client | SoloClient | None = client
+        self._client: Client | SingleWorkerClient | None = client
         self._node = node
         self._decisions: tuple[str, ...] = ()
         self._planning: StepPlanning | None = None
@@ -116,7 +116,7 @@ class Session:
         attempt = attempt or Attempt.from_environment()
         if identity.world_size == 1:
             check_solo(settings)
-            return cls(identity, settings, SoloClient(), None, attempt)
+            return cls(identity, settings, SingleWorkerClient(), None, attempt)
         has_other_nodes = identity.local_world_size < identity.world_size or bool(settings.node)
         reached_at = try_address_of_this_node(settings) if has_other_nodes else ""
         with PeerWatch(
@@ -328,7 +328,7 @@ class Session:
             ValueError: If there is one worker only, and no link.
         """
         client = self._open()
-        if isinstance(client, SoloClient):
+        if isinstance(client, SingleWorkerClient):
             raise ValueError("a session of one worker has no links")
         return client.open_probes(largest_bytes)
 
@@ -516,7 +516,7 @@ class Session:
             raise ValueError("a job of one worker has no memory devices, and no links to them")
         return client
 
-    def _open(self) -> Client | SoloClient:
+    def _open(self) -> Client | SingleWorkerClient:
         if self._client is None:
             raise SessionClosedError(f"worker {self.identity.rank}: the session is closed")
         return self._client

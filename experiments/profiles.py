@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from coarse.bench.process_pool import Crew, Seat
+from coarse.bench.process_pool import ProcessPool, Seat
 from coarse.machine.catalogue import load_machine
 from coarse.machine.links import LinkTable
 from coarse.machine.partition_table import PartitionTable
@@ -53,7 +53,7 @@ def _hurried(plan: MeasurePlan, is_quick: bool) -> MeasurePlan:
 
 
 def _measure(num_workers: int, settings: dict[str, Any], plan: MeasurePlan) -> Profile:
-    with Crew(num_workers, _work) as crew:
+    with ProcessPool(num_workers, _work) as crew:
         return from_json(crew.ask((settings, plan))[0])
 
 

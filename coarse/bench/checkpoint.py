@@ -12,7 +12,7 @@ from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.train import Progress
 from coarse.bench.training import OPTIMIZERS
-from coarse.bench.worker_pool import BenchError, Fleet, time_for
+from coarse.bench.worker_pool import BenchError, WorkerPool, time_for
 from coarse.scratch import Scratch
 
 SYSTEMS = ("coarse", "coarse-workers", "torch", "dcp")
@@ -189,16 +189,16 @@ def _take_turn(plan: SavePlan, system: str, measured: _Measured) -> None:
             "threads": plan.threads,
             "folder": str(folder),
         }
-        with Fleet(f"save-{system}", plan.num_workers, options, threads=plan.threads) as fleet:
-            fleet.start()
-            fleet.ask("first_step")
+        with WorkerPool(f"save-{system}", plan.num_workers, options, threads=plan.threads) as pool:
+            pool.start()
+            pool.ask("first_step")
             with PeakMemory() as training:
-                fleet.ask("run", steps=_MEMORY_STEPS)
+                pool.ask("run", steps=_MEMORY_STEPS)
             num_steps = plan.every * (plan.saves + 1)
             with PeakMemory() as saving:
-                answers = fleet.ask("save", time_for(num_steps), saves=plan.saves, every=plan.every)
+                answers = pool.ask("save", time_for(num_steps), saves=plan.saves, every=plan.every)
             measured.add(answers)
             measured.extra_bytes = max(measured.extra_bytes, saving.peak_bytes - training.peak_bytes)
-            if not all(fleet.ask("check")):
+            if not all(pool.ask("check")):
                 raise BenchError(f"{system}: what was saved is not the model ({plan.model})")
             measured.saved_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -23,7 +23,7 @@ LIMIT_S = 120.0
 """How long a crew's driver waits for a message."""
 
 
-class CrewError(Exception):
+class ProcessPoolError(Exception):
     """A worker failed; the message ends with its traceback."""
 
 
@@ -65,7 +65,7 @@ class Seat:
         return self.pipe.recv()
 
 
-class Crew:
+class ProcessPool:
     """Worker processes that each run one function. Context manager; leaves no process behind.
 
     Args:
@@ -95,7 +95,7 @@ class Crew:
         """The next value of every worker, by rank.
 
         Raises:
-            CrewError: If one failed or ended.
+            ProcessPoolError: If one failed or ended.
             TimeoutError: If one says nothing for `limit_s`.
         """
         return [self._hear(rank, pipe, limit_s) for rank, pipe in enumerate(self._pipes)]
@@ -116,7 +116,7 @@ class Crew:
                 process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(
@@ -130,9 +130,9 @@ class Crew:
         try:
             what, value = pipe.recv()
         except EOFError:
-            raise CrewError(f"worker {rank} has ended without a word") from None
+            raise ProcessPoolError(f"worker {rank} has ended without a word") from None
         if what == "error":
-            raise CrewError(f"worker {rank} failed:\n{value}")
+            raise ProcessPoolError(f"worker {rank} failed:\n{value}")
         return value
 
 

@@ -19,7 +19,7 @@ from coarse.bench.adapter import Adapter, WorkerJob
 from coarse.bench.collectives import CoarseSession
 from coarse.bench.statistics import Timing, slowest_worker
 from coarse.bench.trace import ComputeTrace, compute_until
-from coarse.bench.worker_pool import Fleet, time_for
+from coarse.bench.worker_pool import WorkerPool, time_for
 from coarse.tuning.first_steps import TIMED_STEPS
 
 _WHOLE_TENSORS = 1 << 32
@@ -263,12 +263,12 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
     for turn in range(plan.rounds):
         for scheme in plan.schemes:
             progress(f"{scheme}  round {turn + 1} of {plan.rounds}")
-            with _fleet(plan, scheme) as fleet:
-                fleet.start()
-                decisions[scheme] = tuple(line for answer in fleet.ask("verify") for line in answer)
+            with _pool(plan, scheme) as pool:
+                pool.start()
+                decisions[scheme] = tuple(line for answer in pool.ask("verify") for line in answer)
                 seconds[scheme].append(
                     slowest_worker(
-                        fleet.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
+                        pool.ask("run", time_for(plan.steps, stretch=plan.time_dilation), steps=plan.steps)
                     )
                 )
     return tuple(
@@ -282,7 +282,7 @@ def run_replay(plan: ReplayPlan, progress: Progress = lambda _: None) -> tuple[R
     )
 
 
-def _fleet(plan: ReplayPlan, scheme: str) -> Fleet:
+def _pool(plan: ReplayPlan, scheme: str) -> WorkerPool:
     options = {
         "trace": plan.trace.to_json(),
         "scheme": scheme,
@@ -291,8 +291,8 @@ def _fleet(plan: ReplayPlan, scheme: str) -> Fleet:
         "time_dilation": plan.time_dilation,
         "memory_devices": str(plan.memory_devices),
     }
-    return Fleet("replay", plan.num_workers, options)
+    return WorkerPool("replay", plan.num_workers, options)
 
 
 REPLAY_SYSTEMS: dict[str, Callable[[WorkerJob], Adapter]] = {"replay": ReplayAdapter}
-"""Adapter of the system that Fleet knows."""
+"""Adapter of the system that WorkerPool knows."""

@@ -11,7 +11,7 @@ from coarse.bench.control_group import ControlGroup
 from coarse.bench.memory import available_bytes
 from coarse.bench.models import NUM_PARAMETERS
 from coarse.bench.train import TrainPlan
-from coarse.bench.worker_pool import BenchError, Fleet
+from coarse.bench.worker_pool import BenchError, WorkerPool
 from coarse.errors import CoarseError
 
 BASELINE_MODEL = "bert-tiny"
@@ -165,11 +165,11 @@ def _try(plan: TrainPlan, system: str, *, model: str, limit_bytes: int, timeout_
         "threads": plan.threads,
     }
     with ControlGroup(limit_bytes) as group:
-        fleet = Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
+        pool = WorkerPool(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
         try:
-            with fleet:
-                fleet.start(timeout_s)
-                fleet.ask("run", timeout_s, steps=STEPS - 1)  # and one that is not counted
+            with pool:
+                pool.start(timeout_s)
+                pool.ask("run", timeout_s, steps=STEPS - 1)  # and one that is not counted
                 # Before models are closed, which copies them for each worker and which scripts hardly do.
                 return group.peak_bytes
         except (CoarseError, TimeoutError) as error:

@@ -11,7 +11,7 @@ import numpy as np
 from coarse.bench.memory import available_bytes
 from coarse.bench.record import SyncRecord
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
-from coarse.bench.worker_pool import BenchError, Fleet
+from coarse.bench.worker_pool import BenchError, WorkerPool
 from coarse.machine.memory_name import parse_memory_devices
 from coarse.settings import Settings
 
@@ -84,14 +84,14 @@ def run_sync(plan: SyncPlan, progress: Progress = lambda _: None) -> list[SyncRe
     """
     _check_memory(plan)
     with contextlib.ExitStack() as stack:
-        fleets = {}
+        pools = {}
         for system in (each for each in plan.systems if each not in _BUSY_WHEN_IDLE):
             progress(f"starting {system}")
-            fleets[system] = stack.enter_context(_fleet(plan, system))
-            fleets[system].start()
+            pools[system] = stack.enter_context(_pool(plan, system))
+            pools[system].start()
         records = []
         for nbytes in plan.sizes:
-            records += _measure_size(plan, fleets, nbytes, progress)
+            records += _measure_size(plan, pools, nbytes, progress)
     return records
 
 
@@ -111,29 +111,29 @@ def _check_memory(plan: SyncPlan) -> None:
         )
 
 
-def _fleet(plan: SyncPlan, system: str) -> Fleet:
+def _pool(plan: SyncPlan, system: str) -> WorkerPool:
     if system == LIMIT:
-        return Fleet(system, 1, {"num_workers": plan.num_workers})
+        return WorkerPool(system, 1, {"num_workers": plan.num_workers})
     if system not in COARSE_SYSTEMS:
-        return Fleet(system, plan.num_workers)
+        return WorkerPool(system, plan.num_workers)
     chosen = {"algorithm": plan.algorithm, "memory_devices": plan.memory_devices}
     options = {name: value for name, value in chosen.items() if value}
-    return Fleet(system, plan.num_workers, options)
+    return WorkerPool(system, plan.num_workers, options)
 
 
 def _measure_size(
-    plan: SyncPlan, fleets: Mapping[str, Fleet], nbytes: int, progress: Progress
+    plan: SyncPlan, pools: Mapping[str, WorkerPool], nbytes: int, progress: Progress
 ) -> list[SyncRecord]:
     seconds: dict[str, list[float]] = {system: [] for system in plan.systems}
     for round_index in range(plan.rounds):
         for system in plan.systems:
             progress(f"{format_bytes(nbytes)}  {system}  round {round_index + 1} of {plan.rounds}")
-            if system in fleets:
-                seconds[system] += _take_turn(plan, fleets[system], nbytes)
+            if system in pools:
+                seconds[system] += _take_turn(plan, pools[system], nbytes)
                 continue
-            with _fleet(plan, system) as fleet:
-                fleet.start()
-                seconds[system] += _take_turn(plan, fleet, nbytes)
+            with _pool(plan, system) as pool:
+                pool.start()
+                seconds[system] += _take_turn(plan, pool, nbytes)
     return [
         SyncRecord(
             system=system,
@@ -146,16 +146,16 @@ def _measure_size(
     ]
 
 
-def _take_turn(plan: SyncPlan, fleet: Fleet, nbytes: int) -> list[float]:
+def _take_turn(plan: SyncPlan, pool: WorkerPool, nbytes: int) -> list[float]:
     """One system's turn. It holds its tensors only that long, so that memory is needed for one only."""
-    fleet.ask("prepare", nbytes=nbytes, dtype=plan.dtype)
-    fleet.ask("verify")
-    seconds = _run_within(plan.budget_s / plan.rounds, fleet)
-    fleet.ask("release")
+    pool.ask("prepare", nbytes=nbytes, dtype=plan.dtype)
+    pool.ask("verify")
+    seconds = _run_within(plan.budget_s / plan.rounds, pool)
+    pool.ask("release")
     return seconds
 
 
-def _run_within(budget_s: float, fleet: Fleet) -> list[float]:
+def _run_within(budget_s: float, pool: WorkerPool) -> list[float]:
     """Runs iterations until the budget or _MAX_ITERATIONS is used up, in bursts that grow step by step.
 
     One burst would not do: where workers outnumber cores and poll, most iterations may take a thousand times
@@ -164,7 +164,7 @@ def _run_within(budget_s: float, fleet: Fleet) -> list[float]:
     seconds: list[float] = []
     burst = _FIRST_BURST
     while burst > 0:
-        latest = slowest_worker(fleet.ask("run", iterations=burst))
+        latest = slowest_worker(pool.ask("run", iterations=burst))
         seconds += (float(each) for each in latest)
         allowed = min(_BURST_GROWTH * burst, _MAX_ITERATIONS - len(seconds))
         burst = iterations_within(budget_s - sum(seconds), float(latest.mean()), at_least=0, at_most=allowed)

@@ -15,7 +15,7 @@ from coarse.bench.memory import JobMemory, available_bytes
 from coarse.bench.models import MODELS, NUM_PARAMETERS
 from coarse.bench.statistics import Timing, iterations_within, slowest_worker
 from coarse.bench.training import CPU, LEARNING_RATE, OPTIMIZERS, PHASES, check_device
-from coarse.bench.worker_pool import BenchError, Fleet, time_for
+from coarse.bench.worker_pool import BenchError, WorkerPool, time_for
 
 PEERS = ("ddp", "ddp-tuned", "ddp-default", "none")
 DDPS = ("ddp", "ddp-tuned", "ddp-default")
@@ -227,7 +227,7 @@ def check_memory(plan: TrainPlan) -> None:
         )
 
 
-def _fleet(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> Fleet:
+def _pool(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> WorkerPool:
     options = {
         "model": plan.model,
         "batch": plan.batch,
@@ -236,17 +236,17 @@ def _fleet(plan: TrainPlan, system: str, group: ControlGroup | None = None) -> F
         "threads": plan.threads,
         "device": plan.device,
     }
-    return Fleet(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
+    return WorkerPool(f"train-{system}", plan.num_workers, options, threads=plan.threads, group=group)
 
 
 def _try_alone(plan: TrainPlan, system: str, progress: Progress) -> FirstStep:
     """Takes the first steps of a system with the machine to itself, watching its memory."""
     progress(f"{system}  verifying")
-    with JobMemory() as memory, _fleet(plan, system, memory.group) as fleet:
-        fleet.start()
-        answers = fleet.ask("first_step")
-        fleet.ask("run", steps=_MEMORY_STEPS)
-        gpu_memories = fleet.ask("gpu_memory")
+    with JobMemory() as memory, _pool(plan, system, memory.group) as pool:
+        pool.start()
+        answers = pool.ask("first_step")
+        pool.ask("run", steps=_MEMORY_STEPS)
+        gpu_memories = pool.ask("gpu_memory")
         peak_bytes = memory.peak_bytes  # before models are closed
     return FirstStep(
         losses=tuple(answer["loss"] for answer in answers),
@@ -313,13 +313,13 @@ class _Times:
 def _measure_side_by_side(plan: TrainPlan, progress: Progress) -> dict[str, dict[str, Timing]]:
     times = {system: _Times() for system in plan.systems}
     with contextlib.ExitStack() as stack:
-        fleets = {system: stack.enter_context(_fleet(plan, system)) for system in plan.systems}
-        for fleet in fleets.values():
-            fleet.start()
+        pools = {system: stack.enter_context(_pool(plan, system)) for system in plan.systems}
+        for pool in pools.values():
+            pool.start()
         for round_index in range(plan.rounds):
-            for system, fleet in fleets.items():
+            for system, pool in pools.items():
                 progress(f"{system}  round {round_index + 1} of {plan.rounds}")
-                times[system].add(_take_turn(plan, fleet))
+                times[system].add(_take_turn(plan, pool))
     return {system: each.timings() for system, each in times.items()}
 
 
@@ -328,17 +328,17 @@ def _measure_one_by_one(plan: TrainPlan, progress: Progress) -> dict[str, dict[s
     for round_index in range(plan.rounds):
         for system in plan.systems:
             progress(f"{system}  round {round_index + 1} of {plan.rounds} (started anew)")
-            with _fleet(plan, system) as fleet:
-                fleet.start()
-                times[system].add(_take_turn(plan, fleet))
+            with _pool(plan, system) as pool:
+                pool.start()
+                times[system].add(_take_turn(plan, pool))
     return {system: each.timings() for system, each in times.items()}
 
 
-def _take_turn(plan: TrainPlan, fleet: Fleet) -> list[dict[str, list[float]]]:
+def _take_turn(plan: TrainPlan, pool: WorkerPool) -> list[dict[str, list[float]]]:
     steps = plan.steps
     if not steps:
-        probe = slowest_worker([answer["step"] for answer in fleet.ask("run", steps=_PROBE_STEPS)])
+        probe = slowest_worker([answer["step"] for answer in pool.ask("run", steps=_PROBE_STEPS)])
         share_s = plan.budget_s / plan.rounds
         steps = iterations_within(share_s, float(np.median(probe)), at_least=_MIN_STEPS, at_most=_MAX_STEPS)
-    answers: list[dict[str, list[float]]] = fleet.ask("run", time_for(steps), steps=steps)
+    answers: list[dict[str, list[float]]] = pool.ask("run", time_for(steps), steps=steps)
     return answers

@@ -52,7 +52,7 @@ class BenchError(CoarseError):
     """A benchmark could not be carried through: a wrong result, or too little memory for it."""
 
 
-class Fleet:
+class WorkerPool:
     """The worker processes of one system. Context manager; idempotent close(); one thread at a time.
 
     Every wait is bounded and watches the processes. Workers live in process groups of their own: Ctrl-C
@@ -145,7 +145,7 @@ class Fleet:
             self._scratch.remove()
             self._processes, self._channels, self._scratch = [], [], None
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(

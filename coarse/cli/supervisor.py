@@ -26,7 +26,7 @@ from coarse.cli.processes import (
 from coarse.env import Attempt
 from coarse.errors import CoarseError
 from coarse.machine.out_of_memory import OutOfMemoryWatch
-from coarse.wire.persistent_sessions import forget_job, kept_pids
+from coarse.wire.persistent_sessions import forget_job, persistent_pids
 
 REPORT_GRACE_S = 1.0
 """After a failure, how long the other workers may take to report an error of their own."""
@@ -331,7 +331,7 @@ class Supervisor:
         self._num_restarts += 1
         failure = first_failure([worker.exit() for worker in self._ended])
         self._say(f"coarse run: {failure}; restart {self._num_restarts} of {self._plan.max_restarts}\n")
-        sweep(spared=kept_pids(self._plan.job), reap=self._reap)
+        sweep(spared=persistent_pids(self._plan.job), reap=self._reap)
         self._is_failing = False
         self._ended = []
         self._has_children = True
@@ -370,7 +370,7 @@ class Supervisor:
 
     def _kill_all(self) -> None:
         """Kills until nothing is left, but memory devices that are kept for a restart."""
-        spared = kept_pids(self._plan.job) if self._is_to_restart else ()
+        spared = persistent_pids(self._plan.job) if self._is_to_restart else ()
         signal_all(descendants(os.getpid(), spared=spared), signal.SIGKILL)
         self._later(_KILL_INTERVAL_S, self._kill_all)
 

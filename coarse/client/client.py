@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from coarse.client.async_reducer import AsyncReducer
 from coarse.client.connection import DeviceConnection, SilentDeviceError, send_to_all
-from coarse.client.direct_allreduce import Meeting
+from coarse.client.direct_allreduce import NodeBarrier
 from coarse.client.emulated_links import EmulatedLinks
-from coarse.client.failure_detector import FateOfDevice, KillSilent, Losses, heartbeat_limit_ms
-from coarse.client.internal_groups import meeting_schema, staging_schema
+from coarse.client.failure_detector import FailureDetector, FateOfDevice, KillSilent, heartbeat_limit_ms
+from coarse.client.internal_groups import node_barrier_schema, staging_schema
 from coarse.client.link_probes import LinkProbes, probe_schema
 from coarse.client.memory.parameter_storage import ParameterStorage, StorageSnapshot
 from coarse.client.memory.stored_value import StoredValue
 from coarse.client.node_agreement import NodeAgreement
 from coarse.client.registered_groups import RegisteredGroups
-from coarse.client.requests import Questions
+from coarse.client.requests import Requests
 from coarse.client.tensor_group import TensorGroup
 from coarse.errors import (
     CoarseError,
@@ -130,7 +130,7 @@ class Client:
         )
         # They live as long as this object, which must not live because of them.
         has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
-        self._losses = Losses(
+        self._failure_detector = FailureDetector(
             rank=self.rank,
             connections=connections,
             doorbells_fd=doorbells_fd,
@@ -140,15 +140,17 @@ class Client:
             has_gpu_tensors=lambda: (has_any := has_gpu_tensors()) is not None and has_any(),
             replicas=settings.replicas,
         )
-        self._questions = Questions(self.rank, settings.timeout_s, self._losses)
-        self._storage = ParameterStorage(connections, self._questions, replicas=settings.replicas)
-        self._links = EmulatedLinks(emulation, connections[0], self._questions)
+        self._requests = Requests(self.rank, settings.timeout_s, self._failure_detector)
+        self._storage = ParameterStorage(connections, self._requests, replicas=settings.replicas)
+        self._links = EmulatedLinks(emulation, connections[0], self._requests)
         self._ranks_elsewhere = agreement.ranks_elsewhere
         self.names = names
         """The workers of this node in words, by client number."""
         self.warn_after_s = settings.warn_after_s
         """How long a wait may take before it is logged; 0 for ever."""
-        self._groups = RegisteredGroups(self._native, connections, agreement, self._questions, self._losses)
+        self._groups = RegisteredGroups(
+            self._native, connections, agreement, self._requests, self._failure_detector
+        )
         if self.warn_after_s:
             # The data path lives as long as this object, which must not live because of it.
             tell_late = weakref.WeakMethod(self._tell_late)
@@ -320,15 +322,15 @@ class Client:
         place = self.table.devices[HOME_DEVICE].memory.place
         return f"the parameters would lie on cuda:{place}, and the model is in the host's memory"
 
-    def open_meeting(self, name: str, most_numbers: int) -> Meeting:
+    def open_node_barrier(self, name: str, most_numbers: int) -> NodeBarrier:
         """Makes a place where the workers of the node meet; every worker must do so alike.
 
         Args:
             name: Of what they meet over.
             most_numbers: How many they can compare at once.
         """
-        schema = meeting_schema(name, most_numbers, is_emulated=self.emulation is not None)
-        return Meeting(self._register(schema))
+        schema = node_barrier_schema(name, most_numbers, is_emulated=self.emulation is not None)
+        return NodeBarrier(self._register(schema))
 
     def open_async_reducer(self) -> AsyncReducer:
         """Has tensors pushed and pulled by name from now on, and by nothing else; its own end is the caller's."""
@@ -389,7 +391,7 @@ class Client:
             about: What it is about, for errors.
         """
         self.tell_home(message)
-        return self._questions.wait_for(self._connections[HOME_DEVICE], kind, about)
+        return self._requests.wait_for(self._connections[HOME_DEVICE], kind, about)
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
         """Takes memory for probes of up to `largest_bytes`; every worker must do so alike.
@@ -457,7 +459,9 @@ class Client:
                 f"worker {self.rank}: waited {waited_s:.1f} s for {describe()}{self._advice(self._late_clients())}"
             )
         is_silent = status == _native.WaitStatus.DEVICE_SILENT
-        raise self._losses.explain(SilentDeviceError(self._native.lost_device) if is_silent else None)
+        raise self._failure_detector.explain(
+            SilentDeviceError(self._native.lost_device) if is_silent else None
+        )
 
     def check_others(self) -> None:
         """Raises what is known of lost workers and memory devices, as while waiting for a tensor."""
@@ -538,8 +542,8 @@ class Client:
         return self._staging
 
     def _check_usable(self) -> None:
-        if self._losses.known is not None:
-            raise self._losses.known
+        if self._failure_detector.known is not None:
+            raise self._failure_detector.known
         if self._is_closed:
             raise SessionClosedError(f"worker {self.rank}: the session is closed")
         if os.getpid() != self._pid:

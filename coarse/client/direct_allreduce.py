@@ -9,7 +9,7 @@ from coarse.client.memory.tensor_bytes import TensorBytes
 from coarse.kernels import _native
 
 
-class _MeetingGroup(Protocol):
+class _BarrierGroup(Protocol):
     def buffer(self, index: int) -> TensorBytes:
         """The writable bytes of a tensor's slot."""
 
@@ -26,16 +26,16 @@ class _MeetingGroup(Protocol):
         """Gives the group up."""
 
 
-class Meeting:
+class NodeBarrier:
     """Where all workers of a node come together over one tensor group, in whichever order groups are worked on.
 
-    Made by Client.open_meeting().
+    Made by Client.open_node_barrier().
 
     Args:
         group: Two tensors: a byte, and as many numbers as are compared at once.
     """
 
-    def __init__(self, group: _MeetingGroup) -> None:
+    def __init__(self, group: _BarrierGroup) -> None:
         self._group = group
         numbers = group.buffer(1)
         assert isinstance(numbers, memoryview)
@@ -82,7 +82,7 @@ class Meeting:
         self._group.close()
 
 
-class HostOwnPath:
+class HostDirectAllReduce:
     """Reduces tensors on the workers' own processors: each worker a piece, in all slots, then everyone takes them.
 
     The arithmetic and the order of workers are those of the memory devices, so that results have the same bits.
@@ -94,7 +94,7 @@ class HostOwnPath:
         meeting: Of this tensor group alone, since groups may end their steps in any order.
     """
 
-    def __init__(self, native: _native.Client, group: int, num_workers: int, meeting: Meeting) -> None:
+    def __init__(self, native: _native.Client, group: int, num_workers: int, meeting: NodeBarrier) -> None:
         self._native = native
         self._group = group
         self._num_workers = num_workers

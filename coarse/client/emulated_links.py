@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from coarse.client.connection import DeviceConnection
 from coarse.client.pacing import LoggedTransfer, PacingReport, ServedTransfer
-from coarse.client.requests import Questions
+from coarse.client.requests import Requests
 from coarse.kernels import _native
 from coarse.machine.emulation import Emulation
 from coarse.machine.links import Bucket
@@ -21,15 +21,13 @@ class EmulatedLinks:
     Args:
         emulation: The machine; None if links are those that are there, and every method raises ValueError.
         connection: To a memory device; all share the links.
-        questions: Wait for its answers.
+        requests: Wait for its answers.
     """
 
-    def __init__(
-        self, emulation: Emulation | None, connection: DeviceConnection, questions: Questions
-    ) -> None:
+    def __init__(self, emulation: Emulation | None, connection: DeviceConnection, requests: Requests) -> None:
         self._emulation = emulation
         self._connection = connection
-        self._questions = questions
+        self._requests = requests
 
     def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
         """Changes a capacity for all transfers that begin from now on.
@@ -42,14 +40,14 @@ class EmulatedLinks:
         number = self._emulation.bucket_number(bucket)
         Bucket(name=bucket, gbytes_per_s=gbytes_per_s)  # raises if it cannot be
         self._connection.send({"type": "set_bandwidth", "bucket": number, "gbytes_per_s": gbytes_per_s})
-        self._questions.wait_for(self._connection, "bandwidth_set", f"a change of {bucket}")
+        self._requests.wait_for(self._connection, "bandwidth_set", f"a change of {bucket}")
 
     def pacing(self) -> PacingReport:
         """How exact the links were so far."""
         if self._emulation is None:
             raise ValueError("only an emulated session paces its links; set COARSE_MACHINE")
         self._connection.send({"type": "pacing"})
-        message = self._questions.wait_for(self._connection, "pacing", "pacing of the links").message
+        message = self._requests.wait_for(self._connection, "pacing", "pacing of the links").message
         num_arrivals = int(message["num_arrivals"])
         return PacingReport(
             num_arrivals=num_arrivals, mean_lateness_us=message["lateness_ns"] / 1e3 / max(1, num_arrivals)
@@ -72,7 +70,7 @@ class EmulatedLinks:
         if self._emulation is None:
             raise ValueError("only an emulated session writes its transfers down; set COARSE_MACHINE")
         self._connection.send({"type": "transfers"})
-        reply = self._questions.wait_for(self._connection, "transfers", "the log of transfers")
+        reply = self._requests.wait_for(self._connection, "transfers", "the log of transfers")
         try:
             return read(reply.fds[0])
         finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from coarse.client.connection import DeviceConnection, ExplainedLossError, SilentDeviceError
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
-from coarse.wire.failure_messages import after_a_loss, silence
+from coarse.wire.failure_messages import after_a_failure, silence
 
 _ABORT_MESSAGE_TIMEOUT_S = 2.0
 _PATIENCE = 1.5
@@ -27,7 +27,7 @@ def heartbeat_limit_ms(heartbeat_s: float) -> int:
     return round(_PATIENCE * heartbeat_s * 1000)
 
 
-class Losses:
+class FailureDetector:
     """Notices that a memory device stands still, and says why a session is over.
 
     Args:
@@ -135,7 +135,7 @@ class Losses:
     def _loss(self, connection: DeviceConnection, fate: str) -> MemoryDeviceLostError:
         return MemoryDeviceLostError(
             f"worker {self._rank}: memory device md{connection.device} (pid {connection.pid}) {fate}. "
-            f"{after_a_loss(self._replicas)}{self._on_gpu()}"
+            f"{after_a_failure(self._replicas)}{self._on_gpu()}"
         )
 
     def _on_gpu(self) -> str:

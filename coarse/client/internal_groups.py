@@ -30,8 +30,8 @@ def staging_schema(*, is_emulated: bool) -> GroupSchema:
     )
 
 
-def meeting_schema(name: str, most_numbers: int, *, is_emulated: bool) -> GroupSchema:
-    """What workers meet over (coarse.client.direct_allreduce.Meeting): a byte, and numbers to compare.
+def node_barrier_schema(name: str, most_numbers: int, *, is_emulated: bool) -> GroupSchema:
+    """What workers meet over (coarse.client.direct_allreduce.NodeBarrier): a byte, and numbers to compare.
 
     Args:
         name: Of what the meeting is about.

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from coarse.client.connection import DeviceConnection, check_peers, collect_replies, send_to_all
-from coarse.client.failure_detector import Losses
+from coarse.client.failure_detector import FailureDetector
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
 from coarse.client.memory.row_memory import RowMemory
 from coarse.client.memory.slot_opener import SlotOpener
 from coarse.client.node_agreement import NodeAgreement
-from coarse.client.requests import Questions
+from coarse.client.requests import Requests
 from coarse.client.tensor_group import GroupClient, TensorGroup
 from coarse.errors import CoarseError, MemoryDeviceLostError, WorkerLostError
 from coarse.kernels import _native
@@ -34,8 +34,8 @@ class RegisteredGroups:
         native: The client's data path.
         connections: One to each memory device of the node.
         agreement: Compares what is registered here with what other nodes have.
-        questions: Asks memory devices.
-        losses: Knows of lost workers and memory devices.
+        requests: Asks memory devices.
+        failure_detector: Knows of lost workers and memory devices.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class RegisteredGroups:
         native: _native.Client,
         connections: Sequence[DeviceConnection],
         agreement: NodeAgreement,
-        questions: Questions,
-        losses: Losses,
+        requests: Requests,
+        failure_detector: FailureDetector,
     ) -> None:
         self._native = native
         self._connections = connections
         self._agreement = agreement
-        self._questions = questions
-        self._losses = losses
+        self._requests = requests
+        self._failure_detector = failure_detector
         self._next_id = 0
         self._groups: dict[int, TensorGroup] = {}
         self._partitions: dict[int, PartitionPlan] = {}
@@ -70,7 +70,7 @@ class RegisteredGroups:
                 connection.send(schema.to_message(group) | self._tell_places(gpu) | memory.to_message())
             shared, unreserved, recovered, places = self._collect_memory(client, group, schema)
         except (WorkerLostError, MemoryDeviceLostError) as error:
-            raise self._losses.explain(error) from error
+            raise self._failure_detector.explain(error) from error
         except CoarseError:
             send_to_all(self._connections, {"type": "unregister", "group": group})
             raise
@@ -149,7 +149,7 @@ class RegisteredGroups:
         )
 
         def look() -> None:
-            self._losses.check_heartbeats()
+            self._failure_detector.check_heartbeats()
             notice.look()
 
         def tell(message: Message) -> None:
@@ -196,5 +196,5 @@ class RegisteredGroups:
         """Workers of other nodes that have closed the session, if the memory devices still live."""
         check_peers(self._connections)
         self._connections[0].send({"type": "departures"})
-        answer = self._questions.wait_for(self._connections[0], "departures", "departures")
+        answer = self._requests.wait_for(self._connections[0], "departures", "departures")
         return set(answer.message["ranks"])

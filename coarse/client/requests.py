@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from coarse.client.connection import DeviceConnection, SilentDeviceError, collect_replies
-from coarse.client.failure_detector import Losses
+from coarse.client.failure_detector import FailureDetector
 from coarse.wire.messages import Received
 
 
-class Questions:
+class Requests:
     """Waits for answers of memory devices.
 
     Args:
         rank: This worker's.
         timeout_s: Longest wait.
-        losses: Is told of a device that stands still.
+        failure_detector: Is told of a device that stands still.
     """
 
-    def __init__(self, rank: int, timeout_s: float, losses: Losses) -> None:
+    def __init__(self, rank: int, timeout_s: float, failure_detector: FailureDetector) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
-        self._losses = losses
+        self._failure_detector = failure_detector
 
     def wait_for(self, connection: DeviceConnection, kind: str, about: str) -> Received:
         """The device's next message of `kind`; `about` says what it is about, for errors.
@@ -35,8 +35,8 @@ class Questions:
                 group=None,
                 timeout_s=self._timeout_s,
                 what=f"worker {self._rank}: {about}",
-                on_silence=self._losses.check_heartbeats,
+                on_silence=self._failure_detector.check_heartbeats,
             )
         except SilentDeviceError as error:
-            raise self._losses.explain(error) from error
+            raise self._failure_detector.explain(error) from error
         return replies[connection.device]

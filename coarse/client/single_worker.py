@@ -12,15 +12,15 @@ from coarse.errors import SessionClosedError
 from coarse.schema import TensorSpec
 
 
-class SoloClient:
+class SingleWorkerClient:
     """Offers what Client does; every result is the worker's own contribution."""
 
     def __init__(self) -> None:
         self._stored: dict[str, StoredValue] = {}
 
-    def register(self, name: str, specs: Sequence[TensorSpec]) -> SoloTensorGroup:
+    def register(self, name: str, specs: Sequence[TensorSpec]) -> SingleWorkerTensorGroup:
         """Takes memory for the tensors."""
-        return SoloTensorGroup(name, specs)
+        return SingleWorkerTensorGroup(name, specs)
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
@@ -49,7 +49,7 @@ class SoloClient:
         """Has nothing to close."""
 
 
-class SoloTensorGroup:
+class SingleWorkerTensorGroup:
     """Offers what TensorGroup does, for one worker."""
 
     def __init__(self, name: str, specs: Sequence[TensorSpec]) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coarse.client.direct_allreduce import HostOwnPath, Meeting
+from coarse.client.direct_allreduce import HostDirectAllReduce, NodeBarrier
 from coarse.client.gpu.gpu_transfers import NOTHING, GpuTensor, GpuTransfers
-from coarse.client.gpu.nccl_direct_allreduce import NcclOwnPath
+from coarse.client.gpu.nccl_direct_allreduce import NcclDirectAllReduce
 from coarse.client.interfaces import HomeDevice, Waiter
 from coarse.client.memory.optimizer_memory import OptimizerMemory
 from coarse.client.memory.reservations import Reservations
@@ -28,7 +28,7 @@ from coarse.wire.messages import Message
 from coarse.wire.registration import PARAMETERS, SLOTS, STATES, GroupSchema, RecoveredUpdates, WorkerPlaces
 
 if TYPE_CHECKING:
-    from coarse.client.memory.private_writes import OwnParameters
+    from coarse.client.memory.private_writes import PrivateWrites
 
 _OWN_PATH_FLAGS = {
     "ring": _native.OWN_PATH,
@@ -109,7 +109,7 @@ class GroupClient(Waiter, HomeDevice, Protocol):
     def tell_devices(self, message: Message) -> None:
         """Sends a message to all memory devices."""
 
-    def open_meeting(self, name: str, most_numbers: int) -> Meeting:
+    def open_node_barrier(self, name: str, most_numbers: int) -> NodeBarrier:
         """Makes a place where the workers of the node meet."""
 
     def release(self, group: int) -> None:
@@ -147,19 +147,19 @@ class TensorGroup:
         self._native = native
         self._schema = schema
         self._own_shards: dict[int, int] = {}  # the tensor of each
-        self._own_path: HostOwnPath | None = None
-        self._meeting: Meeting | None = None
+        self._own_path: HostDirectAllReduce | None = None
+        self._meeting: NodeBarrier | None = None
         self._pulls_singly = False
         self._on_push: Callable[[Sequence[int]], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
         self.gpu: GpuTransfers | None = None
         """Of tensors in the memory of a GPU, once open_gpu_transfers() was called."""
-        self.nccl = NcclOwnPath(self, native)
+        self.nccl = NcclDirectAllReduce(self, native)
         """By which workers with tensors on GPUs may reduce some of them themselves."""
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
         self._kept = kept
-        self._own_parameters: OwnParameters | None = None
+        self._own_parameters: PrivateWrites | None = None
         self._rows = rows
         self._distant = distant  # slots on another GPU
         self._reservations = reservations
@@ -254,14 +254,14 @@ class TensorGroup:
         """Why this worker cannot see parameters apart from others; "" if it can, for open_own_parameters()."""
         return self._memory_kept().map_own_parameters()
 
-    def open_own_parameters(self, *, publishes: bool) -> OwnParameters:
+    def open_own_parameters(self, *, publishes: bool) -> PrivateWrites:
         """This worker's own view of the parameters. Collective; every worker's map_own_parameters() has returned "".
 
         Args:
-            publishes: As of OwnParameters.
+            publishes: As of PrivateWrites.
         """
         lengths = [spec.nbytes for spec in self.specs]
-        meeting = self._client.open_meeting(f"what is written to {self.name}", 2)
+        meeting = self._client.open_node_barrier(f"what is written to {self.name}", 2)
         self._own_parameters = self._memory_kept().open_own_parameters(lengths, meeting, publishes=publishes)
         return self._own_parameters
 
@@ -495,12 +495,12 @@ class TensorGroup:
                 they go through no link, all is done by "all-to-all".
 
         Raises:
-            ValueError: If cannot_use_own_path() has a reason, or there was no open_meeting().
+            ValueError: If cannot_use_own_path() has a reason, or there was no open_node_barrier().
         """
         if reason := self.cannot_use_own_path():
             raise ValueError(f"{self.name}: workers cannot reduce themselves: {reason}")
         if ways and self._own_path is None and self._client.emulation is None:
-            self._own_path = HostOwnPath(self._native, self.id, self.num_workers, self.meeting)
+            self._own_path = HostDirectAllReduce(self._native, self.id, self.num_workers, self.meeting)
         shards = self._schema.partition().shards
         self._own_shards = {shard: shards[shard].tensor for shard in ways}
         flags = [_OWN_PATH_FLAGS[ways[shard]] if shard in ways else 0 for shard in range(len(shards))]
@@ -516,16 +516,16 @@ class TensorGroup:
             return "it has tables, of which only rows travel"
         return ""
 
-    def open_meeting(self) -> None:
+    def open_node_barrier(self) -> None:
         """Makes `meeting`; every worker calls it alike, before it works on anything else."""
-        self._meeting = self._client.open_meeting(self.name, max(len(self.specs), 8))
+        self._meeting = self._client.open_node_barrier(self.name, max(len(self.specs), 8))
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> NodeBarrier:
         """Where the workers come together over this group.
 
         Raises:
-            ValueError: Before open_meeting().
+            ValueError: Before open_node_barrier().
         """
         if self._meeting is None:
             raise ValueError(f"{self.name} has no meeting")

@@ -38,7 +38,7 @@ from coarse.proxy.workers import WorkerConnection, Workers
 from coarse.scratch import hold
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.failure_messages import (
-    Loss,
+    Failure,
     device_died,
     device_failed,
     device_silent,
@@ -102,7 +102,7 @@ class MemoryDevice:
         """Other devices that have ended; set by run()."""
         self.replaced: dict[int, int] = {}
         """Those that have taken the place of lost ones, each with a socket that is for the caller of run()."""
-        self._loss: Loss | None = None
+        self._loss: Failure | None = None
         self._memory_watch = OutOfMemoryWatch()
         self._goes_on = False
         self._failed_ranks: set[int] = set()  # of workers that have left before their time
@@ -344,7 +344,7 @@ class MemoryDevice:
             for segment in segments:
                 segment.close()
         elif received.kind == "abort":
-            self._abort(Loss.from_message(message))
+            self._abort(Failure.from_message(message))
         elif received.kind == "node_ended":
             self._other_nodes.node_ended(int_field(message, "node"), device, self._data_path.proxy)
 
@@ -472,7 +472,7 @@ class MemoryDevice:
         worker.send({"type": "transfers"}, [log_fd])
         os.close(log_fd)
 
-    def _departure(self) -> Loss:
+    def _departure(self) -> Failure:
         proxy = self._data_path.proxy
         departed = dict.fromkeys(self._other_nodes.departed_ranks, 0)
         for client in self._workers.departed:
@@ -494,7 +494,7 @@ class MemoryDevice:
                 if not self._workers[client].has_left:
                     self.worker_misbehaved(self._workers[client], text)
             elif text:
-                self._abort(Loss(error="SchemaMismatchError", text=text))
+                self._abort(Failure(error="SchemaMismatchError", text=text))
             else:
                 self._abort(self._departure())
 
@@ -510,7 +510,7 @@ class MemoryDevice:
         # Threads may still wait for memory that does not work any more.
         os._exit(1)
 
-    def _abort(self, loss: Loss) -> None:
+    def _abort(self, loss: Failure) -> None:
         """Tells every worker once that nothing will complete any more, and takes no more gradients.
 
         So workers do not go on that can do without what was lost. Each is told by its local device, or by all others

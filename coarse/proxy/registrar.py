@@ -11,7 +11,7 @@ from coarse.kernels import _native
 from coarse.profiler.partition import PartitionPlan
 from coarse.proxy.memory import DeviceMemories, DeviceMemory, HostMemory
 from coarse.proxy.outbox import SendToPeers, SendToWorker
-from coarse.proxy.recovery.persistent_groups import KeptGroups
+from coarse.proxy.recovery.persistent_groups import PersistentGroups
 from coarse.proxy.snapshots.group_snapshots import GroupSnapshots, allocate_snapshots, choose_pool_limit
 from coarse.proxy.snapshots.snapshot_service import SnapshotService
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
@@ -75,8 +75,8 @@ class Registrar:
         send: SendToWorker,
         send_to_peers: SendToPeers,
         snapshots: SnapshotService,
-        kept: KeptGroups,
-        replicas: KeptGroups,
+        kept: PersistentGroups,
+        replicas: PersistentGroups,
     ) -> None:
         self._job = job
         self._memory = memories.own

@@ -26,7 +26,7 @@ from coarse.startup.node_links import NodeLinks
 from coarse.wire.algorithms import EXCHANGE, NCCL, RING, algorithms_of
 from coarse.wire.device_job import DeviceJob
 from coarse.wire.pace import choose_pace, count_sync_cores
-from coarse.wire.persistent_sessions import KeptDevices
+from coarse.wire.persistent_sessions import PersistentDevices
 from coarse.wire.socket_directory import TOKEN_FILE, socket_path
 
 _BACKLOG = 256
@@ -116,7 +116,7 @@ class DeviceProcesses:
 
     def _note_in(self, directory: Path, table: PartitionTable) -> None:
         """Tells the workers of another attempt which devices there are, some of which may be older."""
-        before = KeptDevices.read(directory)
+        before = PersistentDevices.read(directory)
         pids = tuple(
             self._processes[device].pid
             if before is None or device in self._processes
@@ -124,7 +124,7 @@ class DeviceProcesses:
             for device in range(table.num_devices)
         )
         workers = tuple(device.workers for device in table.devices)
-        KeptDevices(workers=workers, memories=table.memories, pids=pids).write(directory)
+        PersistentDevices(workers=workers, memories=table.memories, pids=pids).write(directory)
 
     def hide(self) -> None:
         """Removes the directory with the sockets. Idempotent."""

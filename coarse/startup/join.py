@@ -34,7 +34,7 @@ from coarse.startup.device_checks import cannot_profile, check_devices
 from coarse.startup.device_processes import DeviceProcesses
 from coarse.startup.nearest_gpus import pair_with_nearest
 from coarse.startup.node_links import link_nodes
-from coarse.startup.persistent_devices import Keeping, find_kept_devices, introducer, read_token
+from coarse.startup.persistent_devices import Keeping, find_persistent_devices, introducer, read_token
 from coarse.store import Store
 from coarse.wire.algorithms import distant_gpus
 from coarse.wire.pace import choose_pace
@@ -171,7 +171,7 @@ def _start_missing(
 ) -> tuple[str, DeviceProcesses | None]:
     """Starts those memory devices of `table` that were not kept; returns where all listen, and None if all were."""
     settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
-    found = None if keeping is None else find_kept_devices(keeping, table, settings.replicas)
+    found = None if keeping is None else find_persistent_devices(keeping, table, settings.replicas)
     if found is not None and not found.lost:
         return str(found.directory), None
     lost = None if found is None else found.lost

@@ -15,7 +15,7 @@ from coarse.machine.partition_table import PartitionTable
 from coarse.private_directories import entered
 from coarse.rendezvous import PeerWatch
 from coarse.settings import Settings
-from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
+from coarse.wire.persistent_sessions import PersistentDevices, find_session_directory
 from coarse.wire.socket_directory import TOKEN_FILE, socket_path
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,9 @@ class FoundDevices:
     lost: frozenset[int]
 
 
-def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0) -> FoundDevices | None:
+def find_persistent_devices(
+    keeping: Keeping, table: PartitionTable, replicas: int = 0
+) -> FoundDevices | None:
     """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
 
     Args:
@@ -68,7 +70,7 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0
         RendezvousError: If they are for other workers than `table` has, or still have workers.
     """
     directory = keeping.find_directory()
-    kept = None if directory is None else KeptDevices.read(directory)
+    kept = None if directory is None else PersistentDevices.read(directory)
     if keeping.attempt.number == 0:
         if directory is not None and kept is not None:
             _dismiss(directory, kept)
@@ -94,7 +96,7 @@ def find_kept_devices(keeping: Keeping, table: PartitionTable, replicas: int = 0
     return FoundDevices(directory=directory, lost=lost)
 
 
-def _find_lost(directory: Path, kept: KeptDevices) -> frozenset[int]:
+def _find_lost(directory: Path, kept: PersistentDevices) -> frozenset[int]:
     """Devices that do not listen any more."""
     lost = set()
     for device in range(len(kept.workers)):
@@ -129,7 +131,7 @@ def introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable
     return introduce
 
 
-def _dismiss(directory: Path, kept: KeptDevices) -> None:
+def _dismiss(directory: Path, kept: PersistentDevices) -> None:
     """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
     connections = []
     # To all before any is told: the first one that ends takes the directory along.

@@ -46,7 +46,7 @@ class GpuDualSync:
         self.decisions: list[str] = []
         """What was decided, a line each."""
         group.nccl.is_claimed = True
-        group.open_meeting()
+        group.open_node_barrier()
         group.watch(self._pushed, self._step_done)
 
     def _pushed(self, tensors: Sequence[int]) -> None:

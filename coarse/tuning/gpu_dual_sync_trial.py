@@ -88,7 +88,7 @@ def measure_both_ways(session: TunedSession, communicator: _native.NcclCommunica
     """
     try:
         group = session.register_trial("trial of dual synchronisation", _TRIAL, gpu)
-        group.open_meeting()
+        group.open_node_barrier()
     except CoarseError as error:
         if not is_refusal(error):
             raise

@@ -97,7 +97,7 @@ class Replanner:
         )
         self.decisions: list[str] = []
         """What was decided since the start, a line each."""
-        group.open_meeting()
+        group.open_node_barrier()
         group.watch(self._clock.pushed, self._step_done)
 
     def _step_done(self, contributors: Sequence[int]) -> None:

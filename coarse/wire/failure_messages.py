@@ -14,7 +14,7 @@ from coarse.wire.messages import Message, int_field
 _MOST_CHARACTERS_BETWEEN_NODES = 4000  # a frame between nodes has its limit
 
 
-def after_a_loss(replicas: int) -> str:
+def after_a_failure(replicas: int) -> str:
     """What the loss of a memory device means, and what to do.
 
     Args:
@@ -32,7 +32,7 @@ def after_a_loss(replicas: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Failure:
     """What every worker is told once.
 
     Args:
@@ -62,7 +62,7 @@ class Loss:
         }
 
     @classmethod
-    def from_message(cls, message: Message) -> Loss:
+    def from_message(cls, message: Message) -> Failure:
         """Reads what another memory device has noticed."""
         return cls(
             error=str(message["error"]),
@@ -77,7 +77,7 @@ class Loss:
         return json.dumps({"error": self.error, "text": self.text[:_MOST_CHARACTERS_BETWEEN_NODES]})
 
     @classmethod
-    def from_node(cls, text: str) -> Loss:
+    def from_node(cls, text: str) -> Failure:
         """Reads what another node has told."""
         try:
             told = json.loads(text)
@@ -86,26 +86,26 @@ class Loss:
             return cls(error="WorkerLostError", text=f"another node ended the session: {text}", is_final=True)
 
 
-def device_died(job: DeviceJob, device: int) -> Loss:
+def device_died(job: DeviceJob, device: int) -> Failure:
     """Another memory device of this node has closed its connection."""
-    return Loss(
-        error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {after_a_loss(job.replicas)}"
+    return Failure(
+        error="MemoryDeviceLostError", text=f"{_name(job, device)} died. {after_a_failure(job.replicas)}"
     )
 
 
-def device_failed(job: DeviceJob, reason: str) -> Loss:
+def device_failed(job: DeviceJob, reason: str) -> Failure:
     """This memory device cannot work any more, and ends."""
-    return Loss(
+    return Failure(
         error="MemoryDeviceLostError",
         text=f"{_name(job, job.device)} (pid {os.getpid()}, {job.memory}) failed: {reason}. "
-        f"{after_a_loss(job.replicas)}",
+        f"{after_a_failure(job.replicas)}",
         is_final=True,
     )
 
 
-def device_unready(job: DeviceJob, reason: Exception) -> Loss:
+def device_unready(job: DeviceJob, reason: Exception) -> Failure:
     """This memory device cannot serve anybody."""
-    return Loss(
+    return Failure(
         error=type(reason).__name__ if isinstance(reason, CoarseError) else "MemoryDeviceLostError",
         text=f"{_name(job, job.device)} ({job.memory}) could not start: {reason}",
         is_final=True,
@@ -113,11 +113,11 @@ def device_unready(job: DeviceJob, reason: Exception) -> Loss:
     )
 
 
-def device_silent(job: DeviceJob, device: int) -> Loss:
+def device_silent(job: DeviceJob, device: int) -> Failure:
     """A memory device of this node is there and does not work."""
-    return Loss(
+    return Failure(
         error="MemoryDeviceLostError",
-        text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {after_a_loss(job.replicas)}",
+        text=f"{_name(job, device)} {silence(job.heartbeat_s)}. {after_a_failure(job.replicas)}",
         silent_device=device,
     )
 
@@ -131,18 +131,18 @@ def _name(job: DeviceJob, device: int) -> str:
     return f"memory device md{device}{f' of node {job.node}' if job.num_nodes > 1 else ''}"
 
 
-def node_lost(job: DeviceJob, node: int, reason: str) -> Loss:
+def node_lost(job: DeviceJob, node: int, reason: str) -> Failure:
     """The connection to another node, or a memory device there, is gone."""
     ranks = ", ".join(map(str, job.nodes[node]))
-    return Loss(
+    return Failure(
         error="MemoryDeviceLostError",
         text=f"a memory device of node {node} (worker(s) {ranks}), or the connection to it, is lost: {reason}. "
-        f"{after_a_loss(0)}",
+        f"{after_a_failure(0)}",
         is_final=True,
     )
 
 
-def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Loss:
+def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Failure:
     """A worker has ended without a goodbye.
 
     Args:
@@ -150,7 +150,7 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Loss
         last_step: The last that it has contributed to.
         evidence: What speaks for a reason; "" if nothing does.
     """
-    return Loss(
+    return Failure(
         error="WorkerLostError",
         text=f"worker {rank} (pid {pid}) died; {f'{evidence}; ' if evidence else ''}its last contribution was step "
         f"{last_step}. "
@@ -159,16 +159,16 @@ def worker_died(rank: int, pid: int, last_step: int, evidence: str = "") -> Loss
     )
 
 
-def worker_evicted(rank: int, pid: int, reason: str) -> Loss:
+def worker_evicted(rank: int, pid: int, reason: str) -> Failure:
     """A worker has sent what cannot be."""
-    return Loss(
+    return Failure(
         error="WorkerLostError",
         text=f"worker {rank} (pid {pid}) was evicted because it {reason}. "
         "Start the job again from your last checkpoint.",
     )
 
 
-def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Loss:
+def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Failure:
     """Workers have said goodbye, and others still synchronise.
 
     Args:
@@ -186,7 +186,7 @@ def workers_departed(ranks: Mapping[int, int], failed: Iterable[int]) -> Loss:
             f"{_last_steps(ranks)}. Give every worker the same number of steps: datasets of equal length, drop_last "
             "or drop_remainder; or, in PyTorch, train inside `with model.join():`."
         )
-    return Loss(error="WorkerLostError", text=text)
+    return Failure(error="WorkerLostError", text=text)
 
 
 def _last_steps(ranks: Mapping[int, int]) -> str:

@@ -24,7 +24,7 @@ _MOST_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptDevices:
+class PersistentDevices:
     """The memory devices of a session that may outlive its workers.
 
     Args:
@@ -44,7 +44,7 @@ class KeptDevices:
         temporary.replace(directory / KEPT_FILE)
 
     @classmethod
-    def read(cls, directory: Path) -> KeptDevices | None:
+    def read(cls, directory: Path) -> PersistentDevices | None:
         """What write() has left there; None if there is nothing."""
         try:
             values = json.loads((directory / KEPT_FILE).read_text())
@@ -98,7 +98,7 @@ def leave_session_directory(own: OwnSocket) -> None:
     """
     directory = own.path.parent
     if own.is_in_place():
-        kept = KeptDevices.read(directory)
+        kept = PersistentDevices.read(directory)
         if kept is None:  # its session never came about
             own.abandon()
         elif os.getpid() in kept.pids:
@@ -108,13 +108,13 @@ def leave_session_directory(own: OwnSocket) -> None:
             path.rmdir()
 
 
-def kept_pids(job: str) -> set[int]:
+def persistent_pids(job: str) -> set[int]:
     """Processes of all memory devices that may outlive the job's workers."""
     found: set[int] = set()
     for root in private_directories.find_roots():
         with contextlib.suppress(OSError):
             for directory in (root / _digest(job, 16)).iterdir():
-                kept = KeptDevices.read(directory)
+                kept = PersistentDevices.read(directory)
                 found.update(() if kept is None else kept.pids)
     return found
 

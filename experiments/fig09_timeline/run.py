@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from coarse.bench.process_pool import Crew, Seat
+from coarse.bench.process_pool import ProcessPool, Seat
 from coarse.client.tensor_group import TensorGroup
 from coarse.profiler.figures import Transfer, busy_fraction, draw_timeline, format_size
 from coarse.profiler.partition import count_shards
@@ -126,7 +126,7 @@ def _in_turn(
 
 def watch(task: Task, time_dilation: float = TIME_DILATION) -> list[Transfer]:
     """Runs a task; returns the transfers of worker 0."""
-    with Crew(len(task.tables), _work) as crew:
+    with ProcessPool(len(task.tables), _work) as crew:
         times = crew.ask((task, time_dilation))[0]
     return transfers_of(task.shards, [Times(**values) for values in times], time_dilation)
 

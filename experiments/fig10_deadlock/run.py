@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from coarse.bench.process_pool import Crew, Seat
+from coarse.bench.process_pool import ProcessPool, Seat
 from coarse.errors import SyncTimeoutError
 from coarse.profiler.figures import LOCAL_STYLE, REMOTE_STYLE
 from coarse.profiler.profile import MEASURED
@@ -73,7 +73,7 @@ def run_orders(scheduling: str, cases: Sequence[tuple[Order, Order]]) -> list[Ru
     """Runs pairs of orders, each on memory devices that no deadlock before has left stuck."""
     runs: list[Run] = []
     while len(runs) < len(cases):
-        with Crew(NUM_WORKERS, _work) as crew:
+        with ProcessPool(NUM_WORKERS, _work) as crew:
             crew.ask(scheduling)
             for orders in cases[len(runs) :]:
                 answers = crew.ask(orders)

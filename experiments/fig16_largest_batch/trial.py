@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from coarse.bench.statistics import slowest_worker
-from coarse.bench.worker_pool import Fleet
+from coarse.bench.worker_pool import WorkerPool
 
 SEQUENCE = 128
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "optimizer": "adamw",
         "threads": 1,
     }
-    with Fleet(f"train-{arguments.system}", arguments.workers, options, threads=1) as fleet:
+    with WorkerPool(f"train-{arguments.system}", arguments.workers, options, threads=1) as fleet:
         fleet.start()
         answers = fleet.ask("run", steps=arguments.steps)
     seconds = slowest_worker([answer["step"] for answer in answers])

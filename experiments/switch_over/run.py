@@ -12,7 +12,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from coarse.bench.process_pool import Crew, Seat
+from coarse.bench.process_pool import ProcessPool, Seat
 from coarse.client.tensor_group import TensorGroup
 from coarse.machine.partition_table import PartitionTable
 from coarse.profiler.curve import Curve, CurvePoint
@@ -66,7 +66,7 @@ def time_own_path(machine: str, *, repeats: int, time_dilation: float = TIME_DIL
     """Has the workers of a machine reduce one tensor at a time among themselves, in every way and size."""
     settings = {"machine": machine, "partition_table": machine, "time_dilation": time_dilation}
     num_workers = PartitionTable.load(machine).num_workers
-    with Crew(num_workers, _work) as crew:
+    with ProcessPool(num_workers, _work) as crew:
         answers = crew.ask((settings, repeats))
     # The one that pushed last waited for nobody: the least of all workers' times is that of the links.
     fastest = {

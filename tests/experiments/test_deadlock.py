@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coarse.bench.process_pool import Crew, CrewError
+from coarse.bench.process_pool import ProcessPool, ProcessPoolError
 from experiments.fig10_deadlock import run as fig10
 
 OPPOSITE = ((0, 1), (1, 0))
@@ -57,14 +57,14 @@ def fail(seat):
 
 
 def test_a_failed_worker_is_an_error_with_its_traceback():
-    with Crew(2, fail) as crew:
+    with ProcessPool(2, fail) as crew:
         assert crew.hear() == [0, 1]
-        with pytest.raises(CrewError, match="worker 0 does not want to"):
+        with pytest.raises(ProcessPoolError, match="worker 0 does not want to"):
             crew.hear()
 
 
 def test_silence_has_a_limit():
-    with Crew(1, wait) as crew, pytest.raises(TimeoutError, match="worker 0 has said nothing"):
+    with ProcessPool(1, wait) as crew, pytest.raises(TimeoutError, match="worker 0 has said nothing"):
         crew.hear(limit_s=0.01)
 
 

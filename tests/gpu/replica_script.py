@@ -24,7 +24,7 @@ from coarse.errors import CoarseError
 from coarse.machine.memory_name import MemoryName
 from coarse.session import Session
 from coarse.store import DirectoryStore
-from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
+from coarse.wire.persistent_sessions import PersistentDevices, find_session_directory
 
 
 @dataclass
@@ -51,7 +51,7 @@ def main() -> None:
     def reach(group: object, step: int, at: str) -> None:
         if death and [str(me.rank), str(step), at] == death[1:]:
             os.kill(
-                KeptDevices.read(find_session_directory("test", "session")).pids[int(death[0])],
+                PersistentDevices.read(find_session_directory("test", "session")).pids[int(death[0])],
                 signal.SIGKILL,
             )
             assert me.session is not None

@@ -14,7 +14,7 @@ import pytest
 
 from coarse.bench.checkpoint import SYSTEMS, SavePlan, run_checkpoint
 from coarse.bench.systems import missing
-from coarse.bench.worker_pool import BenchError, Fleet
+from coarse.bench.worker_pool import BenchError, WorkerPool
 
 pytest.importorskip("torch")
 pytest.importorskip("crc32c")
@@ -33,12 +33,12 @@ PLAN = SavePlan(
 
 
 def test_what_was_not_saved_rightly_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ask = Fleet.ask
+    ask = WorkerPool.ask
 
-    def answer(fleet: Fleet, command: str, *limits: float, **arguments: Any) -> list[Any]:
-        return [True, False] if command == "check" else ask(fleet, command, *limits, **arguments)
+    def answer(pool: WorkerPool, command: str, *limits: float, **arguments: Any) -> list[Any]:
+        return [True, False] if command == "check" else ask(pool, command, *limits, **arguments)
 
-    monkeypatch.setattr(Fleet, "ask", answer)
+    monkeypatch.setattr(WorkerPool, "ask", answer)
     with pytest.raises(BenchError, match="torch: what was saved is not the model"):
         run_checkpoint(replace(PLAN, folder=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from kept_training import STEPS, WORKERS, finish, join, register, take_step, tra
 
 from coarse.errors import MemoryDeviceLostError
 from coarse.settings import Settings
-from coarse.wire.persistent_sessions import KeptDevices, find_session_directory
+from coarse.wire.persistent_sessions import PersistentDevices, find_session_directory
 
 REPLICATED = {"replicas": 1}
 
@@ -27,7 +27,7 @@ def undisturbed():
 
 def kept_devices():
     """Of the session that is under way; in a worker."""
-    return KeptDevices.read(find_session_directory("test", "session"))
+    return PersistentDevices.read(find_session_directory("test", "session"))
 
 
 def kills(device, rank, step, place):
@@ -140,7 +140,7 @@ def test_a_device_that_is_lost_while_it_waits_comes_back(job, undisturbed):
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.outcomes(WORKERS, lambda me: train(me, 0, lambda *at: dies(me, *at), **REPLICATED))
-    kept = KeptDevices.read(next(job.temporary.rglob("kept.json")).parent)
+    kept = PersistentDevices.read(next(job.temporary.rglob("kept.json")).parent)
     job.kill_device(kept.pids[0])
     assert finish(job, 1, **REPLICATED) == (3, [3, 2, 3, 3], undisturbed)
 

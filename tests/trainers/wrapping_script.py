@@ -56,7 +56,7 @@ class StepsByHand(Regression):
         optimizer.step()
 
 
-class Loss(nn.Module):
+class Failure(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
@@ -145,7 +145,7 @@ def join_with(accelerator: Accelerator) -> None:
 def with_transformers() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    module = Loss()
+    module = Failure()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, use_cpu=True, max_steps=2, save_strategy="no", report_to="none", disable_tqdm=True
@@ -204,7 +204,7 @@ def accelerated(offload_optimizer: bool) -> nn.Module:
 
 
 def trained_by_transformers(offload_optimizer: bool) -> nn.Module:
-    module = Loss()
+    module = Failure()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, use_cpu=True, max_steps=4, save_strategy="no", report_to="none", disable_tqdm=True
@@ -298,7 +298,7 @@ def overlapping_in_accelerate() -> None:
 
 
 def overlapping_in_transformers() -> None:
-    module = Loss()
+    module = Failure()
     with tempfile.TemporaryDirectory() as folder:
         quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
         make = functools.partial(TrainingArguments, folder, use_cpu=True, max_steps=2, **quiet)

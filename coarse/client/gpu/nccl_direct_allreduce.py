@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from coarse.client.direct_allreduce import Meeting
+from coarse.client.direct_allreduce import NodeBarrier
 from coarse.kernels import _native
 from coarse.schema import TensorSpec
 
@@ -49,14 +49,14 @@ class _ReducedGroup(Protocol):
         """Where this worker's GPU reaches its slots; 0 if it does not."""
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> NodeBarrier:
         """Where the workers come together over this group."""
 
     def needs_memory_devices(self) -> str:
         """What else memory devices are for than reducing; "" for nothing."""
 
 
-class NcclOwnPath:
+class NcclDirectAllReduce:
     """Has NCCL reduce shards of one group between the workers' GPUs.
 
     Numbers are added in the order of NCCL. While tensors go this way, every worker pushes all of them in each step,

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from coarse.client.direct_allreduce import Meeting
+from coarse.client.direct_allreduce import NodeBarrier
 from coarse.client.gpu.gpu_transfers import NOTHING, MappedMemory
 from coarse.client.memory.tensor_bytes import GpuBytes, TensorBytes, gpu_context, map_tensors
 from coarse.kernels import _native
@@ -14,7 +14,7 @@ from coarse.wire.registration import PARAMETERS, SETTINGS, SNAPSHOT_CONTROL, SNA
 from coarse.wire.segments import Segment
 
 if TYPE_CHECKING:
-    from coarse.client.memory.private_writes import OwnParameters
+    from coarse.client.memory.private_writes import PrivateWrites
 
 
 class OptimizerMemory:
@@ -66,9 +66,9 @@ class OptimizerMemory:
         return ""
 
     def open_own_parameters(
-        self, lengths: Sequence[int], meeting: Meeting, *, publishes: bool
-    ) -> OwnParameters:
-        """This worker's own view of the parameters, of so many bytes each; other arguments as of OwnParameters.
+        self, lengths: Sequence[int], meeting: NodeBarrier, *, publishes: bool
+    ) -> PrivateWrites:
+        """This worker's own view of the parameters, of so many bytes each; other arguments as of PrivateWrites.
 
         Raises:
             ValueError: Unless map_own_parameters() has mapped them.
@@ -76,9 +76,9 @@ class OptimizerMemory:
         view, self._own_view = self._own_view, None
         if view is None or isinstance(self._parameters, GpuBytes):
             raise ValueError("the parameters were not mapped for this worker alone")
-        from coarse.client.memory.private_writes import OwnParameters  # needs numpy
+        from coarse.client.memory.private_writes import PrivateWrites  # needs numpy
 
-        return OwnParameters(
+        return PrivateWrites(
             view, self._parameters, self._parameter_offsets, lengths, meeting, publishes=publishes
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from coarse.client.connection import DeviceConnection
 from coarse.client.memory.stored_value import StoredValue
-from coarse.client.requests import Questions
+from coarse.client.requests import Requests
 from coarse.errors import SnapshotLostError
 from coarse.wire.messages import Received, int_field
 from coarse.wire.segments import Segment
@@ -20,15 +20,15 @@ class ParameterStorage:
 
     Args:
         connections: One to each memory device.
-        questions: Wait for its answers.
+        requests: Wait for its answers.
         replicas: How many other memory devices have each value too.
     """
 
     def __init__(
-        self, connections: Sequence[DeviceConnection], questions: Questions, *, replicas: int = 0
+        self, connections: Sequence[DeviceConnection], requests: Requests, *, replicas: int = 0
     ) -> None:
         self._connections = connections
-        self._questions = questions
+        self._requests = requests
         self._replicas = replicas
 
     def store(self, key: str, value: memoryview[Any]) -> int:
@@ -44,15 +44,13 @@ class ParameterStorage:
 
     def _store_at(self, connection: DeviceConnection, key: str, value: memoryview[Any]) -> int:
         connection.send({"type": "reserve", "key": key, "num_bytes": value.nbytes})
-        reserved = self._questions.wait_for(connection, "reserved", f"storage of {key!r}")
+        reserved = self._requests.wait_for(connection, "reserved", f"storage of {key!r}")
         segment = _take(reserved)
         with segment.map() as target:
             target[: value.nbytes] = value
         segment.close()
         connection.send({"type": "commit"})
-        return int(
-            self._questions.wait_for(connection, "committed", f"storage of {key!r}").message["version"]
-        )
+        return int(self._requests.wait_for(connection, "committed", f"storage of {key!r}").message["version"])
 
     def load(self, key: str) -> StoredValue:
         """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
@@ -68,9 +66,7 @@ class ParameterStorage:
         try:
             for connection in self._connections:
                 connection.send({"type": "snapshot_storage"})
-                reply = self._questions.wait_for(
-                    connection, "storage_snapshot", "a snapshot of stored values"
-                )
+                reply = self._requests.wait_for(connection, "storage_snapshot", "a snapshot of stored values")
                 numbers.append(int(reply.message["snapshot"]))
         except BaseException:
             self._release(numbers)
@@ -86,7 +82,7 @@ class ParameterStorage:
     def _look_up(self, key: str, snapshot: int) -> StoredValue:
         connection = self._connections[self._device_of(key)]
         connection.send({"type": "lookup", "key": key, "snapshot": snapshot})
-        found = self._questions.wait_for(connection, "found", f"storage of {key!r}")
+        found = self._requests.wait_for(connection, "found", f"storage of {key!r}")
         version = int(found.message["version"])
         if not found.fds:
             return StoredValue(version=version, value=memoryview(b""))

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from coarse.client.direct_allreduce import Meeting
+from coarse.client.direct_allreduce import NodeBarrier
 from coarse.kernels import _native
 
 _ABOVE_ALL_DIGESTS = 1 << 33
 
 
-class OwnParameters:
+class PrivateWrites:
     """The parameters of a tensor group, of which the pages that this worker writes are its own until take_over().
 
     Made by TensorGroup.open_own_parameters(). One caller at a time.
@@ -35,7 +35,7 @@ class OwnParameters:
         shared: memoryview[Any],
         offsets: Sequence[int],
         lengths: Sequence[int],
-        meeting: Meeting,
+        meeting: NodeBarrier,
         *,
         publishes: bool,
     ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from coarse.kernels import _native
 from coarse.proxy.outbox import SendToPeers
 from coarse.wire.device_job import DeviceJob
-from coarse.wire.failure_messages import Loss, node_lost
+from coarse.wire.failure_messages import Failure, node_lost
 
 
 class OtherNodes:
@@ -19,7 +19,7 @@ class OtherNodes:
         abort: Ends the session.
     """
 
-    def __init__(self, job: DeviceJob, tell_peers: SendToPeers, abort: Callable[[Loss], None]) -> None:
+    def __init__(self, job: DeviceJob, tell_peers: SendToPeers, abort: Callable[[Failure], None]) -> None:
         self._job = job
         self._tell_peers = tell_peers
         self._abort = abort
@@ -35,7 +35,7 @@ class OtherNodes:
                 self.departed_ranks.add(rank)
                 proxy.worker_left_node(node)
             elif kind == _native.NodeEventKind.ABORTED:
-                self._abort(Loss.from_node(text))
+                self._abort(Failure.from_node(text))
             elif kind == _native.NodeEventKind.LOST:
                 self._abort(node_lost(self._job, node, text))
             else:

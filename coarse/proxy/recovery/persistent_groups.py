@@ -12,7 +12,7 @@ from coarse.wire.segments import Segment
 
 
 @dataclass(slots=True)
-class KeptGroup:
+class PersistentGroup:
     """Parameters and states of one group.
 
     `group` is its number in the attempt under way, `updates` what it holds when no attempt is.
@@ -29,13 +29,13 @@ class KeptGroup:
             segment.close()
 
 
-class KeptGroups:
+class PersistentGroups:
     """The groups with an optimizer of a home device, or their replicas, by name. For the control thread alone."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, KeptGroup] = {}
+        self._groups: dict[str, PersistentGroup] = {}
 
-    def find(self, schema: GroupSchema) -> KeptGroup | None:
+    def find(self, schema: GroupSchema) -> PersistentGroup | None:
         """What was kept for a group that is registered now; None if nothing was.
 
         Raises:
@@ -61,7 +61,7 @@ class KeptGroups:
         """
         if (previous := self._groups.get(schema.name)) is not None:
             previous.close()
-        self._groups[schema.name] = KeptGroup(
+        self._groups[schema.name] = PersistentGroup(
             schema=schema,
             segments={
                 name: segment.duplicate() for name, segment in shared.items() if name in (PARAMETERS, STATES)
@@ -81,11 +81,11 @@ class KeptGroups:
         """
         if (previous := self._groups.get(schema.name)) is not None:
             previous.close()
-        self._groups[schema.name] = KeptGroup(
+        self._groups[schema.name] = PersistentGroup(
             schema=schema, segments=dict(segments), group=-1, updates=updates
         )
 
-    def settled(self) -> Iterator[tuple[KeptGroup, RecoveredUpdates]]:
+    def settled(self) -> Iterator[tuple[PersistentGroup, RecoveredUpdates]]:
         """All groups of which it is known what they hold, and that."""
         for kept in self._groups.values():
             if kept.updates is not None:
@@ -135,8 +135,8 @@ class DeviceContents:
     `groups` are the home device's, `replicas` the same once more at the device that keeps them.
     """
 
-    groups: KeptGroups = field(default_factory=KeptGroups)
-    replicas: KeptGroups = field(default_factory=KeptGroups)
+    groups: PersistentGroups = field(default_factory=PersistentGroups)
+    replicas: PersistentGroups = field(default_factory=PersistentGroups)
     storage: Storage = field(default_factory=VersionedStorage)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from coarse.errors import ProtocolError
 from coarse.kernels import _native
 from coarse.proxy.memory import DeviceMemories, DeviceMemory
-from coarse.proxy.recovery.persistent_groups import DeviceContents, KeptGroups
+from coarse.proxy.recovery.persistent_groups import DeviceContents, PersistentGroups
 from coarse.wire.device_job import HOME_DEVICE, DeviceJob
 from coarse.wire.messages import Message, int_field, text_field
 from coarse.wire.registration import GroupSchema, RecoveredUpdates
@@ -64,7 +64,7 @@ class Replication:
             is_owner_lost = HOME_DEVICE in lost
             self._settle(self._contents.replicas, proxy.finish_replicas(lost_clients, is_owner_lost))
 
-    def _settle(self, groups: KeptGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
+    def _settle(self, groups: PersistentGroups, finished: list[tuple[int, int, list[int], str]]) -> None:
         for problem in groups.settle(finished):
             logger.warning("[md%s] cannot keep %s", self._job.device, problem)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from coarse.kernels._native import Combine, ElementType
-from coarse.torch.gradients.stream_order import CallersOrder
+from coarse.torch.gradients.stream_order import StreamOrder
 
 ELEMENTS = {
     torch.float32: ElementType.FLOAT32,
@@ -30,7 +30,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
-        self._stores: list[tuple[torch.Tensor, torch.Tensor, CallersOrder]] = []
+        self._stores: list[tuple[torch.Tensor, torch.Tensor, StreamOrder]] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = checked(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -47,7 +47,7 @@ class Memory:
                 if is_read
                 else torch.empty(user.shape, dtype=user.dtype, device="cpu")
             )
-            self._stores.append((user, plain, CallersOrder([user])))
+            self._stores.append((user, plain, StreamOrder([user])))
         self._kept.append(plain)
         return plain
 

@@ -12,7 +12,7 @@ from coarse.checkpoint.source import ArraySource, SavedTensor
 from coarse.errors import CheckpointError
 from coarse.torch.checkpoint.training_state import described
 from coarse.torch.gradients.layout import Packing, as_bytes
-from coarse.torch.gradients.stream_order import CallersOrder
+from coarse.torch.gradients.stream_order import StreamOrder
 
 
 class HostCopies:
@@ -126,11 +126,11 @@ class CopiedState:
             raise CheckpointError("the copy of the state was used after close()")
         return self._copies
 
-    def order(self) -> CallersOrder:
+    def order(self) -> StreamOrder:
         """Has the state as it is now, for copy(); to be called by the thread that computes."""
-        return CallersOrder([*self._originals.values(), *self._early.values()])
+        return StreamOrder([*self._originals.values(), *self._early.values()])
 
-    def copy(self, order: CallersOrder) -> None:
+    def copy(self, order: StreamOrder) -> None:
         """Makes the copies; to be called once, from any thread. Failures are told to who reads."""
         try:
             with order.followed():

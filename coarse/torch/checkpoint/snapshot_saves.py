@@ -17,7 +17,7 @@ from coarse.client.memory.snapshots import Snapshot, SnapshotWrite
 from coarse.errors import CoarseError
 from coarse.torch.checkpoint.training_state import bare, described, model_tensors
 from coarse.torch.gradients.layout import as_bytes
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.wire.messages import Message
 from coarse.wire.snapshots import KeptTensor, SentTensor, SnapshotContents, write_request
 
@@ -51,7 +51,7 @@ class SnapshotSaves:
     """
 
     def __init__(
-        self, offloaded: OffloadedParameters, model: torch.nn.Module, folder: Path, options: WriteOptions
+        self, offloaded: RemoteParameters, model: torch.nn.Module, folder: Path, options: WriteOptions
     ) -> None:
         self._offloaded = offloaded
         self._folder = folder
@@ -64,7 +64,7 @@ class SnapshotSaves:
         self._requests: dict[tuple[Any, ...], _Request] = {}
         self._prepared_for = b""
 
-    def are_of(self, offloaded: OffloadedParameters) -> bool:
+    def are_of(self, offloaded: RemoteParameters) -> bool:
         """Whether these are the parameters that are saved."""
         return self._offloaded is offloaded
 

@@ -39,7 +39,7 @@ from coarse.torch.gradients.comm_hooks import rounds_only, travel_dtype
 from coarse.torch.gradients.embeddings import EmbeddingGradients
 from coarse.torch.gradients.gradient_parts import DeviceOptimizer, GradientParts
 from coarse.torch.gradients.sparse_gradients import check_tables, find_tables
-from coarse.torch.optimizer.remote_optimizer import Offloading
+from coarse.torch.optimizer.remote_optimizer import RemoteOptimizer
 from coarse.torch.process_group import choose_process_group
 from coarse.torch.session import session_of_group
 
@@ -57,7 +57,7 @@ _COPIED_SETTINGS = (
 )
 
 
-class DistributedDataParallel(Offloading):
+class DistributedDataParallel(RemoteOptimizer):
     """Trains replicas of `module` on all workers of a process group, averaging their gradients.
 
     Takes the arguments of torch.nn.parallel.DistributedDataParallel and keeps its semantics; `isinstance`

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 
-class Refusals(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
+class UnsupportedFeatures(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
     """Raises for each method that would need torch's buckets; every message says what to do instead."""
 
     def __copy__(self) -> NoReturn:

@@ -36,10 +36,10 @@ from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import same_memory
 from coarse.torch.gradients.measures import fingerprints, measure_gradient
 from coarse.torch.gradients.registered_gradients import RegisteredGradients
-from coarse.torch.gradients.slot_window import SlotTurns
+from coarse.torch.gradients.slot_window import SlotWindow
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
-from coarse.torch.optimizer.update_tracker import DeviceUpdates
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
+from coarse.torch.optimizer.update_tracker import UpdateTracker
 
 _LEAST_WAITING_BYTES = 16 << 20  # of gradients that may wait for slots, however small the model is
 
@@ -114,16 +114,16 @@ class GradientSynchroniser:
             registered
         )  # this frame may live on: in tracebacks of what torch.compiler.disable() imports at first
         self._failpoints = session.failpoints
-        self._updates: DeviceUpdates | None = None
-        self._updates_in_backward: DeviceUpdates | None = None  # the same, if backward makes them
+        self._updates: UpdateTracker | None = None
+        self._updates_in_backward: UpdateTracker | None = None  # the same, if backward makes them
         self._used_up: list[UsedUpGradient] = []  # of each parameter, in that case
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._turns: SlotTurns | None = None
+        self._turns: SlotWindow | None = None
         if shares_slots:
             assert isinstance(self.group, TensorGroup)
-            self._turns = SlotTurns(
+            self._turns = SlotWindow(
                 self.group, self._path, self._send, most_waiting_bytes=self._most_waiting_bytes()
             )
         self._find_unused = find_unused
@@ -157,19 +157,19 @@ class GradientSynchroniser:
 
     def update(
         self,
-        offloaded: OffloadedParameters,
+        offloaded: RemoteParameters,
         *,
         before_backward: Callable[[], object] | None,
         waits: bool,
         waits_here: bool,
-    ) -> DeviceUpdates:
+    ) -> UpdateTracker:
         """From now on memory devices update these parameters by their gradients: push_update().
 
         Args:
             offloaded: The parameters.
-            before_backward, waits, waits_here: Of DeviceUpdates. Where backward updates, no `.grad` remains.
+            before_backward, waits, waits_here: Of UpdateTracker. Where backward updates, no `.grad` remains.
         """
-        self._updates = DeviceUpdates(
+        self._updates = UpdateTracker(
             offloaded,
             self._path,
             self._failpoints,

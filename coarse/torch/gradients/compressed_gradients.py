@@ -34,7 +34,7 @@ def _stand_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Par
     return torch.nn.Parameter(empty, requires_grad=False)
 
 
-class NarrowGradients:
+class CompressedGradients:
     """A GradientPath that rounds gradients as it sends them, and widens averages as it delivers them.
 
     Slots, and so what crosses links and networks, are of the narrower type; `.grad` has memory of its own.

@@ -11,7 +11,7 @@ import torch
 from coarse.torch.gradients import gradient_errors
 from coarse.torch.gradients.averaging import GradientSynchroniser
 from coarse.torch.optimizer.cached_parameters import CachedParameters
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -73,7 +73,7 @@ class OffloadedPart(GradientPart):
     """
 
     optimizer: torch.optim.Optimizer
-    offloaded: OffloadedParameters
+    offloaded: RemoteParameters
     owner: Callable[[], DeviceOptimizer | None]
     cached: CachedParameters | None = None
 

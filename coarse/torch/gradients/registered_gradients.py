@@ -6,18 +6,18 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from coarse.client.single_worker import SoloTensorGroup
+from coarse.client.single_worker import SingleWorkerTensorGroup
 from coarse.client.tensor_group import TensorGroup
 from coarse.schema import TensorSpec
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.gradients.bucket_hooks import BucketHook, BucketHookGradients
-from coarse.torch.gradients.compressed_gradients import NarrowGradients, stand_ins
+from coarse.torch.gradients.compressed_gradients import CompressedGradients, stand_ins
 from coarse.torch.gradients.gpu_gradients import try_gpu
 from coarse.torch.gradients.gpu_slot_gradients import GpuSlotGradients
 from coarse.torch.gradients.gradient_path import GradientPath
 from coarse.torch.gradients.host_gradients import HostGradients
 from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu, num_bytes
-from coarse.torch.gradients.sparse_gradients import TableGradients
+from coarse.torch.gradients.sparse_gradients import SparseGradients
 from coarse.wire.registration import WorkerMemory
 
 # Gradients that take turns have slots for this share of the model, or for its largest tensor if that is more.
@@ -68,14 +68,14 @@ class RegisteredGradients:
         self.path: GradientPath
         """The way to the slots and back, or to a hook."""
         if hook is not None:
-            self.group = SoloTensorGroup(name, ())
-            self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
+            self.group = SingleWorkerTensorGroup(name, ())
+            self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
             self.path = BucketHookGradients(session, self._names, self._parameters, hook)
             return
         self.group = self._register(session, name, state_names, tables)
         if isinstance(self.group, TensorGroup):
             self.group.nccl.objection = _why_no_nccl
-        self.tables = TableGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
+        self.tables = SparseGradients(session, self.group, parameters, gradient_as_view=gradient_as_view)
         """Those whose gradients are sparse."""
         self.path = self._choose_path(gradient_as_view=gradient_as_view)
 
@@ -106,7 +106,7 @@ class RegisteredGradients:
     def _choose_path(self, *, gradient_as_view: bool) -> GradientPath:
         if self._sent is self._parameters:
             return self._path_of_sent(gradient_as_view=gradient_as_view)
-        return NarrowGradients(
+        return CompressedGradients(
             self._names, self._parameters, self._sent, self._path_of_sent(gradient_as_view=True)
         )
 

@@ -13,7 +13,7 @@ from coarse.torch.gradients.gradient_path import GradientPath
 _MOST_PATIENCE_S = 20.0
 
 
-class SlotTurns:
+class SlotWindow:
     """Sends each gradient when all that had bytes of its slot before are out of the way.
 
     Nobody waits for ever, whatever order gradients come in on different workers (docs/design/optimizer.md).

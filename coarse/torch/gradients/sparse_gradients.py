@@ -16,7 +16,7 @@ from coarse.client.tensor_group import TensorGroup
 from coarse.session import AnyTensorGroup, Session
 
 
-class TableGradients:
+class SparseGradients:
     """The sparse gradients of one wrapped model.
 
     Args:

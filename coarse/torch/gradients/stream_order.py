@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 
-class CallersOrder:
+class StreamOrder:
     """What the caller's current streams have been given so far, for another thread to come behind it.
 
     That thread's own current streams know nothing of it. To be made where the tensors are known to be in order.

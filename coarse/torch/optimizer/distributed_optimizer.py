@@ -20,7 +20,7 @@ from coarse.torch.gradients.layout import DTYPE_NAMES, common_gpu
 from coarse.torch.gradients.measures import changes_by_scaler, measure_gradient
 from coarse.torch.gradients.sparse_gradients import find_renormalised
 from coarse.torch.gradients.used_up_gradients import UsedUpGradient
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.torch.optimizer.state_broadcast import broadcast_state
 from coarse.torch.optimizer.update_rules import KNOWN_OPTIMIZERS, UpdateRule, cannot_update_rows, find_rule
 from coarse.torch.weak_calls import weakly
@@ -227,7 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._part is not None
 
     @property
-    def offloaded(self) -> OffloadedParameters | None:
+    def offloaded(self) -> RemoteParameters | None:
         """What the memory devices hold; None if the optimizer runs on the workers."""
         return None if self._part is None else self._part.offloaded
 

@@ -16,7 +16,7 @@ from coarse.errors import CoarseError, OutOfDeviceMemoryError, SessionClosedErro
 from coarse.session import AnyTensorGroup, Session
 from coarse.torch.ddp.buffers import broadcast_tensors
 from coarse.torch.ddp.module_hooks import OwnHook
-from coarse.torch.ddp.unsupported import Refusals
+from coarse.torch.ddp.unsupported import UnsupportedFeatures
 from coarse.torch.gradients.averaging import GradientSynchroniser
 from coarse.torch.gradients.bucket_hooks import BucketHook
 from coarse.torch.gradients.embeddings import EmbeddingGradients
@@ -29,14 +29,14 @@ from coarse.torch.gradients.gradient_parts import (
 )
 from coarse.torch.gradients.gradient_policy import MeasuredGradient
 from coarse.torch.gradients.layout import common_gpu, forget_values
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.torch.optimizer.update_rules import UpdateRule
-from coarse.torch.optimizer.update_tracker import DeviceUpdates
+from coarse.torch.optimizer.update_tracker import UpdateTracker
 
 logger = logging.getLogger(__name__)
 
 
-class Offloading(Refusals):
+class RemoteOptimizer(UnsupportedFeatures):
     """The part of DistributedDataParallel that registers parameters, and what DistributedOptimizer asks of it."""
 
     _trainable: list[tuple[str, torch.nn.Parameter]]
@@ -152,7 +152,7 @@ class Offloading(Refusals):
             if is_refusal(error):
                 self._average_again(free, tensors)
             raise
-        offloaded = OffloadedParameters(
+        offloaded = RemoteParameters(
             _tensor_group(gradients),
             tensors,
             optimizer,
@@ -186,7 +186,7 @@ class Offloading(Refusals):
         return part
 
     def _move(
-        self, offloaded: OffloadedParameters, gradients: GradientSynchroniser
+        self, offloaded: RemoteParameters, gradients: GradientSynchroniser
     ) -> OutOfDeviceMemoryError | None:
         """Moves parameters to the memory devices and takes memory for the rest. Collective.
 
@@ -263,7 +263,7 @@ class Offloading(Refusals):
         number = self._num_registrations[kind]
         return f"{self._name}/{kind}" + (f" {number}" if number > 1 else "")
 
-    def _hold_parameters(self, part: OffloadedPart, updates: DeviceUpdates, *, staleness: int) -> None:
+    def _hold_parameters(self, part: OffloadedPart, updates: UpdateTracker, *, staleness: int) -> None:
         """Makes this worker's parameters those of the memory devices, or copies of them. Collective."""
         gradients, offloaded = part.gradients, part.offloaded
         # Views and copies do not go together: what is written to a view, others would take for an update's result.
@@ -280,7 +280,7 @@ class Offloading(Refusals):
         else:
             offloaded.share(_tensor_group(gradients).open_own_parameters(publishes=offloaded.writes))
 
-    def _follow_module(self, offloaded: OffloadedParameters) -> None:
+    def _follow_module(self, offloaded: RemoteParameters) -> None:
         """Has whoever saves the module wait for updates, and snapshots keep what is loaded over."""
         reference = weakref.ref(offloaded)  # the module may outlive this wrapper
         self.module.register_load_state_dict_pre_hook(OwnHook(lambda: _keep_snapshots(reference)))
@@ -403,14 +403,14 @@ def _tensor_group(gradients: GradientSynchroniser) -> TensorGroup:
     return gradients.group
 
 
-def _keep_snapshots(reference: weakref.ref[OffloadedParameters]) -> None:
+def _keep_snapshots(reference: weakref.ref[RemoteParameters]) -> None:
     """Has the snapshots of a model keep what is going to be overwritten, if it still has any."""
     offloaded = reference()
     if offloaded is not None:
         offloaded.keep_snapshots()
 
 
-def _wait_for_update(reference: weakref.ref[OffloadedParameters]) -> None:
+def _wait_for_update(reference: weakref.ref[RemoteParameters]) -> None:
     """Raises if the parameters that are going to be saved are those of no step."""
     offloaded = reference()
     if offloaded is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from coarse.client.memory.private_writes import OwnParameters
+from coarse.client.memory.private_writes import PrivateWrites
 from coarse.client.memory.snapshots import Snapshot
 from coarse.client.tensor_group import TensorGroup
 from coarse.client.update_settings import SETTINGS_DTYPE
@@ -26,7 +26,7 @@ MASTER = "master"
 LoadedState = Mapping[torch.nn.Parameter, Mapping[str, Any]]
 
 
-class OffloadedParameters:
+class RemoteParameters:
     """The parameters of one model, in memory that all workers of the node and their memory devices share.
 
     Args:
@@ -83,7 +83,7 @@ class OffloadedParameters:
         self.empty = EmptyParameters(of_optimizer, rule, [self._names_kept_of(each) for each in of_optimizer])
         """What the optimizer holds beside, of which memory devices have nothing."""
         self._originals = [slot_tensor(group.parameter(i), p) for i, p in enumerate(parameters)]
-        self._own: OwnParameters | None = None
+        self._own: PrivateWrites | None = None
         self._views: Sequence[torch.Tensor] = self._originals
 
     def move(self) -> None:
@@ -144,7 +144,7 @@ class OffloadedParameters:
         self._is_shared = True
         return self._mirror
 
-    def share(self, own: OwnParameters | None = None) -> None:
+    def share(self, own: PrivateWrites | None = None) -> None:
         """Makes every parameter a view of the shared memory. Call it when the worker that writes has written.
 
         Args:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from coarse.failpoints import Failpoints
 from coarse.torch.gradients.gradient_path import GradientPath
 from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
-from coarse.torch.optimizer.remote_parameters import OffloadedParameters
+from coarse.torch.optimizer.remote_parameters import RemoteParameters
 
 
-class DeviceUpdates:
+class UpdateTracker:
     """The updates of one model, one after the other: begin(), its gradients are pushed, end(). One caller at a time.
 
     Args:
@@ -25,7 +25,7 @@ class DeviceUpdates:
 
     def __init__(
         self,
-        offloaded: OffloadedParameters,
+        offloaded: RemoteParameters,
         path: GradientPath,
         failpoints: Failpoints,
         *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coarse.client.single_worker import SoloClient
+from coarse.client.single_worker import SingleWorkerClient
 from coarse.errors import SessionClosedError
 from coarse.schema import TensorSpec
 
@@ -13,7 +13,7 @@ from coarse.schema import TensorSpec
 @pytest.fixture
 def group():
     specs = [TensorSpec(name=name, dtype="float32", num_elements=4, op="mean") for name in "ab"]
-    return SoloClient().register("tensors", specs)
+    return SingleWorkerClient().register("tensors", specs)
 
 
 def values(group, index):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from coarse.bench.adapter import WorkerJob
-from coarse.bench.worker_pool import BenchError, Fleet
+from coarse.bench.worker_pool import BenchError, WorkerPool
 from coarse.errors import SyncTimeoutError, WorkerLostError
 
 pytest.importorskip("torch")
@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def private_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where fleets put their directories; empty again after each test. Short: a socket lies in it."""
+    """Where pools put their directories; empty again after each test. Short: a socket lies in it."""
     previous = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="b-") as directory:
         tempfile.tempdir = directory
@@ -33,8 +33,8 @@ def private_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         assert list(Path(directory).iterdir()) == []
 
 
-def workers_of(fleet: Fleet) -> list[psutil.Process]:
-    return [each for each in fleet.descendants() if "coarse.bench.worker" in each.cmdline()]
+def workers_of(pool: WorkerPool) -> list[psutil.Process]:
+    return [each for each in pool.descendants() if "coarse.bench.worker" in each.cmdline()]
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -43,56 +43,56 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_workers_answer_in_rank_order_and_leave() -> None:
-    with Fleet("gloo", 3) as fleet:
-        fleet.start()
-        workers = workers_of(fleet)
+    with WorkerPool("gloo", 3) as pool:
+        pool.start()
+        workers = workers_of(pool)
         assert len(workers) == 3
-        fleet.ask("prepare", nbytes=4096, dtype="float32")
-        assert fleet.ask("verify") == [None, None, None]
-        assert [len(seconds) for seconds in fleet.ask("run", iterations=5)] == [5, 5, 5]
-        fleet.ask("release")
+        pool.ask("prepare", nbytes=4096, dtype="float32")
+        assert pool.ask("verify") == [None, None, None]
+        assert [len(seconds) for seconds in pool.ask("run", iterations=5)] == [5, 5, 5]
+        pool.ask("release")
     assert_gone(workers)
-    fleet.close()
+    pool.close()
 
 
 def test_private_directory_is_entered_by_its_owner_only(private_directory: Path) -> None:
-    with Fleet("gloo", 1) as fleet:
-        fleet.start()
+    with WorkerPool("gloo", 1) as pool:
+        pool.start()
         (directory,) = private_directory.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_killed_worker_is_named_with_its_signal_and_the_others_are_ended() -> None:
-    with Fleet("gloo", 2) as fleet:
-        fleet.start()
-        workers = workers_of(fleet)
-        fleet.ask("prepare", nbytes=4096, dtype="float32")
+    with WorkerPool("gloo", 2) as pool:
+        pool.start()
+        workers = workers_of(pool)
+        pool.ask("prepare", nbytes=4096, dtype="float32")
         threading.Timer(0.3, workers[1].kill).start()
         with pytest.raises(WorkerLostError, match=r"(worker|process) \d died during run.*SIGKILL"):
-            fleet.ask("run", iterations=1_000_000)
+            pool.ask("run", iterations=1_000_000)
     assert_gone(workers)
 
 
 def test_error_of_a_worker_comes_with_its_traceback() -> None:
-    with Fleet("gloo", 2) as fleet:
-        fleet.start()
+    with WorkerPool("gloo", 2) as pool:
+        pool.start()
         with pytest.raises(BenchError, match="prepare comes first") as caught:
-            fleet.ask("verify")
+            pool.ask("verify")
     assert "Traceback" in str(caught.value)
 
 
 def test_worker_that_cannot_start_says_why() -> None:
-    with Fleet("no-such-system", 1) as fleet, pytest.raises(BenchError, match="unknown system"):
-        fleet.start()
+    with WorkerPool("no-such-system", 1) as pool, pytest.raises(BenchError, match="unknown system"):
+        pool.start()
 
 
 def test_worker_that_does_not_answer_is_named() -> None:
-    with Fleet("gloo", 2) as fleet:
-        fleet.start()
-        (stopped, _) = workers = sorted(workers_of(fleet), key=lambda worker: worker.pid)
+    with WorkerPool("gloo", 2) as pool:
+        pool.start()
+        (stopped, _) = workers = sorted(workers_of(pool), key=lambda worker: worker.pid)
         stopped.suspend()
         with pytest.raises(SyncTimeoutError, match=r"no answer of workers \[0(, 1)?\]"):
-            fleet.ask("prepare", timeout_s=0.5, nbytes=4096, dtype="float32")
+            pool.ask("prepare", timeout_s=0.5, nbytes=4096, dtype="float32")
     assert_gone(workers)
 
 
@@ -102,12 +102,12 @@ def test_worker_that_does_not_answer_is_named() -> None:
 def test_workers_end_with_their_driver(how: signal.Signals, private_directory: Path) -> None:
     code = (
         "import signal, sys, tempfile\n"
-        "from coarse.bench.worker_pool import Fleet\n"
+        "from coarse.bench.worker_pool import WorkerPool\n"
         "from coarse.cli.main import told_to_end_as_by_ctrl_c\n"
         "tempfile.tempdir = sys.argv[1]\n"
-        "with told_to_end_as_by_ctrl_c(), Fleet('gloo', 2) as fleet:\n"
-        "    fleet.start()\n"
-        "    print(*(each.pid for each in fleet.descendants()), flush=True)\n"
+        "with told_to_end_as_by_ctrl_c(), WorkerPool('gloo', 2) as pool:\n"
+        "    pool.start()\n"
+        "    print(*(each.pid for each in pool.descendants()), flush=True)\n"
         "    signal.pause()\n"
     )
     command = [sys.executable, "-c", code, os.fspath(private_directory)]

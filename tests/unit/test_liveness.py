@@ -10,23 +10,23 @@ import time
 
 import pytest
 
-from coarse.liveness import Lookout, Presence
+from coarse.liveness import LivenessProbe, Presence
 
 LIMIT_S = 30.0
 MANY = 50
 
 
-def await_end(lookout):
+def await_end(probe):
     deadline_s = time.monotonic() + LIMIT_S
-    while not lookout.sees_end():
+    while not probe.sees_end():
         assert time.monotonic() < deadline_s
         os.sched_yield()
 
 
-def await_connection(lookout):
+def await_connection(probe):
     """In a test, loopback connections are there at once."""
     for _ in range(100):
-        assert not lookout.sees_end()
+        assert not probe.sees_end()
 
 
 def test_a_process_that_is_killed_is_seen_to_end_by_all_who_look():
@@ -34,25 +34,29 @@ def test_a_process_that_is_killed_is_seen_to_end_by_all_who_look():
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    lookouts = [Lookout(presence.host, presence.port) for _ in range(MANY)]
+    probes = [LivenessProbe(presence.host, presence.port) for _ in range(MANY)]
     presence.close()  # now only the other process has it
-    for lookout in lookouts:
-        await_connection(lookout)
+    for probe in probes:
+        await_connection(probe)
     os.kill(pid, signal.SIGKILL)
-    for lookout in lookouts:
-        await_end(lookout)
-        lookout.close()
-        assert not lookout.sees_end()
+    for probe in probes:
+        await_end(probe)
+        probe.close()
+        assert not probe.sees_end()
     os.waitpid(pid, 0)
 
 
 def test_one_that_cannot_be_reached_is_not_taken_for_one_that_has_ended():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as gone:
         port = gone.getsockname()[1]
-    refused, absent, unknown = Lookout("127.0.0.1", port), Lookout("", 0), Lookout("no such host", 1)
-    for lookout in (refused, absent, unknown):
-        await_connection(lookout)
-        lookout.close()
+    refused, absent, unknown = (
+        LivenessProbe("127.0.0.1", port),
+        LivenessProbe("", 0),
+        LivenessProbe("no such host", 1),
+    )
+    for probe in (refused, absent, unknown):
+        await_connection(probe)
+        probe.close()
     assert (refused.problem, absent.problem) == ("Connection refused", "")
 
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from coarse.client.tensor_group import TensorGroup
 from coarse.torch.gradients.gradient_path import GradientPath
-from coarse.torch.gradients.slot_window import SlotTurns
+from coarse.torch.gradients.slot_window import SlotWindow
 
 
 class _Slots:
@@ -45,8 +45,8 @@ class _Slots:
         pass
 
 
-def _turns(slots: _Slots, most_waiting_bytes: int | None = None) -> SlotTurns:
-    return SlotTurns(
+def _turns(slots: _Slots, most_waiting_bytes: int | None = None) -> SlotWindow:
+    return SlotWindow(
         cast("TensorGroup", slots),
         cast("GradientPath", slots),
         slots.send,

@@ -15,14 +15,14 @@ from coarse.local_sockets import short_address
 from coarse.machine.partition_table import PartitionTable
 from coarse.scratch import hold
 from coarse.settings import Settings
-from coarse.startup.persistent_devices import Keeping, find_kept_devices
+from coarse.startup.persistent_devices import Keeping, find_persistent_devices
 from coarse.wire.persistent_sessions import (
-    KeptDevices,
+    PersistentDevices,
     find_session_directory,
     forget_job,
-    kept_pids,
     leave_session_directory,
     make_session_directory,
+    persistent_pids,
 )
 from coarse.wire.socket_directory import TOKEN_FILE, OwnSocket, socket_path
 
@@ -40,12 +40,12 @@ def test_sessions_of_jobs_have_directories_of_their_own():
 
 def test_what_is_left_there_is_found_and_forgotten(temporary):
     directory = make_session_directory("job", "session")
-    assert KeptDevices.read(directory) is None
-    kept = KeptDevices(workers=((0,), (1, 2)), memories=("host", "numa:2"), pids=(11, 12))
+    assert PersistentDevices.read(directory) is None
+    kept = PersistentDevices(workers=((0,), (1, 2)), memories=("host", "numa:2"), pids=(11, 12))
     kept.write(directory)
-    assert KeptDevices.read(directory) == kept
-    assert kept_pids("job") == {11, 12}
-    assert kept_pids("another job") == set()
+    assert PersistentDevices.read(directory) == kept
+    assert persistent_pids("job") == {11, 12}
+    assert persistent_pids("another job") == set()
     assert make_session_directory("job", "session") == directory
     assert list(directory.iterdir()) == []
     forget_job("another job")
@@ -62,7 +62,7 @@ def test_a_directory_that_only_another_user_can_enter_is_nobody_elses_business(t
         if user == 0:
             os.seteuid(65534)  # whom modes do stop
         forget_job("job")
-        assert kept_pids("job") == set()
+        assert persistent_pids("job") == set()
     finally:
         os.seteuid(user)
         temporary.chmod(0o700)
@@ -116,7 +116,7 @@ def taken(request, temporary):
     request.param(root, theirs)
     if root.is_dir():
         (root / name).mkdir(parents=True, mode=0o700)
-        KeptDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(1, 1)).write(root / name)
+        PersistentDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(1, 1)).write(root / name)
         (root / "old").symlink_to(theirs)
     return root
 
@@ -126,18 +126,18 @@ def test_a_name_that_another_user_has_taken_stops_nobody(taken, temporary, caplo
     table = PartitionTable.even(num_workers=2, num_devices=2)
     keeping = Keeping(session="session", attempt=Attempt(job="job", number=1))
     assert find_session_directory("job", "session") is None, "what another user has prepared is nobody's"
-    assert kept_pids("job") == set()
-    assert find_kept_devices(keeping, table) is None
+    assert persistent_pids("job") == set()
+    assert find_persistent_devices(keeping, table) is None
     directory = make_session_directory("job", "session")
     root = directory.parent.parent
     assert root != taken
     assert root.stat().st_mode & 0o777 == 0o700
     assert f"{taken} " in caplog.text
     assert f"{root} takes its place" in caplog.text
-    kept = KeptDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(11, 12))
+    kept = PersistentDevices(workers=((0,), (1,)), memories=("host", "host"), pids=(11, 12))
     kept.write(directory)
     assert find_session_directory("job", "session") == directory
-    assert kept_pids("job") == {11, 12}
+    assert persistent_pids("job") == {11, 12}
     assert make_session_directory("other job", "session").parent.parent == root
     for job in ("job", "other job"):
         forget_job(job)
@@ -185,7 +185,7 @@ def test_a_device_that_ends_leaves_the_next_session_of_the_same_name_alone(is_no
     directory = make_session_directory("job", "session")
     new_place, new = listening(directory)
     if is_noted:
-        KeptDevices(workers=((0,),), memories=("host",), pids=(os.getpid(),)).write(directory)
+        PersistentDevices(workers=((0,),), memories=("host",), pids=(os.getpid(),)).write(directory)
     leave_session_directory(ending)
     ending.abandon()
     assert new_place.path.exists()
