@@ -157,7 +157,7 @@ class PeerWatch:
         self._pidfds: dict[int, int] = {}
         self._gone: set[int] = set()  # before they were watched
         self._elsewhere: dict[int, WorkerAddress] = {}
-        self._lookouts: dict[int, LivenessProbe] = {}
+        self._probes: dict[int, LivenessProbe] = {}
 
     def own_address(self) -> WorkerAddress:
         """What others have to know of this process."""
@@ -237,21 +237,21 @@ class PeerWatch:
                 store.get(f"{_STARTED}/{rank}", 0.0)
             except TimeoutError:
                 raise self._loss([rank]) from None
-            self._lookouts[rank].close()
+            self._probes[rank].close()
 
     def _look_out_for(self, rank: int) -> LivenessProbe:
         address = self._elsewhere[rank]
-        if rank not in self._lookouts:
-            self._lookouts[rank] = LivenessProbe(address.presence_host, address.presence_port)
-        lookout = self._lookouts[rank]
-        if lookout.problem:
-            where = f"{address.presence_host} port {address.presence_port} ({lookout.problem})"
+        if rank not in self._probes:
+            self._probes[rank] = LivenessProbe(address.presence_host, address.presence_port)
+        probe = self._probes[rank]
+        if probe.problem:
+            where = f"{address.presence_host} port {address.presence_port} ({probe.problem})"
             logger.warning(
                 "[w%s] worker %s (pid %s) cannot be reached at %s: it ended, or is behind a firewall",
                 *(self._identity.rank, rank, address.pid, where),
             )
-            lookout.problem = ""
-        return lookout
+            probe.problem = ""
+        return probe
 
     def _told(self) -> CoarseError | None:
         assert self._store is not None
@@ -308,8 +308,8 @@ class PeerWatch:
         """Stops watching. Idempotent."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
-        for lookout in self._lookouts.values():
-            lookout.close()
+        for probe in self._probes.values():
+            probe.close()
         if self._presence is not None:
             self._presence.close()
 
