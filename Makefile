@@ -54,9 +54,10 @@ IN_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 python-test: $(INSTALLED)  ## Run the Python tests that are not slow.
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow"
 
-lint: $(INSTALLED)  ## Run ruff, mypy, the stub test and clang-format; changes nothing.
+lint: $(INSTALLED)  ## Run ruff, codespell, mypy, the stub test and clang-format; changes nothing.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell $$(git ls-files)
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest coarse.kernels._native --allowlist tests/native_stub_allowlist.txt
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED_SOURCES)

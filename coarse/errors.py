@@ -27,6 +27,10 @@ class SettingsError(CoarseError, ValueError):
     """A COARSE_* variable is not known, or has a value that cannot be."""
 
 
+class BackendBuildError(CoarseError, RuntimeError):
+    """A rank has no working C++ compiler, which the torch backend needs at its first use."""
+
+
 class GpuUnavailableError(CoarseError):
     """Memory lies on a GPU that this worker does not see, or cannot use."""
 

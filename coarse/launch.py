@@ -1,4 +1,4 @@
-"""Who this process is among the workers of its job: what torchrun, MPI, Slurm and TF_CONFIG say."""
+"""Reads this worker's rank, job size and store address from the variables of torchrun, MPI, Slurm or TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from coarse.env import WorkerIdentity, is_of_tensorflow, process_environment
 from coarse.errors import RendezvousError
 from coarse.socket_store import Address, LocalAddress, TcpAddress
 
-_MPI = {  # rank, number of workers, and both on this node
+_MPI = {  # rank and number of workers, in the job and on this node
     "Open MPI": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -25,16 +25,16 @@ _MPI = {  # rank, number of workers, and both on this node
     "MPICH, Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-_PORTS = range(20_000, 30_000)  # below those that systems give to whoever asks for any
+_PORTS = range(20_000, 30_000)  # below the ephemeral ports of most systems
 _PORTS_BETWEEN_STEPS = 997
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher's variables say.
+    """The contents of the launcher's variables.
 
     Args:
-        identity: Of this process; which workers share its node is not known before they have met.
+        identity: This process's identity. The workers meet before they find out which of them share a node.
         address: Where worker 0 serves the store; None for a job of one worker.
     """
 
@@ -43,12 +43,12 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else TF_CONFIG, or what mpirun or srun has set.
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else TF_CONFIG, or the variables of mpirun or srun.
 
-        Without any of them there is one worker.
+        Without any of them the job has one worker.
 
         Raises:
-            RendezvousError: If they contradict each other, or TF_CONFIG has tasks other than workers.
+            RendezvousError: If the variables contradict each other, or TF_CONFIG has tasks other than workers.
         """
         environ = dict(process_environment() if environ is None else environ)
         if is_of_tensorflow(environ):
@@ -61,10 +61,10 @@ class Launch:
 
 
 def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple[str, int]:
-    """MASTER_ADDR and MASTER_PORT, of a job of several workers.
+    """MASTER_ADDR and MASTER_PORT of a job of several workers.
 
     Raises:
-        RendezvousError: If they are missing, or no address.
+        RendezvousError: If they are missing or are not a valid address.
     """
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
     if not host or not port.isdigit() or int(port) > 65535:
@@ -77,7 +77,7 @@ def meeting_place(identity: WorkerIdentity, environ: Mapping[str, str]) -> tuple
 
 
 def why_unresolved(host: str) -> str:
-    """Why a host name leads to no address; "" if it does."""
+    """Why a host name cannot be resolved; "" if it can."""
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError) as error:
@@ -86,11 +86,11 @@ def why_unresolved(host: str) -> str:
 
 
 def unserved(host: str, port: int, reason: str) -> RendezvousError:
-    """Why worker 0 cannot serve the place where the workers of a job meet, and what to do.
+    """Explains why worker 0 cannot serve the job's store at this address, and how to fix it.
 
     Args:
-        host, port: The place.
-        reason: What the system says.
+        host, port: The address of the store.
+        reason: The system's error text.
     """
     if unresolved := why_unresolved(host):
         cause, advice = unresolved, "Set MASTER_ADDR to a name or address of worker 0's machine."
@@ -106,7 +106,7 @@ def _address(identity: WorkerIdentity, environ: Mapping[str, str]) -> Address:
     host, port = meeting_place(identity, environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return TcpAddress(host, port)
-    # torchrun's agent has the port for a store that only PyTorch can speak to.
+    # torchrun's agent uses the port for a store that only PyTorch can access.
     if identity.local_world_size == identity.world_size:
         job = f"{host}:{port}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -144,12 +144,12 @@ def _rank_of_task(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> int:
 
 
 def adopt_launcher(environ: MutableMapping[str, str] | None = None, *, parent_pid: int | None = None) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for a worker that mpirun or srun has started.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for a worker started by mpirun or srun.
 
-    Does nothing where RANK or WORLD_SIZE is set, or nothing of such a launcher is. MASTER_ADDR and MASTER_PORT are
-    set too, unless the user has: to the first node of a Slurm step and a port by the numbers of job and step, or, if
-    all of MPI's workers are on this node, to it and a port by the launcher's process. Workers on several nodes under
-    mpirun have to be told (`mpirun -x MASTER_ADDR=host`).
+    Does nothing if RANK or WORLD_SIZE is set, or if no variable of such a launcher is set. Also sets MASTER_ADDR and
+    MASTER_PORT, unless the user has set them. Under Slurm, they are the step's first node and a port derived from the
+    job and step numbers. Under MPI with all workers on this node, they are this node and a port derived from the
+    launcher's process id. Under mpirun on several nodes, the user must set them (`mpirun -x MASTER_ADDR=host`).
     """
     environ = process_environment() if environ is None else environ
     if "RANK" in environ or "WORLD_SIZE" in environ:
@@ -170,14 +170,14 @@ def _mpi(environ: MutableMapping[str, str], parent_pid: int) -> dict[str, str]:
 
 
 def _slurm(environ: MutableMapping[str, str]) -> dict[str, str]:
-    # A batch script has ranks too, but is one process: only a step has a number.
+    # A batch script also has ranks but is only one process; only a step has a step number.
     if "SLURM_STEP_ID" not in environ or not all(name in environ for name in _SLURM):
         return {}
     rank, size, local_rank, per_node = (environ[name] for name in _SLURM)
     counts = list(_tasks_of_nodes(per_node))
     found = _ranks(rank, size, local_rank, str(counts[int(environ.get("SLURM_NODEID", "0"))]))
     nodes = environ.get("SLURM_STEP_NODELIST", "") if len(counts) > 1 else "127.0.0.1"
-    # Steps of a job may run side by side, and jobs are numbered one after the other: far from each other.
+    # Steps of a job may run at the same time, and job numbers are consecutive: keep their ports far apart.
     number = int(environ.get("SLURM_JOB_ID", "0")) + _PORTS_BETWEEN_STEPS * int(environ["SLURM_STEP_ID"])
     return found | ({"MASTER_ADDR": _first_host(nodes), "MASTER_PORT": _port(number)} if nodes else {})
 
@@ -191,12 +191,12 @@ def _port(number: int) -> str:
 
 
 def _tasks_of_nodes(text: str) -> Iterator[int]:
-    """Of Slurm's `2(x3),1`: 2, 2, 2, 1."""
+    """Expands Slurm's `2(x3),1` to 2, 2, 2, 1."""
     for tasks, _, nodes in re.findall(r"(\d+)(\(x(\d+)\))?", text):
         yield from [int(tasks)] * int(nodes or 1)
 
 
 def _first_host(nodes: str) -> str:
-    """Of Slurm's `rack[2-3]gpu[03-05,9]-ib,login`: rack2gpu03-ib."""
+    """The first host of a Slurm list: rack2gpu03-ib for `rack[2-3]gpu[03-05,9]-ib,login`."""
     with_first_numbers = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes)
     return with_first_numbers.split(",")[0]

@@ -1,15 +1,15 @@
-"""How the end of a process is noticed on other machines: connections to it end, which its kernel sees to."""
+"""Notices the end of a process on another machine: that machine's kernel closes the connections to it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 
-_BACKLOG = 1024  # one for each other node
+_BACKLOG = 1024  # one connection for each other node
 
 
 class Presence:
-    """Listens, and never lets anybody in: others know by a connection that this process is there.
+    """A socket that listens but never accepts: a connection to it lasts as long as this process.
 
     Args:
         host: An address of this machine that others can reach.
@@ -25,25 +25,25 @@ class Presence:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def close(self) -> None:
-        """As if the process had ended. Idempotent."""
+        """Closes the socket, which other nodes see as the end of the process. Idempotent."""
         self._listener.close()
 
 
 class LivenessProbe:
-    """Looks at whether another process is there. Never waits.
+    """Checks whether another process still exists. Never blocks.
 
     Args:
-        host, port: Of its Presence; "" and 0 if it has none.
+        host, port: Address of its Presence; "" and 0 if it has none.
     """
 
     def __init__(self, host: str, port: int) -> None:
         self.problem = ""
-        """Why it cannot be reached, if that is known."""
+        """Why the process cannot be reached, if known."""
         self._connection: socket.socket | None = None
         if not port:
             return
@@ -54,7 +54,7 @@ class LivenessProbe:
             self._connection.connect_ex(address)
 
     def sees_end(self) -> bool:
-        """Whether the process was there, and is not any more. Of one that cannot be reached nothing is known."""
+        """Whether the process existed and has ended; False if it cannot be reached, because then nothing is known."""
         if self._connection is None:
             return False
         try:
@@ -70,7 +70,7 @@ class LivenessProbe:
         return True
 
     def close(self) -> None:
-        """Looks no longer. Idempotent."""
+        """Stops checking. Idempotent."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

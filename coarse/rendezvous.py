@@ -1,4 +1,4 @@
-"""How the workers of a job find each other, before anything is shared (docs/design/bootstrap.md)."""
+"""The workers of a job find each other, before they share any memory (docs/design/bootstrap.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coarse.store import Store
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 5.0
-_LOOK_INTERVAL_S = 0.25  # how often a wait for one worker looks at whether the others still live
+_LOOK_INTERVAL_S = 0.25  # a wait for one worker checks this often that the others live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class WorkerAddress:
 
     Args:
         host: Equal for workers that can share memory: those of one node.
-        pid: Its process on that host.
-        started: When that process started, in the kernel's units: tells it from a later one of the same number.
+        pid: Process id of the worker on that host.
+        started: Start time of the process, in kernel units. Distinguishes it from a later process with the same pid.
         presence_host, presence_port: Where its Presence listens, for workers of other nodes; "" and 0 if it has none.
     """
 
@@ -45,7 +45,7 @@ class WorkerAddress:
     def of_this_process(cls, node: str = "", presence: Presence | None = None) -> WorkerAddress:
         """Args:
         node: As in Settings.
-        presence: By which other nodes notice its end.
+        presence: Lets other nodes notice the end of this process.
         """
         return cls(
             host=host_identity(node),
@@ -56,7 +56,7 @@ class WorkerAddress:
         )
 
     def lives_here(self) -> bool:
-        """Whether it is a process of this host, and lives."""
+        """Whether the worker is a live process of this host."""
         try:
             return self.host == host_identity() and self.started == _start_time(self.pid)
         except OSError:
@@ -64,12 +64,12 @@ class WorkerAddress:
 
     @property
     def boot(self) -> str:
-        """Equal for workers of one running system, whether they can share memory or not."""
+        """Equal for all workers on one running system, even if they cannot share memory."""
         return self.host.partition("/")[0]
 
 
 def host_identity(node: str = "") -> str:
-    """The same for processes that can share memory and files: same boot, same mount and process namespaces.
+    """Equal for processes that can share memory and files: same boot, same mount and process namespaces.
 
     Args:
         node: As in Settings: splits a host into several nodes by name.
@@ -90,11 +90,11 @@ def _boot_identity() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMap:
-    """The nodes of a job: workers that can share memory, in the order of their lowest rank.
+    """The nodes of a job, ordered by their lowest rank. The workers of a node can share memory.
 
     Args:
         ranks: The workers of each node, ascending. The first leads its node: it starts the memory devices.
-        boots: Which running system each node belongs to.
+        boots: The running system of each node.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -102,7 +102,7 @@ class NodeMap:
 
     @classmethod
     def of_addresses(cls, addresses: Sequence[WorkerAddress]) -> NodeMap:
-        """Groups workers, given by rank, by host."""
+        """Groups workers by host; `addresses` is indexed by rank."""
         nodes: dict[str, list[int]] = {}
         for rank, address in enumerate(addresses):
             nodes.setdefault(address.host, []).append(rank)
@@ -113,7 +113,7 @@ class NodeMap:
 
     @property
     def num_nodes(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return len(self.ranks)
 
     def node_of(self, rank: int) -> int:
@@ -130,16 +130,17 @@ _STARTED = "started"
 
 
 class PeerWatch:
-    """Notices the death of other workers of this node before the memory devices do it, and what other nodes tell.
+    """Notices lost workers of this node during the start, before memory devices can, and failures on other nodes.
 
-    The first worker of a node also notices that the first of another one is gone, and with it all of that node, or it
-    would have been told. A context manager. One thread at a time.
+    The first worker of a node also notices the end of another node's first worker. That means that the whole node is
+    gone; otherwise its other workers would have reported the failure. A context manager. Use it from one thread at a
+    time.
 
     Args:
-        identity: Which worker this process is.
+        identity: Rank and node of this worker.
         node: As in Settings.
-        store: Where workers of other nodes are met; None if there are none, or follow() comes later.
-        reached_at: An address at which these can notice the end of this process; "" if they need not.
+        store: Shared with workers of other nodes; None if there are none, or if follow() sets it later.
+        reached_at: Address at which workers of other nodes can notice the end of this process; "" if not needed.
     """
 
     def __init__(
@@ -151,20 +152,20 @@ class PeerWatch:
         self._store = store
         self._presence: Presence | None = None
         if reached_at:
-            with contextlib.suppress(OSError):  # which link_nodes() tells
+            with contextlib.suppress(OSError):  # link_nodes() reports it
                 self._presence = Presence(reached_at)
         self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
-        self._gone: set[int] = set()  # before they were watched
+        self._gone: set[int] = set()  # ended before the watch began
         self._elsewhere: dict[int, WorkerAddress] = {}
         self._probes: dict[int, LivenessProbe] = {}
 
     def own_address(self) -> WorkerAddress:
-        """What others have to know of this process."""
+        """The address of this process, for the other workers."""
         return WorkerAddress.of_this_process(self._node, self._presence)
 
     def add(self, rank: int, address: WorkerAddress) -> None:
-        """Starts to watch a worker. If it is gone already, get() still has what it has left, and check() tells."""
+        """Starts to watch a worker. If it has already ended, get() still returns its values, and check() raises."""
         if rank == self._identity.rank or rank in self._pids:
             return
         self._pids[rank] = address.pid
@@ -180,15 +181,15 @@ class PeerWatch:
             self._gone.add(rank)
 
     def follow(self, store: Store) -> None:
-        """From now on, check() also notices that a worker of another node has given the start up."""
+        """After this call, check() also notices that a worker of another node has given up the start."""
         self._store = store
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Lets workers of other nodes know why this one gives the start up: by what error it leaves this block.
+        """Reports an error that leaves this block to the workers of other nodes, as the reason for giving up.
 
         Raises:
-            CoarseError: What the first worker that gave it up has told: others have ended because of that.
+            CoarseError: The error of the first worker that gave up, because it caused the others.
         """
         try:
             yield
@@ -201,7 +202,7 @@ class PeerWatch:
     def _tell(self, error: Exception) -> Exception:
         if self._store is None:
             return error
-        with contextlib.suppress(Exception):  # the store may have gone with whom we lost
+        with contextlib.suppress(Exception):  # the store may have ended with the lost worker
             if (told := self._told()) is not None:
                 return told
             kind = type(error) if isinstance(error, CoarseError) else RendezvousError
@@ -210,11 +211,11 @@ class PeerWatch:
         return error
 
     def check(self) -> None:
-        """Looks at all workers once.
+        """Checks all workers once.
 
         Raises:
             WorkerLostError: If one has ended.
-            CoarseError: Why a worker of another node has given up.
+            CoarseError: If a worker of another node has given up; gives its reason.
         """
         self._check_processes()
         if self._store is not None:
@@ -271,21 +272,21 @@ class PeerWatch:
             raise self._loss(sorted(dead))
 
     def describe(self, rank: int) -> str:
-        """A worker that has come, in words."""
+        """A worker in words, with its pid if it has joined."""
         return f"worker {rank} (pid {self._pids[rank]})" if rank in self._pids else f"worker {rank}"
 
     def get(
         self, store: Store, key: str, timeout_s: float, on_look: Callable[[], None] = lambda: None
     ) -> bytes:
-        """As store.get(), but ends when a worker does.
+        """Like store.get(), but ends when a worker ends.
 
         Args:
-            store, key, timeout_s: As there.
+            store, key, timeout_s: As for store.get().
             on_look: Called a few times a second.
 
         Raises:
-            TimeoutError: If nobody set it.
-            WorkerLostError: If a worker has ended meanwhile.
+            TimeoutError: If no worker sets the key in time.
+            WorkerLostError: If a worker ends during the wait.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -300,7 +301,7 @@ class PeerWatch:
                 self.check()
             except CoarseError as loss:
                 try:
-                    return store.get(key, 0.0)  # its last words
+                    return store.get(key, 0.0)  # set just before the worker ended
                 except TimeoutError:
                     raise loss from None
 
@@ -318,11 +319,11 @@ class PeerWatch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._presence is not None and self._store is not None:
-            self._store.set(f"{_STARTED}/{self._identity.rank}", b"")  # its presence ends, for no bad reason
+            self._store.set(f"{_STARTED}/{self._identity.rank}", b"")  # its presence ends without an error
         self.close()
 
     def _loss(self, ranks: Sequence[int]) -> WorkerLostError:
-        # More than one if others have noticed before us, and ended because of it.
+        # More than one if other workers noticed the loss first and ended because of it.
         dead = ", ".join(f"worker {rank} (pid {self._pids[rank]})" for rank in ranks)
         return WorkerLostError(
             f"worker {self._identity.rank}: {dead} died while the session was starting. Look at its output, and "
@@ -338,24 +339,24 @@ def gather_workers(
     watch: PeerWatch | None = None,
     node: str = "",
 ) -> list[WorkerAddress]:
-    """Waits until every worker of the job has come.
+    """Waits until every worker of the job has joined.
 
-    Says every five seconds who is there and who is missing.
+    Logs every five seconds which workers have joined and which are missing.
 
     Args:
-        identity: Which worker this process is.
+        identity: Rank and node of this worker.
         store: Where the workers find each other.
         timeout_s: How long to wait.
-        watch: Is told of every worker that comes, for the steps that follow.
+        watch: Watches every worker that joins, also in the steps that follow.
         node: As in Settings.
 
     Returns:
         The address of each worker, by rank.
 
     Raises:
-        RendezvousError: If another process has this rank, somebody is missing after `timeout_s` seconds, or
-            workers have different ideas of how many they are.
-        WorkerLostError: If one that had come dies before all are there.
+        RendezvousError: If another process has this rank, a worker is missing after `timeout_s` seconds, or workers
+            have different WORLD_SIZE values.
+        WorkerLostError: If a worker that had joined dies before all have joined.
     """
     if store.add(f"taken/{identity.rank}", 1) > 1:
         raise RendezvousError(
@@ -370,7 +371,7 @@ def gather_workers(
 
 
 class _RollCall:
-    """One worker's list of who has come."""
+    """One worker's list of the workers that have joined."""
 
     def __init__(self, identity: WorkerIdentity, store: Store, watch: PeerWatch) -> None:
         self._identity = identity

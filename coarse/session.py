@@ -1,4 +1,4 @@
-"""A session: the workers and memory devices of one job brought together."""
+"""A session connects the workers and memory devices of one job."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _DEVICE_EXIT_TIMEOUT_S = 0.5
 
 
 AnyTensorGroup: TypeAlias = TensorGroup | SingleWorkerTensorGroup
-"""The tensors of one registration, whether there are other workers or not."""
+"""The tensors of one registration, in a job of one or several workers."""
 
 
 class Session:
     """One worker's membership in a job.
 
-    Lives until close(), or the end of a `with` block. Use from one thread at a time; several sessions can live in
-    one process. Made by Session.join().
+    Session.join() creates it. It lives until close() or the end of a `with` block. Use it from one thread at a time;
+    several sessions can live in one process.
     """
 
     def __init__(
@@ -91,26 +91,26 @@ class Session:
         name: str = "session",
         attempt: Attempt | None = None,
     ) -> Session:
-        """Joins the job; returns when all workers and memory devices are there.
+        """Joins the job; returns when all workers and memory devices are ready.
 
-        The first worker of each node starts the memory devices of that node, which end when its last worker has gone.
-        With `keep_devices` they live on for a time if workers were lost, and the workers of the next attempt join
-        them.
+        The first worker of each node starts the memory devices of that node. They end when its last worker has left.
+        With `keep_devices` they stay alive for a limited time if workers were lost, and the workers of the next
+        attempt join them.
 
         Args:
-            identity: Which worker this process is.
-            store: Where the job's workers find each other; keys are this session's own.
-            settings: The same on every worker; from the environment if not given.
-            name: Tells sessions of one job apart; the same in every attempt.
-            attempt: Of the job; from the environment if not given.
+            identity: Rank and node of this worker.
+            store: Where the job's workers find each other. Its keys belong to this session alone.
+            settings: The same on every worker; read from the environment if not given.
+            name: Distinguishes the sessions of one job; the same in every attempt.
+            attempt: The job's attempt; read from the environment if not given.
 
         Raises:
-            RendezvousError: If workers are missing or have the same rank, nodes cannot reach each other, the
-                algorithm is "ring" or memory devices are to be kept and there are several nodes, or there are not as
-                many workers and memory devices as in the attempt before.
-            WorkerLostError: If another worker dies meanwhile.
+            RendezvousError: If workers are missing or have the same rank; if nodes cannot reach each other; if a job
+                of several nodes uses the algorithm "ring" or keeps its memory devices; or if the number of workers
+                or memory devices differs from the previous attempt's.
+            WorkerLostError: If another worker dies during the start.
             OutOfDeviceMemoryError, MemoryDeviceLostError: If memory devices cannot start.
-            ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
+            ProfileError: If the file that COARSE_PROFILE names is not a profile of these links.
         """
         settings = settings or Settings.from_environment()
         attempt = attempt or Attempt.from_environment()
@@ -156,16 +156,17 @@ class Session:
         gpu: str = "",
         memory: WorkerMemory = EAGER,
     ) -> AnyTensorGroup:
-        """Registers tensors with the memory devices; every worker calls it alike.
+        """Registers tensors with the memory devices; every worker calls it with the same arguments.
 
         Args:
-            name, specs: What for.
+            name: Name of the tensor group.
+            specs: One for each tensor.
             on_host, gpu, memory: As for Client.register().
 
         Raises:
-            SchemaMismatchError: If workers differ; names the first difference.
+            SchemaMismatchError: If workers pass different tensors; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
-            ValueError: If there is no tensor, or two of one name.
+            ValueError: If `specs` is empty or contains a name twice.
         """
         check_specs(name, specs)
         client = self._open()
@@ -179,14 +180,14 @@ class Session:
         return group
 
     def register_trial(self, name: str, specs: Sequence[TensorSpec], gpu: str) -> TensorGroup:
-        """As register(), for tensors by whose steps nobody plans."""
+        """Like register(), but planning ignores the steps of these tensors."""
         return self._linked().register(name, specs, gpu=gpu)
 
     def cannot_update(self, gpu: str = "") -> str:
         """Why the memory devices of this session cannot run an optimizer; "" if they can.
 
         Args:
-            gpu: Where the parameters are, as for Client.register().
+            gpu: GPU of the parameters, as for Client.register().
         """
         if not isinstance(self._open(), Client):
             return "a job of one worker has no memory devices"
@@ -195,7 +196,7 @@ class Session:
         return self._linked().cannot_share_parameters(gpu)
 
     def cannot_reduce_rows(self) -> str:
-        """Why the memory devices of this session cannot reduce rows of tables; "" if they can."""
+        """Why the memory devices of this session cannot reduce sparse gradients; "" if they can."""
         if len(self.node_workers) < self.identity.world_size:
             return "the job has several nodes, each with memory devices of its own"
         return self.cannot_update()
@@ -210,18 +211,19 @@ class Session:
         gpu: str = "",
         memory: WorkerMemory = EAGER,
     ) -> TensorGroup:
-        """As register(), for gradients whose parameters and optimizer states lie in the memory devices too.
+        """Like register(), for gradients whose parameters and optimizer states also lie in the memory devices.
 
         Args:
             name: As for register().
-            specs: Of the gradients, means of UPDATABLE_DTYPES.
-            state_names: Of what the optimizer keeps for each parameter, in the order of its update rule.
-            window_bytes: Tensors take turns in slots of so many bytes, from the last to the first: a tensor goes to
-                its slot when those before it that overlap with it have been pulled. 0 gives each one its own.
+            specs: One for each gradient: a mean, of a dtype in UPDATABLE_DTYPES.
+            state_names: The optimizer states of each parameter, in the order of its update rule.
+            window_bytes: Size of a slot window, which the tensors use in turn, from the last to the first. A tensor
+                enters its slot when all earlier tensors that overlap it have been pulled. 0 gives each tensor its
+                own slot.
             gpu, memory: As for Client.register().
 
         Raises:
-            ValueError: Also if cannot_update() has a reason.
+            ValueError: Also if cannot_update() returns a reason.
         """
         check_specs(name, specs)
         if reason := self.cannot_update(gpu):
@@ -237,23 +239,23 @@ class Session:
         )
 
     def all_reduce(self, array: npt.NDArray[Any], *, op: str = "sum") -> None:
-        """Reduces an array that is not registered over all workers, in place; every worker calls it alike.
+        """Reduces an unregistered array over all workers, in place; every worker calls it with the same arguments.
 
         Args:
-            array: C-contiguous and writable, of a dtype in ITEM_BYTES that numpy has, the same on all workers.
+            array: C-contiguous and writable. Its dtype is in ITEM_BYTES, exists in numpy and is equal on all workers.
             op: "sum", "mean" or "max".
 
         Raises:
-            ValueError: If the array cannot be reduced as it is.
+            ValueError: If the array is not contiguous, not writable or of another dtype.
         """
         dtype = check_array(array, op)
         self._open().all_reduce(array.ctypes.data, array.size, dtype, op)
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Has what is opened, registered or pulled from now on take so long at most, not as long as the settings say.
+        """Replaces the settings' timeout for all later opening, registering and pulling.
 
         Raises:
-            ValueError: If it is not positive.
+            ValueError: If `timeout_s` is not positive.
         """
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} leaves no time to wait; give it more than 0")
@@ -262,19 +264,19 @@ class Session:
             client.timeout_s = timeout_s
 
     def open_async_reducer(self) -> AsyncReducer:
-        """Has tensors reduced by name from now on, from any thread; until it is closed nothing else is reduced.
+        """Opens a reducer that takes tensors by name from any thread. Until it closes, nothing else may be reduced.
 
         Raises:
-            ValueError: If there is one worker only, and nothing to reduce.
+            ValueError: If the job has only one worker.
         """
         return self._linked().open_async_reducer()
 
     def broadcast(self, array: npt.NDArray[Any], *, root: int = 0) -> None:
-        """Gives worker `root`'s array to all, in place; every worker calls it alike.
+        """Copies worker `root`'s array to all workers, in place; every worker calls it with the same arguments.
 
         Args:
             array: C-contiguous and writable, of any plain dtype, the same number of bytes on all workers.
-            root: The rank whose contents win.
+            root: The rank whose contents all workers receive.
         """
         if not 0 <= root < self.identity.world_size:
             raise ValueError(f"root={root} is no rank of {self.identity.world_size} workers")
@@ -289,15 +291,16 @@ class Session:
         self.all_reduce(np.zeros(1, dtype=np.int32))
 
     def store(self, key: str, array: npt.NDArray[Any]) -> int:
-        """Keeps an array in the memory devices' parameter storage, for any worker of this node to load; returns its
-        version. Each node has a storage of its own.
+        """Stores an array in the memory devices' parameter storage; returns its version.
+
+        Any worker of this node can load it. Each node has its own storage.
 
         Args:
             key: Up to 1,000 characters.
             array: C-contiguous and not empty.
 
         Raises:
-            OutOfDeviceMemoryError: If the memory device cannot hold it; the value before stays.
+            OutOfDeviceMemoryError: If the memory device cannot hold it; the previous value stays.
             ValueError: If the array is empty or not contiguous.
         """
         if not array.flags.c_contiguous or array.nbytes == 0:
@@ -307,25 +310,25 @@ class Session:
     def load(self, key: str) -> StoredValue:
         """The newest value that any worker of this node has stored under `key`.
 
-        It never changes, also not when a newer one is stored. `np.frombuffer(stored.value, dtype)` makes an array
-        of it without a copy.
+        It never changes, even when a newer value is stored. `np.frombuffer(stored.value, dtype)` makes an array
+        from it without a copy.
         """
         return self._open().load(key)
 
     def snapshot_stored(self) -> StorageSnapshot:
-        """Begins a snapshot of all stored values of this node: what is stored from now on does not change it.
+        """Begins a snapshot of all stored values of this node; later store() calls do not change it.
 
         Raises:
-            SnapshotsBusyError: If this worker holds too many.
+            SnapshotsBusyError: If this worker holds too many snapshots.
         """
         return self._open().snapshot_stored()
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
-        """Takes memory for probes of links of up to `largest_bytes`; every worker calls it alike.
+        """Allocates memory for link probes of up to `largest_bytes`; every worker calls it with the same arguments.
 
         Raises:
-            OutOfDeviceMemoryError: If the memory devices have too little.
-            ValueError: If there is one worker only, and no link.
+            OutOfDeviceMemoryError: If the memory devices have too little memory.
+            ValueError: If the job has only one worker, and thus no link.
         """
         client = self._open()
         if isinstance(client, SingleWorkerClient):
@@ -334,18 +337,18 @@ class Session:
 
     @property
     def emulation(self) -> Emulation | None:
-        """The machine whose links this session is paced to; None if links are those that are there."""
+        """The machine whose links this session is paced to; None if it uses the real links."""
         client = self._open()
         return client.emulation if isinstance(client, Client) else None
 
     @property
     def is_emulated(self) -> bool:
-        """Whether times that are measured here are *emulated*: those of another machine's links."""
+        """Whether times measured here are *emulated*: those of another machine's links."""
         return self.emulation is not None
 
     @property
     def time_dilation(self) -> float:
-        """How many real seconds one of the emulated machine's lasts; 1 without emulation."""
+        """Real seconds for each second of the emulated machine; 1 without emulation."""
         emulation = self.emulation
         return 1.0 if emulation is None else emulation.time_dilation
 
@@ -356,7 +359,7 @@ class Session:
         return client.routing if isinstance(client, Client) else None
 
     def adopt_routing(self, table: RoutingTable) -> None:
-        """Routes this worker's shards by `table` from their next push on. No number changes by it.
+        """Routes this worker's shards by `table` from their next push on. Results stay the same.
 
         Raises:
             ValueError: If the table names a memory device that does not exist, or the job has one worker.
@@ -364,19 +367,19 @@ class Session:
         self._linked().adopt_routing(table)
 
     def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
-        """Changes a capacity of an emulated machine, for all transfers that begin from now on.
+        """Changes a link capacity of an emulated machine, for all transfers that begin after the call.
 
         Args:
             bucket: Name in `emulation.links.buckets`.
-            gbytes_per_s: Of the machine, not of dilated time; positive.
+            gbytes_per_s: In the machine's time, not in dilated time; positive.
 
         Raises:
-            ValueError: If the session is not emulated, or there is no such bucket.
+            ValueError: If the session is not emulated, or has no such bucket.
         """
         self._linked().links.set_bandwidth(bucket, gbytes_per_s)
 
     def pacing(self) -> PacingReport:
-        """How exact the links of an emulated session were so far.
+        """How exactly the links of an emulated session have been paced so far.
 
         Raises:
             ValueError: If the session is not emulated.
@@ -384,7 +387,7 @@ class Session:
         return self._linked().links.pacing()
 
     def transfers(self) -> list[LoggedTransfer]:
-        """The first transfers over the links of an emulated session, as many as COARSE_TRANSFER_LOG says.
+        """The first COARSE_TRANSFER_LOG transfers over the links of an emulated session.
 
         Raises:
             ValueError: If the session is not emulated.
@@ -392,10 +395,10 @@ class Session:
         return self._linked().links.transfers()
 
     def served_transfers(self, since_us: float = 0.0) -> tuple[float, list[ServedTransfer]]:
-        """The newest transfers over the links of an emulated session that were through later than `since_us`.
+        """The newest transfers over the links of an emulated session that ended after `since_us`.
 
         Returns:
-            The machine's time since the session started, and a few transfers of each path and class of sizes.
+            The machine's time since the session started, and a few transfers for each path and size class.
 
         Raises:
             ValueError: If the session is not emulated.
@@ -403,21 +406,21 @@ class Session:
         return self._linked().links.served_transfers(since_us)
 
     def check_others(self) -> None:
-        """Raises what is known of lost workers and memory devices, as while waiting for a tensor."""
+        """Raises if a worker or memory device is lost, like a wait for a tensor."""
         client = self._open()
         if isinstance(client, Client):
             client.check_others()
 
     def release_buffers(self) -> None:
-        """Gives back the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
+        """Frees the memory that all_reduce() and broadcast() keep for their next call; every worker calls it."""
         self._open().release_buffers()
 
     def close(self, *, is_finished: bool = True) -> None:
         """Leaves the job; memory devices end when the last worker has left. Idempotent.
 
         Args:
-            is_finished: Whether this worker has done what it was there for. If not, memory devices that are to be
-                kept wait for the next attempt.
+            is_finished: Whether this worker has completed its work. If not, persistent devices wait for the next
+                attempt.
         """
         client, self._client = self._client, None
         if client is None:
@@ -437,7 +440,7 @@ class Session:
         self.close(is_finished=error is None)
 
     def decisions(self) -> list[str]:
-        """What was decided of this node's links at the start and since, and why: a line each."""
+        """Decisions about this node's links since the start, with their reasons, one line each."""
         chosen = self._client.algorithm_choice if isinstance(self._client, Client) else None
         choices = () if chosen is None else chosen.describe()
         planned = [] if self._planning is None else self._planning.decisions()
@@ -445,17 +448,17 @@ class Session:
 
     @property
     def node_workers(self) -> tuple[int, ...]:
-        """The ranks of this node's workers, by client number: how profiles and partition tables count them."""
+        """The ranks of this node's workers, indexed by the client number that profiles and partition tables use."""
         return (self.identity.rank,) if self._node is None else self._node.ranks
 
     @property
     def most_workers_of_a_node(self) -> int:
-        """Of all nodes of the job."""
+        """The largest number of workers on any node of the job."""
         return 1 if self._node is None else max(map(len, self._node.nodes.ranks))
 
     @property
     def partition_table(self) -> PartitionTable | None:
-        """Whom each memory device of this node serves, by client number; None in a job of one worker."""
+        """The clients that each memory device of this node serves; None in a job of one worker."""
         return None if self._node is None else self._node.table
 
     @property
@@ -468,7 +471,7 @@ class Session:
         return None if self._node is None else self._node.processes
 
     def _plan_links(self, client: Client, node: NodeDevices, found: FoundProfile) -> None:
-        """Routes and cuts by the profile that was found, or is measured now."""
+        """Plans routes and shard sizes from the profile that was found, or measures one now."""
         profile, note = found.profile, found.note
         if found.is_to_be_measured:
             profile, note = self._measure_links(note)
@@ -489,7 +492,7 @@ class Session:
             links=None if node.emulation is None else node.emulation.links,
         )
         client.adopt_plan(plan.tables[node.ranks.index(self.identity.rank)], plan.shard_bytes)
-        # Dual synchronisation weighs sync cores too, of which the firmware knows nothing.
+        # Dual synchronisation also considers sync cores, which firmware data does not describe.
         self._planning = StepPlanning(self, client.table, profile=measured, plan=plan)
         self._decisions = (*plan.decisions, *self._planning.check())
         if self.identity.rank == node.ranks[0]:
@@ -497,7 +500,7 @@ class Session:
                 logger.info("[w%d] %s", self.identity.rank, decision)
 
     def _measure_links(self, note: str) -> tuple[Profile, str]:
-        """Measures together with all workers; the first one of the node keeps the result."""
+        """Measures the links together with all workers; the node's first worker saves the result."""
         from coarse.profiler.profile import cache_path
         from coarse.tuning.measure import measure_profile
 
@@ -523,8 +526,7 @@ class Session:
 
 
 def _seed(table: PartitionTable, local_devices: Sequence[int], note: str) -> tuple[Profile | None, str]:
-    """A profile from what the firmware says of the memories, as long as nothing was measured; None where it says too
-    little."""
+    """A profile from the firmware's memory data, used until one is measured; None if that data is insufficient."""
     if any(device.memory.kind != "numa" for device in table.devices):
         return None, note
     from coarse.machine.firmware_links import firmware_links

@@ -238,8 +238,8 @@ class Settings:
         replicas: Extra copies of each memory device's contents, 0 or 1, so that the next attempt continues if a
             device is lost. Needs `keep_devices`.
         failpoints: Faults to inject, for tests (coarse.failpoints); "" for none.
-        torch_backend: Implementation of init_process_group("coarse"): "native" compiles the C++ backend at first use;
-            "python" is slower; "auto" falls back to it if the C++ one does not compile.
+        torch_backend: Implementation of init_process_group("coarse"). Both "auto" and "native" are the C++ backend,
+            compiled at first use.
         node: Name of this worker's node, to run several nodes on one machine; "" asks the system.
         node_address: Address by which other nodes reach this machine; "" takes that of the interface that leads to
             MASTER_ADDR.

@@ -1,1 +1,1 @@
-"""What a worker has of COARSE: it registers tensors with the memory devices, pushes and pulls them."""
+"""The worker's part of COARSE: registers tensors with the memory devices, pushes and pulls them."""

@@ -1,4 +1,4 @@
-"""Reduces tensors by name, as many at once as there are, for frameworks that call from many threads."""
+"""Reduces any number of tensors concurrently, by name, for frameworks that call from many threads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
 
 Request = tuple[str, int, int, int]
-"""A tensor's key, the address of its contribution, that of its result (they may be the same), and its bytes."""
+"""A tensor's key, the addresses of its contribution and its result (possibly equal), and its size in bytes."""
 
 
 @dataclass(slots=True)
 class _Registered:
-    """A group, and what natively refers to it.
+    """A group and its native references.
 
     Args:
-        group: It.
-        keys: By which natively something of it is asked for.
-        remove: Forgets one of them, unless it is under way.
-        mapped: Memory that native code has addresses of.
+        group: The tensor group.
+        keys: Keys by which native code requests the group's tensors.
+        remove: Removes a key, unless its tensor is being reduced.
+        mapped: Memory whose addresses native code holds.
     """
 
     group: TensorGroup
@@ -47,18 +47,18 @@ class _RegisteringClient(Waiter, Protocol):
         state_names: Sequence[str] | None = None,
         on_host: bool = False,
     ) -> TensorGroup:
-        """Registers tensors, as Client does."""
+        """Registers tensors, like Client.register()."""
 
 
 class AsyncReducer:
-    """The tensors of a session that are reduced whenever somebody asks for it, by name.
+    """Reduces a session's tensors on request, by name.
 
     Every worker registers the same tensors in the same order; requests may come in any order and from any thread. The
-    first failure ends all that is under way, and every later request fails with it. While it is open nothing else
-    pushes or pulls in the session.
+    first failure ends all pending requests, and every later request fails with the same error. While the reducer is
+    open, nothing else may push or pull in the session.
 
     Args:
-        client: Of the session; stays the caller's.
+        client: The session's client; the caller closes it.
         native: The client's end of the data path.
     """
 
@@ -66,11 +66,11 @@ class AsyncReducer:
         self._client = client
         self._registering = threading.Lock()
         self.failure: CoarseError | None = None
-        """What ended everything, once something has."""
+        """The failure that ended all requests; None without one."""
         self._native = _native.AsyncReducer(native, client.timeout_s, self._describe)
         self._rows = _native.AsyncRows(native, self._native)
         self._updates = _native.AsyncUpdates(self._native)
-        self._registered: dict[int, _Registered] = {}  # last: native ends go before memory that they look at
+        self._registered: dict[int, _Registered] = {}  # last: native code closes before its memory is freed
 
     @property
     def interface(self) -> int:
@@ -79,19 +79,19 @@ class AsyncReducer:
 
     @property
     def rows_interface(self) -> int:
-        """Address of a CoarseAsyncRows, through which native libraries reduce the rows of tables."""
+        """Address of a CoarseAsyncRows, through which native libraries reduce sparse gradients."""
         return self._rows.interface
 
     @property
     def updates_interface(self) -> int:
-        """Address of a CoarseAsyncUpdates, through which native libraries have parameters updated."""
+        """Address of a CoarseAsyncUpdates, through which native libraries update parameters."""
         return self._updates.interface
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> TensorGroup:
-        """Registers tensors, each to be reduced by the key `name/its own name`; every worker does it alike.
+        """Registers tensors under keys `name/tensor name`; every worker calls it with the same arguments.
 
         Raises:
-            SchemaMismatchError: If another worker registers something else; names the first difference.
+            SchemaMismatchError: If another worker registers different tensors; names the first difference.
             SyncTimeoutError: If another worker does not register.
         """
         with self._registering:
@@ -103,14 +103,14 @@ class AsyncReducer:
         return group
 
     def register_table(self, name: str, spec: TensorSpec) -> TensorGroup:
-        """Registers a table, whose rows are to be reduced by the key `name`; every worker does it alike.
+        """Registers a table, whose rows are reduced by the key `name`; every worker calls it with the same arguments.
 
         Args:
             name: As for register().
-            spec: With `row_elements`.
+            spec: The table; its `row_elements` is set.
 
         Raises:
-            SchemaMismatchError, SyncTimeoutError: As by register().
+            SchemaMismatchError, SyncTimeoutError: As for register().
         """
         counter = TensorSpec(name="number of rows", dtype="int64", num_elements=1, op="sum")
         with self._registering:
@@ -128,21 +128,21 @@ class AsyncReducer:
         writes: bool,
         most_workers: int,
     ) -> TensorGroup:
-        """Registers gradients whose parameters are updated, by the key `name/name of the gradient`; as register().
+        """Like register(), for gradients whose parameters the memory devices update; keys are `name/gradient name`.
 
         Args:
             name: As for register().
-            specs: As for Session.register_parameters(), which checks what this does not.
-            state_names: As for that.
-            writes: Whether this worker's values of parameters are everybody's on this node; one worker's are.
-            most_workers: Of any node, because all nodes register the same.
+            specs: As for Session.register_parameters(), but unchecked.
+            state_names: As for Session.register_parameters().
+            writes: Whether this worker provides the parameters' initial values on its node; exactly one worker does.
+            most_workers: Largest number of workers on any node, because all nodes register the same tensors.
 
         Raises:
-            SchemaMismatchError, SyncTimeoutError: As by register().
+            SchemaMismatchError, SyncTimeoutError: As for register().
             OutOfDeviceMemoryError: If the memory devices cannot hold them.
         """
         ranks = self._client.ranks
-        # Is never pushed: its memory, which all workers see, has of each parameter how often each worker copied it.
+        # Never pushed: its memory, visible to all workers, counts each worker's copies of each parameter.
         copies = TensorSpec(name="copies", dtype="float32", num_elements=len(specs) * most_workers, op="mean")
         with self._registering:
             group = self._client.register(name, [*specs, copies], state_names=state_names)
@@ -168,10 +168,10 @@ class AsyncReducer:
         return group
 
     def release(self, group: TensorGroup) -> bool:
-        """Gives a group up, which nobody asks for any more; its memory is freed when every worker has. Idempotent.
+        """Releases a group that is no longer used; its memory is freed when every worker has released it. Idempotent.
 
         Returns:
-            Whether it is given up. Not while one of its tensors is under way: call it again later.
+            Whether the group is released. False while one of its tensors is being reduced: call again later.
         """
         with self._registering:
             registered = self._registered.get(group.id)
@@ -185,17 +185,17 @@ class AsyncReducer:
         return True
 
     def reduce_all(self, requests: Sequence[Request]) -> None:
-        """Reduces tensors, and waits for all of them.
+        """Reduces tensors and waits for all of them.
 
         Raises:
-            CoarseError: What went wrong, here or with a request of somebody else.
+            CoarseError: If this or any other request fails.
         """
         failure = self._native.reduce_all(list(requests))
         if failure:
             raise self.failure or CoarseError(failure)
 
     def close(self) -> None:
-        """Ends what is under way with an error. Idempotent."""
+        """Ends pending requests with an error. Idempotent."""
         self._native.close()
 
     def _describe(self, status: _native.WaitStatus, group: int, tensor: int) -> str:

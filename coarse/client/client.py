@@ -55,22 +55,22 @@ _EQUAL_DATA = (
 class Client:
     """Registers tensors with the memory devices, pushes and pulls them.
 
-    Thread safety: one caller at a time, whichever thread it is.
+    Thread safety: one caller at a time, from any thread.
 
     Args:
         ranks: The workers of this node, by client number.
         number: This worker's client number.
-        table: Whom each memory device of this node serves. This worker's own takes its contributions until
-            adopt_routing() is called.
-        emulation: The links of another machine; None without.
-        connections: One to each memory device; they have all welcomed this client.
-        segment_fd, doorbells_fd: What the local device sent with its welcome; stay the caller's.
-        settings: Of the session.
+        table: The clients that each memory device of this node serves. This worker's own device takes its
+            contributions until adopt_routing() is called.
+        emulation: Emulated links; None without emulation.
+        connections: One to each memory device; all devices have welcomed this client.
+        segment_fd, doorbells_fd: Descriptors that the local device sent with its welcome; the caller closes them.
+        settings: The session's settings.
         pace: How this node shares its processors.
-        names: The workers of this node in words, by client number.
-        agreement: Compares what is registered here with what other nodes have.
-        fate_of_device: Tells in words how a memory device ended.
-        kill_silent: Ends a memory device that does not work any more, on the worker that started it.
+        names: Descriptions of this node's workers, by client number.
+        agreement: Compares this node's registrations with those of other nodes.
+        fate_of_device: Describes how a memory device ended.
+        kill_silent: Kills a memory device that no longer works, on the worker that started it.
         has_nccl: Whether all memory devices have joined NCCL.
     """
 
@@ -95,12 +95,12 @@ class Client:
         self.ranks = ranks
         self.rank = ranks[number]
         self.number = number
-        """Which worker of its node this is."""
+        """Client number of this worker on its node."""
         self._connections = connections
         self._settings = settings
         self._has_nccl = has_nccl
         self.timeout_s = settings.timeout_s
-        """Longest wait before it is an error."""
+        """Seconds that a wait may take before it fails."""
         self.has_other_nodes = agreement.num_nodes > 1
         """Whether some workers of the session are on other nodes."""
         self.table = table
@@ -110,12 +110,12 @@ class Client:
             lat_proxy=local_device, bw_proxy=local_device, threshold_bytes=settings.routing_threshold_bytes
         )
         self.shard_bytes = settings.shard_bytes or DEFAULT_SHARD_BYTES
-        """Partition threshold of what is registered next."""
+        """Partition threshold of later registrations."""
         self._algorithms = algorithms_of(settings, table, num_nodes=agreement.num_nodes)
         self._routable = routable_algorithms(settings, table, num_nodes=agreement.num_nodes)
         self._staging: TensorGroup | None = None
         self.algorithm_choice: AlgorithmChoice | None = None
-        """Of the algorithms that this session could choose from, once it had to."""
+        """The choice among this session's algorithms; None until one is needed."""
         self._is_closed = False
         self._pid = os.getpid()
         self._native = _native.Client(
@@ -128,7 +128,7 @@ class Client:
             is_emulated=emulation is not None,
             heartbeat_ms=heartbeat_limit_ms(settings.heartbeat_s),
         )
-        # They live as long as this object, which must not live because of them.
+        # They live as long as this object and must not keep it alive.
         has_gpu_tensors = weakref.WeakMethod(self._has_gpu_tensors)
         self._failure_detector = FailureDetector(
             rank=self.rank,
@@ -145,14 +145,14 @@ class Client:
         self._links = EmulatedLinks(emulation, connections[0], self._requests)
         self._ranks_elsewhere = agreement.ranks_elsewhere
         self.names = names
-        """The workers of this node in words, by client number."""
+        """Descriptions of this node's workers, by client number."""
         self.warn_after_s = settings.warn_after_s
-        """How long a wait may take before it is logged; 0 for ever."""
+        """Seconds that a wait may take before it is logged; 0 disables logging."""
         self._groups = RegisteredGroups(
             self._native, connections, agreement, self._requests, self._failure_detector
         )
         if self.warn_after_s:
-            # The data path lives as long as this object, which must not live because of it.
+            # The data path lives as long as this object and must not keep it alive.
             tell_late = weakref.WeakMethod(self._tell_late)
             self._native.tell_of_lateness(
                 self.warn_after_s, lambda waited_s: tell(waited_s) if (tell := tell_late()) else None
@@ -175,18 +175,18 @@ class Client:
         return self._connections[device].pid
 
     def describe_progress(self) -> str:
-        """What becomes of a tensor that all workers of this node have pushed, in words."""
+        """The progress of a tensor that all workers of this node have pushed, in words."""
         if not self._ranks_elsewhere:
             return "being reduced"
         here, elsewhere = (", ".join(map(str, ranks)) for ranks in (self.ranks, self._ranks_elsewhere))
         return f"pushed by worker(s) {here}; not pushed by, or not received from, {elsewhere}"
 
     def adopt_plan(self, table: RoutingTable, shard_bytes: int) -> None:
-        """Routes and cuts tensors that are registered from now on.
+        """Sets the routes and shard size of later registrations.
 
         Args:
-            table: This worker's own.
-            shard_bytes: Partition threshold, the same on every worker.
+            table: This worker's routing table.
+            shard_bytes: Partition threshold in bytes, the same on every worker.
         """
         self._routing = table
         self.shard_bytes = shard_bytes
@@ -206,23 +206,24 @@ class Client:
         """Registers tensors; every worker must do so with the same arguments.
 
         Args:
-            name, specs: What for.
-            state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
-            is_open: Workers see each other's slots, so that TensorGroup.use_own_path() can be called.
-            on_host: The tensors lie in the host's memory also where memory devices own GPUs.
-            window_bytes: With an optimizer, of the slots in which tensors take turns; 0 for a slot each.
-            gpu: The GPU on which this worker has its tensors, by UUID; "" for none. Where its slots lie on the same
-                GPU, it sees them there (TensorGroup.is_on_gpu). Need not be the same on every worker.
-            memory: Whether this worker reserves the host's memory for them later; likewise.
+            name: Name of the tensor group.
+            specs: One for each tensor.
+            state_names: States that a remote optimizer keeps for each parameter; None without such an optimizer.
+            is_open: Whether workers see each other's slots. TensorGroup.use_own_path() needs it.
+            on_host: Whether the tensors lie in the host's memory even if memory devices own GPUs.
+            window_bytes: With an optimizer, the size of the slot window; 0 gives each tensor its own slot.
+            gpu: UUID of the GPU that holds this worker's tensors; "" for none. If its slots lie on the same GPU, the
+                worker sees them there (TensorGroup.is_on_gpu). May differ between workers.
+            memory: Whether this worker reserves the host's memory for the tensors later. May differ between workers.
 
         Raises:
-            SchemaMismatchError: If another worker registered something else; names the first difference.
+            SchemaMismatchError: If another worker registered different tensors; names the first difference.
             OutOfDeviceMemoryError: If the memory devices cannot hold the tensors.
             ValueError: If the session cannot run an optimizer in its memory devices.
         """
         large_algorithm = DIRECT
         routes: tuple[RoutingTable, ...] = ()
-        # Optimizers are served by one algorithm, and tensors that take turns in slots have no routes.
+        # Only one algorithm serves optimizers, and tensors in a slot window have no routes.
         may_choose = state_names is None or (self._routable and not window_bytes)
         if not on_host and may_choose and (choice := self._choose_way(gpu)) is not None:
             way = choice.fastest("" if state_names is None else DIRECT)
@@ -244,9 +245,9 @@ class Client:
         return self._register_along_routes(schema, gpu, memory)
 
     def _register_along_routes(self, schema: GroupSchema, gpu: str, memory: WorkerMemory) -> TensorGroup:
-        """Registers a group, with simpler routes or none where memory devices refuse those that it has.
+        """Registers a group; falls back to simpler routes, or none, if memory devices refuse its routes.
 
-        Not all may reach all pieces of slots, or have room for more of them than the trial had.
+        Some memory devices may not reach all pieces of slots, or may lack room for more pieces than the trial had.
         """
         of_one_proxy = tuple(table.to_one_proxy() for table in schema.routes)
         for routes in dict.fromkeys((schema.routes, of_one_proxy)):
@@ -260,15 +261,15 @@ class Client:
         return self._register(replace(schema, routes=()), gpu, memory)
 
     def _algorithm_of(self, *, on_host: bool) -> str:
-        """How a group is reduced."""
+        """The algorithm that reduces a group."""
         algorithm = self._settings.sync_algorithm
-        # What goes between GPUs lies there.
+        # RING and NCCL reduce between GPUs, so their tensors lie there.
         return "auto" if algorithm in (RING, NCCL) and on_host and self.table.is_on_gpus else algorithm
 
     def _choose_way(self, gpu: str) -> AlgorithmChoice | None:
-        """How tensors on GPUs are reduced; None where there is nothing to choose.
+        """How tensors on GPUs are reduced; None if only one way exists.
 
-        The first call may measure it, and so must be all workers' alike.
+        The first call may measure the ways, so all workers must make it together.
         """
         if self.algorithm_choice is None:
             if len(self._algorithms) == 1 and not self._routable:
@@ -293,13 +294,16 @@ class Client:
         *,
         is_for_gpu: bool = False,
     ) -> TensorGroup:
-        """Registers a tensor to be reduced by one algorithm, whatever the settings say; otherwise as register().
+        """Like register(), for one tensor and one algorithm, regardless of the settings.
 
         Args:
-            name, spec, algorithm, gpu: What for, how, and where this worker has it.
+            name: Name of the tensor group.
+            spec: The tensor.
+            algorithm: The algorithm that reduces it.
+            gpu: UUID of the GPU that holds this worker's tensor.
             routes: As in GroupSchema.
-            is_for_gpu: The slots are for that GPU alone, and the tensor is never pushed. A worker whose GPU does not
-                reach them, or that has none, gets a group without slots.
+            is_for_gpu: The slots are for that GPU alone, and the tensor is never pushed. A worker gets a group
+                without slots if it has no GPU or its GPU does not reach them.
         """
         schema = GroupSchema(
             name=name,
@@ -312,10 +316,10 @@ class Client:
         return self._register(schema, gpu, is_for_gpu=is_for_gpu)
 
     def cannot_share_parameters(self, gpu: str) -> str:
-        """Why parameters cannot lie in the home device, for this worker to work with; "" if they can.
+        """Why this worker cannot use parameters in the home device; "" if it can.
 
         Args:
-            gpu: Where the model is, by UUID; "" for the host.
+            gpu: UUID of the model's GPU; "" for the host.
         """
         if not self.table.is_on_gpus or gpu:
             return ""
@@ -323,30 +327,30 @@ class Client:
         return f"the parameters would lie on cuda:{place}, and the model is in the host's memory"
 
     def open_node_barrier(self, name: str, most_numbers: int) -> NodeBarrier:
-        """Makes a place where the workers of the node meet; every worker must do so alike.
+        """Opens a node barrier; every worker must call it with the same arguments.
 
         Args:
-            name: Of what they meet over.
-            most_numbers: How many they can compare at once.
+            name: Name of the barrier.
+            most_numbers: Largest count of numbers to compare at once.
         """
         schema = node_barrier_schema(name, most_numbers, is_emulated=self.emulation is not None)
         return NodeBarrier(self._register(schema))
 
     def open_async_reducer(self) -> AsyncReducer:
-        """Has tensors pushed and pulled by name from now on, and by nothing else; its own end is the caller's."""
+        """Opens a reducer, after which tensors may only be pushed and pulled by name; the caller closes it."""
         self._check_usable()
         return AsyncReducer(self, self._native)
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
     ) -> None:
-        """Reduces a buffer that is not registered, in place.
+        """Reduces an unregistered buffer in place.
 
         Args:
-            address: Of the first element, in this process; the buffer is contiguous.
-            num_elements: Its length, the same on every worker.
+            address: Address of the first element in this process; the buffer is contiguous.
+            num_elements: Length of the buffer, the same on every worker.
             dtype, op: As in TensorSpec.
-            present: False contributes nothing but receives the result.
+            present: Whether this worker contributes; it receives the result either way.
         """
         self._check_usable()
         if num_elements == 0:
@@ -373,7 +377,7 @@ class Client:
         return self._storage.snapshot()
 
     def tell_home(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a message to the home device; descriptors stay the caller's."""
+        """Sends a message to the home device; the caller closes the descriptors."""
         self._check_usable()
         self._connections[HOME_DEVICE].send(message, fds)
 
@@ -388,27 +392,27 @@ class Client:
         Args:
             message: What to send.
             kind: Type of the answer.
-            about: What it is about, for errors.
+            about: Subject of the request, for error messages.
         """
         self.tell_home(message)
         return self._requests.wait_for(self._connections[HOME_DEVICE], kind, about)
 
     def open_probes(self, largest_bytes: int) -> LinkProbes:
-        """Takes memory for probes of up to `largest_bytes`; every worker must do so alike.
+        """Allocates memory for probes of up to `largest_bytes`; every worker must call it with the same argument.
 
         Raises:
-            OutOfDeviceMemoryError: If the memory devices have too little.
+            OutOfDeviceMemoryError: If the memory devices have too little memory.
         """
         group = self._register(probe_schema(largest_bytes, on_host=self.emulation is not None))
         return LinkProbes(self, self._native, group, len(self._connections))
 
     @property
     def routing(self) -> RoutingTable:
-        """Which memory device takes which shard."""
+        """The routes of shards to memory devices."""
         return self._routing
 
     def adopt_routing(self, table: RoutingTable) -> None:
-        """Routes every shard by `table` from its next push on; results do not change by it.
+        """Routes every shard by `table` from its next push on. Results stay the same.
 
         Raises:
             ValueError: If the table names a memory device that does not exist.
@@ -421,17 +425,17 @@ class Client:
 
     @property
     def time_dilation(self) -> float:
-        """How many times longer transfers take than on the emulated machine; 1 where none is."""
+        """Factor by which transfers take longer than on the emulated machine; 1 without emulation."""
         return 1.0 if self.emulation is None else self.emulation.time_dilation
 
     @property
     def links(self) -> EmulatedLinks:
-        """What is emulated, to be changed and looked at while the session is usable."""
+        """The emulated links, to change and inspect while the session is open."""
         self._check_usable()
         return self._links
 
     def release_buffers(self) -> None:
-        """Gives back the memory that all_reduce() keeps for its next call, once every worker has."""
+        """Releases the memory that all_reduce() keeps for its next call, when every worker has called this."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
@@ -439,12 +443,12 @@ class Client:
     def check(
         self, status: _native.WaitStatus, describe: Callable[[], str], *, timeout_s: float = 0.0
     ) -> None:
-        """Turns the end of a native call into an error, unless it was a good one.
+        """Raises the error that a native call's status stands for, unless the call succeeded.
 
         Args:
-            status: What the native call returned.
-            describe: Says what was waited for, if that is needed.
-            timeout_s: How long it would have waited; 0 for as long as any wait of the session.
+            status: Return value of the native call.
+            describe: Describes the object of the wait, for the error message.
+            timeout_s: Timeout of the call; 0 stands for the session's timeout.
         """
         if status == _native.WaitStatus.DONE:
             return
@@ -464,12 +468,12 @@ class Client:
         )
 
     def check_others(self) -> None:
-        """Raises what is known of lost workers and memory devices, as while waiting for a tensor."""
+        """Raises if a worker or memory device is lost, like a wait for a tensor."""
         self._check_usable()
         self.check(self._native.check_peers(), str)
 
     def close(self, *, is_finished: bool = True) -> None:
-        """Says goodbye to the memory devices. Idempotent.
+        """Leaves the memory devices. Idempotent.
 
         Args:
             is_finished: As for Session.close().
@@ -477,7 +481,7 @@ class Client:
         if self._is_closed:
             return
         for group in self._groups:
-            group.close_gpu_transfers()  # they look at the connections
+            group.close_gpu_transfers()  # they read the connections
         self._is_closed = True
         if os.getpid() == self._pid:
             send_to_all(self._connections, {"type": "bye", "is_finished": is_finished})
@@ -490,17 +494,17 @@ class Client:
     # ---- for tensor groups ----
 
     def release(self, group: int) -> None:
-        """Gives a tensor group up; its memory is freed when every worker has."""
+        """Releases a tensor group; its memory is freed when every worker has released it."""
         self._groups.release(group, tells_devices=not self._is_closed and os.getpid() == self._pid)
 
     # ---- private ----
 
     def _late_clients(self) -> list[int]:
-        """Workers of this node that have not pushed something that this one has, and waits for."""
+        """Workers of this node that have not pushed a tensor for whose result this worker waits."""
         return sorted({client for group in self._groups for client in group.late_clients()} - {self.number})
 
     def _advice(self, late: Sequence[int]) -> str:
-        """Where late workers are, and what to do, as the end of a sentence."""
+        """Where late workers are, with advice, as the end of a sentence."""
         if not late:
             return ""
         elsewhere = [
@@ -517,7 +521,7 @@ class Client:
         return f". See what {names} does (py-spy dump); if its data has ended sooner, {_EQUAL_DATA}"
 
     def _tell_late(self, waited_s: float) -> None:
-        """Says for whom this worker waits, in the thread that does."""
+        """Logs the workers that this worker waits for, in the waiting thread."""
         what = "; ".join(group.describe_pending() for group in self._groups if group.is_pending())
         logger.warning(
             "[w%d] has waited %.0f s for %s%s. The wait ends with an error after %g s (COARSE_TIMEOUT_S)",

@@ -25,15 +25,15 @@ _SILENCE_S = 0.25
 
 
 class DeviceConnection:
-    """One memory device, seen from one worker.
+    """A worker's connection to one memory device.
 
     Args:
-        device: Its number.
-        path: Where it listens.
+        device: Number of the device.
+        path: Socket path on which the device listens.
 
     Raises:
-        MemoryDeviceLostError: If nobody listens there.
-        RendezvousError: If another user does, or could.
+        MemoryDeviceLostError: If no process listens there.
+        RendezvousError: If another user listens there, or could.
     """
 
     def __init__(self, device: int, path: str) -> None:
@@ -42,7 +42,7 @@ class DeviceConnection:
         self.is_gone = False
         self._sending = (
             threading.Lock()
-        )  # a message may take several frames, and snapshots are asked for in a thread
+        )  # a message may take several frames, and another thread requests snapshots
         try:
             connection = local_sockets.connect(path)
         except OSError as error:
@@ -54,7 +54,7 @@ class DeviceConnection:
         return self._channel.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a control message, and duplicates of descriptors. From any thread.
+        """Sends a control message and duplicates of descriptors. Callable from any thread.
 
         Raises:
             MemoryDeviceLostError: If the device is gone.
@@ -66,11 +66,11 @@ class DeviceConnection:
             raise MemoryDeviceLostError(f"memory device md{self.device} is gone: {error}") from error
 
     def receive(self) -> Received | None:
-        """Reads one frame; a whole message if it completes one.
+        """Reads one frame; returns the message if the frame completes one.
 
         Raises:
             MemoryDeviceLostError: If the device is gone.
-            CoarseError: Why the session is over, if the device says so.
+            CoarseError: If the device reports that the session has ended; gives the reason.
         """
         try:
             received = self._hear()
@@ -84,14 +84,14 @@ class DeviceConnection:
     def _hear(self) -> Received | None:
         try:
             return self._channel.receive()
-        except ConnectionResetError:  # it has not read all; what it said before it ended is still there
+        except ConnectionResetError:  # it ended with unread input; its earlier messages are still readable
             return self._channel.receive()
 
     def await_end(self, timeout_s: float) -> None:
         """Waits until the device has closed the connection.
 
         Raises:
-            RendezvousError: If it has not.
+            RendezvousError: If it has not after `timeout_s` seconds.
         """
         self._channel.socket.settimeout(timeout_s)
         try:
@@ -110,14 +110,14 @@ class DeviceConnection:
 
 
 class ExplainedLossError(MemoryDeviceLostError):
-    """A memory device is lost, and what it says of itself, or another one of its node, is all there is to know."""
+    """A memory device is lost, and a report by it or by another device of its node already gives the full reason."""
 
 
 class DeviceUnreadyError(MemoryDeviceLostError):
-    """A memory device cannot serve anybody.
+    """A memory device cannot serve workers.
 
     Args:
-        reason: What the device says.
+        reason: The error that the device reports.
     """
 
     def __init__(self, reason: CoarseError) -> None:
@@ -126,10 +126,10 @@ class DeviceUnreadyError(MemoryDeviceLostError):
 
 
 class SilentDeviceError(MemoryDeviceLostError):
-    """A memory device of this node is there and does not work.
+    """A memory device of this node exists but does not work.
 
     Args:
-        device: Its number.
+        device: Number of the device.
     """
 
     def __init__(self, device: int) -> None:
@@ -149,10 +149,10 @@ def _error_of(message: Message) -> CoarseError:
 
 
 def check_peers(connections: Sequence[DeviceConnection]) -> None:
-    """Takes what memory devices say without being asked.
+    """Reads unrequested messages of memory devices.
 
     Raises:
-        CoarseError: What a device says has gone wrong, or that it is gone.
+        CoarseError: If a device reports an error, or is gone.
     """
     poll = select.poll()
     by_fd = {connection.fileno(): connection for connection in connections}
@@ -165,9 +165,9 @@ def check_peers(connections: Sequence[DeviceConnection]) -> None:
 
 
 def send_to_all(connections: Iterable[DeviceConnection], message: Message) -> None:
-    """Sends a message to each memory device that is there."""
+    """Sends a message to each memory device that still exists."""
     for connection in connections:
-        # The loss of a device is told by what waits for its work.
+        # The wait for a lost device's work reports the loss.
         with contextlib.suppress(MemoryDeviceLostError):
             connection.send(message)
 
@@ -184,22 +184,22 @@ def collect_replies(
 ) -> dict[int, Received]:
     """Waits until every memory device has sent a message of `kind` (about `group`).
 
-    Answers about other groups are late ones to a request that was given up; nobody waits for them any more.
+    Ignores replies about other groups: they are late replies to abandoned requests.
 
     Args:
         connections: One to each device.
-        kind, group: What to wait for.
-        timeout_s: How long.
-        what: Says what is being done, for the error.
-        on_silence: Called when nothing has come for a while; may raise.
-        notes: By type, what to do with other messages about the group, which are no replies.
+        kind, group: Type and group of the expected messages.
+        timeout_s: Longest wait in seconds.
+        what: Description of the operation, for the error message.
+        on_silence: Called when no message has come for a while; may raise.
+        notes: Handlers, by message type, for other messages about the group, which are not replies.
 
     Returns:
         The messages by device.
 
     Raises:
         SyncTimeoutError: If one has not answered within `timeout_s`; the message names `what` and the devices.
-        CoarseError: What a device says has gone wrong.
+        CoarseError: If a device reports an error.
     """
     replies: dict[int, Received] = {}
     deadline = time.monotonic() + timeout_s
@@ -233,7 +233,7 @@ def collect_replies(
                 if received.kind != kind:
                     received.close()
                     raise ProtocolError(f"md{answering.device} sent {received.kind!r} instead of {kind!r}")
-                if_it_fails.callback(received.close)  # descriptors keep memory
+                if_it_fails.callback(received.close)  # open descriptors keep memory allocated
                 replies[answering.device] = received
         if_it_fails.pop_all()
     return replies

@@ -1,4 +1,4 @@
-"""The workers' own path in the memory that they share (COARSE paper, section III-F; docs/design/planning.md)."""
+"""Direct all-reduce in the workers' shared memory (COARSE paper, section III-F; docs/design/planning.md)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class _BarrierGroup(Protocol):
         """Waits for the result of a tensor."""
 
     def close(self) -> None:
-        """Gives the group up."""
+        """Releases the group."""
 
 
 class NodeBarrier:
-    """Where all workers of a node come together over one tensor group, in whichever order groups are worked on.
+    """A barrier of all workers of a node for one tensor group; independent of the order of other groups' work.
 
-    Made by Client.open_node_barrier().
+    Client.open_node_barrier() creates it.
 
     Args:
-        group: Two tensors: a byte, and as many numbers as are compared at once.
+        group: Two tensors: one byte, and the numbers to compare at once.
     """
 
     def __init__(self, group: _BarrierGroup) -> None:
@@ -43,7 +43,7 @@ class NodeBarrier:
         self._has_told = False
 
     def wait(self) -> None:
-        """Returns when every worker has called it as often.
+        """Returns when every worker has called it the same number of times.
 
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
@@ -52,7 +52,9 @@ class NodeBarrier:
         self._group.pull(0)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
-        """Of each number, all at least 0, that of the worker for which it is largest; every worker calls it alike.
+        """The largest value of each number over all workers; every worker calls it.
+
+        Numbers are at least 0; all workers pass the same count.
 
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
@@ -61,7 +63,7 @@ class NodeBarrier:
         return self.told()[: len(numbers)]
 
     def tell(self, numbers: Sequence[float]) -> None:
-        """As largest(), for a worker that need not know the answer: waits for that of the call before alone."""
+        """Like largest(), without the result: waits only for the result of the previous call."""
         if self._has_told:
             self.told()
         for index in range(len(self._numbers)):
@@ -71,27 +73,27 @@ class NodeBarrier:
         self._has_told = True
 
     def told(self) -> list[float]:
-        """The answer to what was told last."""
+        """The result of the last tell()."""
         if self._has_told:
             self._group.pull(1)
             self._has_told = False
         return list(self._numbers)
 
     def close(self) -> None:
-        """Gives its memory up. Idempotent."""
+        """Releases the barrier's memory. Idempotent."""
         self._group.close()
 
 
 class HostDirectAllReduce:
-    """Reduces tensors on the workers' own processors: each worker a piece, in all slots, then everyone takes them.
+    """Reduces tensors on the workers' processors: each worker reduces a piece of all slots, then all copy the pieces.
 
-    The arithmetic and the order of workers are those of the memory devices, so that results have the same bits.
+    The arithmetic and the order of workers match those of the memory devices, so that results have the same bits.
 
     Args:
-        native: Of this worker.
-        group: Number of the tensor group, of which workers see each other's slots.
-        num_workers: Of the node.
-        meeting: Of this tensor group alone, since groups may end their steps in any order.
+        native: This worker's native client.
+        group: Number of the tensor group. Workers see each other's slots of it.
+        num_workers: Number of workers of the node.
+        meeting: Barrier for this tensor group alone, because groups may end their steps in any order.
     """
 
     def __init__(self, native: _native.Client, group: int, num_workers: int, meeting: NodeBarrier) -> None:
@@ -101,12 +103,13 @@ class HostDirectAllReduce:
         self._meeting = meeting
 
     def reduce(self, shards: Mapping[int, int], contributors: Sequence[int]) -> None:
-        """Reduces those of `shards` that every worker has contributed to; memory devices have reduced the others.
+        """Reduces those of `shards` to which every worker has contributed; memory devices have reduced the others.
 
-        Every worker calls it alike, after all contributions have been pulled and before it writes to a slot again.
+        Every worker calls it with the same arguments, after pulling all contributions and before writing to a slot
+        again.
 
         Args:
-            shards: That were pushed for this path, with the tensor of each.
+            shards: The tensor of each shard that was pushed for direct all-reduce.
             contributors: How many workers contributed to each tensor of the group.
 
         Raises:

@@ -16,12 +16,12 @@ _Read = TypeVar("_Read")
 
 
 class EmulatedLinks:
-    """Changes emulated links, and reads what has passed over them.
+    """Changes emulated links and reads their transfers.
 
     Args:
-        emulation: The machine; None if links are those that are there, and every method raises ValueError.
-        connection: To a memory device; all share the links.
-        requests: Wait for its answers.
+        emulation: The emulated machine; None for real links, where every method raises ValueError.
+        connection: Connection to a memory device; all devices share the links.
+        requests: Waits for the device's replies.
     """
 
     def __init__(self, emulation: Emulation | None, connection: DeviceConnection, requests: Requests) -> None:
@@ -30,20 +30,20 @@ class EmulatedLinks:
         self._requests = requests
 
     def set_bandwidth(self, bucket: str, gbytes_per_s: float) -> None:
-        """Changes a capacity for all transfers that begin from now on.
+        """Changes a capacity for all transfers that begin after the call.
 
         Raises:
-            ValueError: If there is no such bucket, or the bandwidth is not positive.
+            ValueError: If no such bucket exists, or the bandwidth is not positive.
         """
         if self._emulation is None:
             raise ValueError("only the links of an emulated session can be changed; set COARSE_MACHINE")
         number = self._emulation.bucket_number(bucket)
-        Bucket(name=bucket, gbytes_per_s=gbytes_per_s)  # raises if it cannot be
+        Bucket(name=bucket, gbytes_per_s=gbytes_per_s)  # raises on invalid values
         self._connection.send({"type": "set_bandwidth", "bucket": number, "gbytes_per_s": gbytes_per_s})
         self._requests.wait_for(self._connection, "bandwidth_set", f"a change of {bucket}")
 
     def pacing(self) -> PacingReport:
-        """How exact the links were so far."""
+        """How exactly the links have been paced so far."""
         if self._emulation is None:
             raise ValueError("only an emulated session paces its links; set COARSE_MACHINE")
         self._connection.send({"type": "pacing"})
@@ -54,14 +54,14 @@ class EmulatedLinks:
         )
 
     def transfers(self) -> list[LoggedTransfer]:
-        """The first transfers, as many as are written down."""
+        """The first transfers, up to the log's size."""
         return [LoggedTransfer(*row) for row in self._read(_native.read_transfers)]
 
     def served_transfers(self, since_us: float) -> tuple[float, list[ServedTransfer]]:
-        """The newest transfers that were through later than `since_us`.
+        """The newest transfers that ended after `since_us`.
 
         Returns:
-            The time on the emulated machine, and a few transfers of each path and class of sizes.
+            The time on the emulated machine, and a few transfers for each path and size class.
         """
         now_us, rows = self._read(lambda fd: _native.read_served_transfers(fd, since_us))
         return now_us, [ServedTransfer(*row) for row in rows]

@@ -1,4 +1,4 @@
-"""What has become of the memory devices that a worker waits for in vain."""
+"""Explains why memory devices do not answer a worker."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ KillSilent = Callable[[int], None]
 
 
 def heartbeat_limit_ms(heartbeat_s: float) -> int:
-    """How long a device may stand still before its workers say so themselves.
+    """Milliseconds without progress before workers report a device as lost themselves.
 
-    Later than the other memory devices do, so that all workers are told the same.
+    Longer than the limit of the other memory devices, so that all workers get the same report.
     """
     return round(_PATIENCE * heartbeat_s * 1000)
 
 
 class FailureDetector:
-    """Notices that a memory device stands still, and says why a session is over.
+    """Notices memory devices that make no progress, and explains why a session has ended.
 
     Args:
-        rank: This worker's.
+        rank: This worker's rank.
         connections: One to each memory device.
-        doorbells_fd: Where they count their turns; stays the caller's.
-        heartbeat_s: How long they may stand still.
-        fate_of_device: Tells in words how a memory device ended.
-        kill_silent: Ends a memory device that does not work any more, on the worker that started it.
-        has_gpu_tensors: Whether tensors of this worker lie on a GPU, where they may be of no step after a loss.
-        replicas: How many other memory devices have what each of them keeps.
+        doorbells_fd: Shared memory with the devices' progress counters; the caller closes it.
+        heartbeat_s: Seconds without progress before a device counts as lost.
+        fate_of_device: Describes how a memory device ended.
+        kill_silent: Kills a memory device that no longer works, on the worker that started it.
+        has_gpu_tensors: Whether tensors of this worker lie on a GPU, where a loss may leave them between two steps.
+        replicas: Extra copies of each memory device's contents.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FailureDetector:
         self._has_gpu_tensors = has_gpu_tensors
         self._replicas = replicas
         self.known: CoarseError | None = None
-        """Why the session is over, once that has been explained."""
+        """The explanation of the session's end; None before it."""
         self._heartbeats = _native.HeartbeatWatch(
             doorbells_fd=doorbells_fd,
             num_devices=len(connections),
@@ -69,22 +69,22 @@ class FailureDetector:
         )
 
     def check_heartbeats(self) -> None:
-        """To be called a few times a second during waits that are not the native client's.
+        """Checks the devices' progress; call it a few times a second during waits outside the native client.
 
         Raises:
-            SilentDeviceError: If a device has stood still for too long.
+            SilentDeviceError: If a device has made no progress for too long.
         """
         silent = self._heartbeats.look()
         if silent is not None:
             raise SilentDeviceError(silent)
 
     def explain(self, told: CoarseError | None = None) -> CoarseError:
-        """Why the session is over, from what memory devices say of it and from which of them are gone.
+        """Why the session has ended, according to the memory devices' reports and which devices are gone.
 
-        The first explanation stands for good.
+        The first explanation is final.
 
         Args:
-            told: What is known so far.
+            told: The error known so far.
         """
         if self.known is None:
             self.known = self._explain(told)
@@ -105,7 +105,7 @@ class FailureDetector:
                 for key, _ in ready:
                     complaint = _complaint(key.data)
                     if isinstance(complaint, SilentDeviceError):
-                        # Its end comes next: the worker that started it kills it.
+                        # It will end next: the worker that started it kills it.
                         return self._silent(complaint.device)
                     told = complaint or told
         if isinstance(told, SilentDeviceError):
@@ -126,7 +126,7 @@ class FailureDetector:
         return self._loss(self._connections[device], silence(self._heartbeat_s))
 
     def _tell_others(self, device: int, *, is_silent: bool) -> None:
-        """This worker leaves now, which the other memory devices shall not take for the reason."""
+        """Reports the lost device, so that the other devices do not take this worker's exit for the cause."""
         for connection in self._connections:
             if connection.device != device:
                 with contextlib.suppress(MemoryDeviceLostError):
@@ -143,7 +143,7 @@ class FailureDetector:
 
 
 def _complaint(connection: DeviceConnection) -> CoarseError | None:
-    """What the memory device's next message says has gone wrong, if it does."""
+    """The error that the memory device's next message reports; None if it reports none."""
     try:
         received = connection.receive()
     except CoarseError as error:

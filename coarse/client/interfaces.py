@@ -1,4 +1,4 @@
-"""The narrow sides of a client that its own pieces use, so that none of them needs the whole."""
+"""Narrow interfaces of a client for its own parts, so that none of them needs the whole client."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from coarse.wire.messages import Message, Received
 
 
 class Waiter(Protocol):
-    """Waits for native calls, and turns their ends into errors."""
+    """Waits for native calls and raises their errors."""
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """This worker's rank."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of the workers of this node, by client number."""
+        """Ranks of this node's workers, by client number."""
 
     @property
     def timeout_s(self) -> float:
-        """Longest wait before it is an error."""
+        """Seconds that a wait may take before it fails."""
 
     def check(
         self, status: _native.WaitStatus, describe: Callable[[], str], *, timeout_s: float = 0.0
     ) -> None:
-        """Raises an error unless `status` is a good end."""
+        """Raises an error unless `status` is a success."""
 
 
 class HomeDevice(Protocol):
     """The home memory device of this node."""
 
     def tell_home(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a message; descriptors stay the caller's."""
+        """Sends a message; the caller closes the descriptors."""
 
     def ask_home(self, message: Message, kind: str, about: str) -> Received:
         """Sends a message and waits for its answer."""

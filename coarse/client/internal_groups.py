@@ -1,4 +1,4 @@
-"""Tensor groups that a client registers for itself, beside those of its user; they lie in the host's memory."""
+"""Tensor groups that a client registers for its own use; they lie in the host's memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _STAGING_BYTES = 2 << 20
 
 
 def staging_schema(*, is_emulated: bool) -> GroupSchema:
-    """Buffers through which tensors go that are not registered, by turns.
+    """Buffers that unregistered tensors use in turn.
 
     Args:
-        is_emulated: Whether links are those of another machine.
+        is_emulated: Whether links are emulated.
     """
     buffers = [
         TensorSpec(name=f"buffer{i}", dtype="uint8", num_elements=_STAGING_BYTES, op="sum")
@@ -31,11 +31,11 @@ def staging_schema(*, is_emulated: bool) -> GroupSchema:
 
 
 def node_barrier_schema(name: str, most_numbers: int, *, is_emulated: bool) -> GroupSchema:
-    """What workers meet over (coarse.client.direct_allreduce.NodeBarrier): a byte, and numbers to compare.
+    """The tensors of a node barrier (coarse.client.direct_allreduce.NodeBarrier): a byte, and numbers to compare.
 
     Args:
-        name: Of what the meeting is about.
-        most_numbers: How many they can compare at once.
+        name: Name of the barrier.
+        most_numbers: Largest count of numbers to compare at once.
         is_emulated: As for staging_schema().
     """
     numbers = TensorSpec(name="numbers", dtype="float64", num_elements=most_numbers, op="max")

@@ -1,4 +1,4 @@
-"""Probes: transfers of which nothing is reduced, by which a worker measures links (docs/design/queue-protocol.md)."""
+"""Probes: transfers without reduction, by which a worker measures links (docs/design/queue-protocol.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coarse.client.tensor_group import TensorGroup
 
 MOST_AT_ONCE = 2
-"""How many probes of one worker can be under way together: a push and a pull."""
+"""Concurrent probes of one worker at most: a push and a pull."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,10 @@ class Probe:
     """One transfer.
 
     Args:
-        kind: Which way it goes.
-        device: The memory device that serves it, and its source where devices send to each other.
-        target: The other memory device, or the other worker of the node, by client number.
-        slot_owner: Between devices: a worker of the node whose slots lie in the target's memory.
+        kind: Direction of the transfer.
+        device: The memory device that serves it; also the source between devices.
+        target: The other memory device, or the client number of the other worker of the node.
+        slot_owner: Between devices: a worker of the node with slots in the target's memory.
     """
 
     kind: _native.ProbeKind
@@ -38,13 +38,13 @@ class Probe:
 class _ProbingClient(Waiter, Protocol):
     @property
     def time_dilation(self) -> float:
-        """How many times longer transfers take than on the emulated machine."""
+        """Factor by which transfers take longer than on the emulated machine."""
 
 
 class LinkProbes:
-    """Memory through which one worker measures its links; made by Client.open_probes().
+    """Memory through which one worker measures its links; Client.open_probes() creates it.
 
-    Thread safety: one caller at a time, whichever thread it is.
+    Thread safety: one caller at a time, from any thread.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class LinkProbes:
         self._num_devices = num_devices
 
     def time_s(self, probes: Sequence[Probe], nbytes: int) -> float:
-        """How long it takes until all of `probes`, posted together, have arrived, as this worker sees it.
+        """The time until all of `probes`, posted together, have arrived, as this worker measures it.
 
         Args:
-            probes: One, or up to MOST_AT_ONCE.
-            nbytes: Of each.
+            probes: One to MOST_AT_ONCE.
+            nbytes: Bytes of each probe.
 
         Returns:
-            Seconds; in an emulated session those of the machine, of which time dilation is taken out.
+            Seconds; in an emulated session, seconds of the emulated machine, without time dilation.
 
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
@@ -77,17 +77,17 @@ class LinkProbes:
         return max(seconds) / self._client.time_dilation
 
     def close(self) -> None:
-        """Gives the memory back: that of the devices' ends at once, the slots once every worker has closed."""
+        """Frees the devices' memory at once, and the slots when every worker has closed."""
         for device in range(self._num_devices):
             self.time_s([Probe(kind=_native.ProbeKind.PUSH, device=device)], 0)
         self._group.close()
 
 
 def probe_schema(largest_bytes: int, *, on_host: bool) -> GroupSchema:
-    """The tensor group of probes of up to `largest_bytes`: a tensor of one shard for each that is under way.
+    """The tensor group of probes of up to `largest_bytes`: a tensor of one shard for each concurrent probe.
 
     Args:
-        on_host: As in GroupSchema; for links that are emulated, whose time does not depend on where the bytes lie.
+        on_host: As in GroupSchema; for emulated links, whose time does not depend on the place of the bytes.
     """
     return GroupSchema(
         name="link probes",

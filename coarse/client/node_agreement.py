@@ -1,4 +1,4 @@
-"""What the workers of different nodes register must be the same: they compare it through the rendezvous store."""
+"""Workers of different nodes must register the same tensors: they compare them through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from coarse.wire.registration import GroupSchema, check_agreement
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S = 0.1  # how often a wait for another node looks at this one's memory devices
+_LOOK_INTERVAL_S = 0.1  # a wait for another node checks this node's memory devices this often
 
 
 class NodeAgreement:
-    """One worker's part in the agreement of all nodes. Costs nothing where there is one.
+    """One worker's part in the agreement of all nodes. Free in a job of one node.
 
-    The memory devices of a node compare what its own workers register. Then the node's first worker publishes it,
-    and every worker waits for all nodes. So every device of every node has mapped a tensor group before anybody
-    pushes to it.
+    The memory devices of a node compare the registrations of its workers. Then the node's first worker publishes the
+    schema, and every worker waits for all nodes. So every device of every node has mapped a tensor group before any
+    worker pushes to it.
 
     Args:
-        rank: This worker.
-        nodes: Of the job.
-        store: Of the session.
+        rank: This worker's rank.
+        nodes: The nodes of the job.
+        store: The session's store.
         timeout_s: How long to wait for other nodes.
-        warn_after_s: How long before the wait is logged; 0 for never.
+        warn_after_s: Seconds before the wait is logged; 0 disables logging.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class NodeAgreement:
 
     @property
     def num_nodes(self) -> int:
-        """Of the job."""
+        """Number of nodes of the job."""
         return self._nodes.num_nodes
 
     @property
@@ -57,15 +57,16 @@ class NodeAgreement:
         """Returns when all nodes have registered `schema` as `group`.
 
         Args:
-            group: Its number.
-            schema: What this node's workers have registered.
-            departed: Tells who has closed the session; called while waiting, and raises if the session is lost.
+            group: Number of the group.
+            schema: The tensors that this node's workers have registered.
+            departed: Returns the workers that have closed the session. Called during the wait; raises if the session
+                is lost.
 
         Raises:
-            SchemaMismatchError: If a node has registered something else; names the first difference.
-            OutOfDeviceMemoryError: If a node cannot hold it.
+            SchemaMismatchError: If a node has registered different tensors; names the first difference.
+            OutOfDeviceMemoryError: If a node cannot hold the tensors.
             WorkerLostError: If a node has left instead.
-            SyncTimeoutError: If a node does not come in time.
+            SyncTimeoutError: If a node does not register in time.
         """
         if self._nodes.num_nodes == 1:
             return
@@ -80,7 +81,7 @@ class NodeAgreement:
             )
 
     def refuse(self, group: int, error: CoarseError) -> None:
-        """Lets other nodes know that this one does not register `group`."""
+        """Informs other nodes that this node does not register `group`."""
         if self._nodes.num_nodes > 1:
             self._publish(group, {"error": type(error).__name__, "text": str(error)})
 
@@ -114,7 +115,7 @@ class NodeAgreement:
                     f"worker(s) {leader} closed the session while others still register {name}. "
                     "Wrap the same models on every worker."
                 )
-            has_left = leader in departed()  # and has published what it registered before
+            has_left = leader in departed()  # it has published its registrations before leaving
             if time.monotonic() >= deadline:
                 raise SyncTimeoutError(
                     f"worker {self._rank}: registering {name}: {self._nodes.describe(node)} has not done so within "

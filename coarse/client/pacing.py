@@ -1,4 +1,4 @@
-"""How exact the links of an emulated session are (docs/design/emulation.md)."""
+"""Pacing accuracy of the links of an emulated session (docs/design/emulation.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PacingReport:
 
     Args:
         num_arrivals: Transfers that have arrived.
-        mean_lateness_us: How long after they were due this was noticed, in time of the host.
+        mean_lateness_us: Mean delay between the due time and its detection, in host time.
     """
 
     num_arrivals: int
@@ -28,19 +28,19 @@ class LoggedTransfer(NamedTuple):
     source: int
     target: int
     shard: int
-    """Of the group that was being synchronised; 0 for probes."""
+    """Number of the group; 0 for probes."""
     nbytes: int
     requested_us: float
     begin_us: float
-    """When the last of the capacities that it shares with others started on it."""
+    """When the last of its shared capacities started to serve it."""
     due_us: float
 
 
 class ServedTransfer(NamedTuple):
-    """How long the links of its way were at one transfer, each from when it began on it until it was through.
+    """Service times of one transfer on the links of its path, each from start to end on that link.
 
-    Times in the machine's microseconds. What the transfer waited for others before that is not in them, so a link
-    that is busy looks no worse than one that is idle. Endpoints and buckets as in coarse.machine.links.
+    In the machine's microseconds, without queueing time, so a busy link looks no slower than an idle one. Endpoints
+    and buckets as in coarse.machine.links.
     """
 
     source: int
@@ -49,4 +49,4 @@ class ServedTransfer(NamedTuple):
     end_us: float
     latency_us: float
     service_us: list[tuple[int, float]]
-    """By bucket."""
+    """Service time by bucket."""

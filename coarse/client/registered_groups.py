@@ -1,4 +1,4 @@
-"""The tensor groups of a client: how they are registered with the memory devices of its node, and given up."""
+"""The tensor groups of a client: registration with the memory devices of its node, and release."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class RegisteredGroups:
-    """From their registration, which every worker must do alike, until they are released.
+    """The groups from their registration, which every worker must do in the same way, until their release.
 
     Args:
         native: The client's data path.
         connections: One to each memory device of the node.
-        agreement: Compares what is registered here with what other nodes have.
-        requests: Asks memory devices.
-        failure_detector: Knows of lost workers and memory devices.
+        agreement: Compares this node's registrations with those of other nodes.
+        requests: Sends requests to memory devices.
+        failure_detector: Detects lost workers and memory devices.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class RegisteredGroups:
         self._partitions: dict[int, PartitionPlan] = {}
 
     def __iter__(self) -> Iterator[TensorGroup]:
-        """Those that there are now, also while some are released."""
+        """The current groups; groups may be released during iteration."""
         return iter(list(self._groups.values()))
 
     def register(
         self, client: GroupClient, schema: GroupSchema, gpu: str, memory: WorkerMemory, *, is_for_gpu: bool
     ) -> TensorGroup:
         """Registers a group of `client` with all memory devices; other arguments as for Client.register_trial()."""
-        _native.cuda_unmap_unused()  # so that memory devices find room that closed models have had
+        _native.cuda_unmap_unused()  # so that memory devices can reuse closed models' memory
         group, self._next_id = self._next_id, self._next_id + 1
         try:
             for connection in self._connections:
@@ -112,37 +112,37 @@ class RegisteredGroups:
         """Routes every shard by `table` from its next push on."""
         for group, tensors in self._groups.items():
             if tensors.is_routed_by_itself:
-                continue  # its slots would stay where they are
+                continue  # its slots would not move
             self._native.set_routes(group, route_shards(table, self._partitions[group], tensors.specs))
 
     def release(self, group: int, *, tells_devices: bool) -> None:
-        """Gives a group up, unless it was released before.
+        """Releases a group, unless it was released before.
 
         Args:
-            group: Its number.
-            tells_devices: Whether memory devices are still there to be told. They free its memory when every worker
-                has released it.
+            group: Number of the group.
+            tells_devices: Whether to notify the memory devices; False if they are gone. They free the group's memory
+                when every worker has released it.
         """
         released = self._groups.pop(group, None)
         if released is None:
             return
         del self._partitions[group]
-        # Memory devices are still to read what was pushed and never pulled, as when an exception ended a backward
-        # pass: they keep such a group until the session ends.
+        # Memory devices may still read tensors that were pushed and never pulled, such as after an exception in a
+        # backward pass. They keep such a group until the session ends.
         is_in_use = any(self._native.is_late(group, index) for index in range(len(released.specs)))
         self._native.remove_group(group)
         if not is_in_use and tells_devices:
             send_to_all(self._connections, {"type": "unregister", "group": group})
 
     def _tell_places(self, gpu: str) -> Message:
-        """What registered groups have as TensorGroup.places, by the part that is this worker's."""
+        """This worker's part of TensorGroup.places, as a message."""
         has_nccl = any(group.nccl.is_claimed for group in self)
         return {"is_on_gpu": bool(gpu), "has_nccl": has_nccl}
 
     def _collect_memory(
         self, client: GroupClient, group: int, schema: GroupSchema
     ) -> tuple[dict[str, Segment], list[str], RecoveredUpdates | None, WorkerPlaces]:
-        """Waits until all nodes have registered the same, so that no push can come to a device that has not."""
+        """Waits until all nodes have registered the group, so that no push reaches a device without it."""
         home = self._connections[HOME_DEVICE]
         notice = LateNotice(
             client.warn_after_s, lambda waited_s: home.send({"type": "late_workers", "group": group})

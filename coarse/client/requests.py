@@ -1,4 +1,4 @@
-"""What a worker asks a memory device outside of registration, and waits for."""
+"""A worker's requests to a memory device outside of registration."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from coarse.wire.messages import Received
 
 
 class Requests:
-    """Waits for answers of memory devices.
+    """Waits for replies of memory devices.
 
     Args:
-        rank: This worker's.
-        timeout_s: Longest wait.
-        failure_detector: Is told of a device that stands still.
+        rank: This worker's rank.
+        timeout_s: Longest wait in seconds.
+        failure_detector: Checks for devices that make no progress.
     """
 
     def __init__(self, rank: int, timeout_s: float, failure_detector: FailureDetector) -> None:
@@ -22,11 +22,11 @@ class Requests:
         self._failure_detector = failure_detector
 
     def wait_for(self, connection: DeviceConnection, kind: str, about: str) -> Received:
-        """The device's next message of `kind`; `about` says what it is about, for errors.
+        """The device's next message of `kind`; `about` describes its subject, for error messages.
 
         Raises:
             SyncTimeoutError: If none comes in time.
-            CoarseError: What the device says has gone wrong, or that it is lost.
+            CoarseError: If the device reports an error or is lost.
         """
         try:
             replies = collect_replies(

@@ -1,4 +1,4 @@
-"""The client of a job of one worker: nobody to synchronise with, no process, no shared memory."""
+"""The client of a job of one worker: no synchronisation, no other process, no shared memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from coarse.schema import TensorSpec
 
 
 class SingleWorkerClient:
-    """Offers what Client does; every result is the worker's own contribution."""
+    """The interface of Client; every result is the worker's own contribution."""
 
     def __init__(self) -> None:
         self._stored: dict[str, StoredValue] = {}
 
     def register(self, name: str, specs: Sequence[TensorSpec]) -> SingleWorkerTensorGroup:
-        """Takes memory for the tensors."""
+        """Allocates memory for the tensors."""
         return SingleWorkerTensorGroup(name, specs)
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
     ) -> None:
-        """Leaves the buffer as it is: the sum, mean and maximum of one."""
+        """Leaves the buffer as it is: the sum, mean and maximum of one worker are its own values."""
 
     def store(self, key: str, value: memoryview[Any]) -> int:
         """Keeps a copy of the value; returns its version."""
@@ -33,24 +33,24 @@ class SingleWorkerClient:
         return self._stored[key].version
 
     def load(self, key: str) -> StoredValue:
-        """The newest value of `key`; version 0 and no bytes if there is none."""
+        """The newest value of `key`; version 0 and no bytes if none was stored."""
         return self._stored.get(key, StoredValue(version=0, value=memoryview(b"")))
 
     def snapshot_stored(self) -> StorageSnapshot:
-        """All values as they are now: each is replaced, never changed."""
+        """All current values; store() replaces values and never changes them."""
         values = dict(self._stored)
         nothing = StoredValue(version=0, value=memoryview(b""))
         return StorageSnapshot(lambda key: values.get(key, nothing), values.clear)
 
     def release_buffers(self) -> None:
-        """Has none."""
+        """Does nothing: no buffers are kept."""
 
     def close(self, *, is_finished: bool = True) -> None:
-        """Has nothing to close."""
+        """Does nothing."""
 
 
 class SingleWorkerTensorGroup:
-    """Offers what TensorGroup does, for one worker."""
+    """The interface of TensorGroup, for one worker."""
 
     def __init__(self, name: str, specs: Sequence[TensorSpec]) -> None:
         self.id = 0
@@ -64,17 +64,17 @@ class SingleWorkerTensorGroup:
         return self._open()[index]
 
     def push(self, index: int, *, present: bool = True, joined: bool = False, source: int = 0) -> None:
-        """Takes the contribution, which is also the result."""
+        """Accepts the contribution, which is also the result."""
         buffer = self._open()[index]
         if source:
             ctypes.memmove(_address(buffer), source, len(buffer))
         self._contributors[index] = int(present and not joined)
 
     def flush(self) -> None:
-        """Has nobody to wake."""
+        """Does nothing."""
 
     def pull(self, index: int, *, destination: int = 0) -> int:
-        """Returns at once; copies the result if asked."""
+        """Returns at once; copies the result if `destination` is not 0."""
         buffer = self._open()[index]
         if destination:
             ctypes.memmove(destination, _address(buffer), len(buffer))

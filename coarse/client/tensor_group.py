@@ -1,4 +1,4 @@
-"""Tensors that are registered with the memory devices, as a worker pushes and pulls them."""
+"""Tensors that a worker has registered with the memory devices, and that it pushes and pulls."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _OWN_PATH_FLAGS = {
 
 
 class UpdateKind(enum.IntEnum):
-    """What a push does to the parameter of a tensor."""
+    """The effect of a push on the parameter of a tensor."""
 
     NONE = 0
-    """Nothing: the slots of all workers become the result."""
+    """No update: the slots of all workers become the result."""
     UPDATE = _native.UPDATE
-    """The result updates it; slots stay as they are."""
+    """The result updates the parameter; slots stay as they are."""
     UPDATE_BY_MEAN = _native.UPDATE | _native.REDUCED
-    """The slots, which hold the same on every worker, update it."""
+    """The slots, whose contents are equal on every worker, update the parameter."""
     MEASURE = _native.MEASURE
-    """Nothing, as NONE, but the result is measured: measures(). Of a group with an optimizer."""
+    """Like NONE, but the result is measured (see measures()). Only for a group with an optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientMeasure:
-    """What the memory devices saw of the mean of one tensor while they reduced it.
+    """The memory devices' measurements of the mean of one tensor, taken while they reduced it.
 
     Args:
-        sum_of_squares: Of its elements, in float64; 0 where nobody contributed.
-        first_nonfinite: What brought NaN or Inf into it: the rank of the first worker with some in its contribution;
-            EVERYBODY if finite contributions overflowed in the mean, or if nobody knows, as with several nodes;
-            None if it is finite.
+        sum_of_squares: Sum of the squares of its elements, in float64; 0 if no worker contributed.
+        first_nonfinite: Source of NaN or Inf in the mean: the rank of the first worker with such an element in its
+            contribution; EVERYBODY if finite contributions overflowed in the mean, or if the source is unknown, as
+            with several nodes; None if the mean is finite.
     """
 
     sum_of_squares: float
@@ -66,23 +66,23 @@ class GradientMeasure:
 
 
 EVERYBODY: int = _native.EVERYBODY
-"""Stands for a worker in GradientMeasure."""
+"""A value of GradientMeasure.first_nonfinite, in place of a rank."""
 
 
 class GroupClient(Waiter, HomeDevice, Protocol):
-    """A client as its tensor groups use it."""
+    """The part of a client that its tensor groups use."""
 
     @property
     def number(self) -> int:
-        """Of this worker among those of its node."""
+        """This worker's client number."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The workers of this node in words, by client number."""
+        """Descriptions of this node's workers, by client number."""
 
     @property
     def warn_after_s(self) -> float:
-        """How long a wait may take before it is logged; 0 for ever."""
+        """Seconds that a wait may take before it is logged; 0 disables logging."""
 
     @property
     def routing(self) -> RoutingTable:
@@ -90,7 +90,7 @@ class GroupClient(Waiter, HomeDevice, Protocol):
 
     @property
     def emulation(self) -> Emulation | None:
-        """The links that are emulated; None for those that are there."""
+        """The emulated links; None for real links."""
 
     @property
     def is_closed(self) -> bool:
@@ -104,23 +104,23 @@ class GroupClient(Waiter, HomeDevice, Protocol):
         """A memory device of this node, in words."""
 
     def describe_progress(self) -> str:
-        """What the other nodes are doing, in words."""
+        """The progress of the other nodes, in words."""
 
     def tell_devices(self, message: Message) -> None:
         """Sends a message to all memory devices."""
 
     def open_node_barrier(self, name: str, most_numbers: int) -> NodeBarrier:
-        """Makes a place where the workers of the node meet."""
+        """Opens a barrier of the node's workers."""
 
     def release(self, group: int) -> None:
-        """Gives a tensor group up."""
+        """Releases a tensor group."""
 
 
 class TensorGroup:
-    """Tensors that were registered together: a slot of device memory for each, which only this worker writes.
+    """Tensors that were registered together, each with a slot of device memory that only this worker writes.
 
-    A tensor is pushed, and pulled before it is pushed again; in between its slot belongs to the memory devices.
-    Thread safety: one caller at a time, whichever thread it is.
+    A worker pushes a tensor, and pulls it before it pushes it again. In between, the slot belongs to the memory
+    devices. Thread safety: one caller at a time, from any thread.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class TensorGroup:
         self.name = schema.name
         self.specs = schema.specs
         self.recovered = recovered
-        """What parameters and states hold that were kept since the last attempt; None if they are new."""
+        """Contents of parameters and states kept since the last attempt; None if they are new."""
         self._client = client
         self._native = native
         self._schema = schema
@@ -153,9 +153,9 @@ class TensorGroup:
         self._on_push: Callable[[Sequence[int]], None] | None = None
         self._on_step: Callable[[Sequence[int]], None] | None = None
         self.gpu: GpuTransfers | None = None
-        """Of tensors in the memory of a GPU, once open_gpu_transfers() was called."""
+        """Transfers of tensors in GPU memory; set by open_gpu_transfers()."""
         self.nccl = NcclDirectAllReduce(self, native)
-        """By which workers with tensors on GPUs may reduce some of them themselves."""
+        """Direct all-reduce of tensors on GPUs."""
         self._offsets = tensor_offsets
         self._slots: TensorBytes | None = slots
         self._kept = kept
@@ -164,16 +164,16 @@ class TensorGroup:
         self._distant = distant  # slots on another GPU
         self._reservations = reservations
         self.places = places or WorkerPlaces()
-        """How many workers of the node have these tensors on GPUs, and had claimed NCCL for another group then."""
+        """How many of the node's workers had these tensors on GPUs, and how many used NCCL for another group."""
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """This worker's rank."""
         return self._client.rank
 
     @property
     def is_routed_by_itself(self) -> bool:
-        """Whether slots lie where it has routes to, whatever the session's are."""
+        """Whether the group has its own routes, independent of the session's."""
         return bool(self._schema.routes)
 
     @property
@@ -183,12 +183,12 @@ class TensorGroup:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether this worker sees its slots on a GPU: buffer() gives GpuBytes, and push() copies nothing."""
+        """Whether this worker sees its slots on a GPU: buffer() returns GpuBytes, and push() copies nothing."""
         return isinstance(self._slots, GpuBytes) and self._distant is None
 
     @property
     def address_on_gpu(self) -> int:
-        """Where this worker's GPU reaches its slots; 0 if it has none, or does not reach them."""
+        """Address of this worker's slots on its GPU; 0 if it has no GPU or its GPU cannot reach them."""
         if self._distant is not None:
             return self._distant.memory.address if self._distant.is_reached else 0
         return self._slots.address if isinstance(self._slots, GpuBytes) else 0
@@ -198,7 +198,7 @@ class TensorGroup:
         """This worker's rows of the group's tables, and their means.
 
         Raises:
-            ValueError: If it has no tables.
+            ValueError: If the group has no tables.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -207,10 +207,10 @@ class TensorGroup:
         return self._rows
 
     def buffer(self, index: int) -> TensorBytes:
-        """The writable bytes of a tensor's slot; its memory stays valid as long as anything refers to it.
+        """The writable bytes of a tensor's slot; the memory stays valid while references to it exist.
 
         Raises:
-            ValueError: For a table, which has none.
+            ValueError: For a table, which has no slot.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -222,43 +222,43 @@ class TensorGroup:
         return self._slots[start : start + self.specs[index].nbytes]
 
     def reserve_slots(self) -> None:
-        """Takes the memory of this worker's slots, where registration left it to the workers. Later calls do nothing.
+        """Reserves the memory of this worker's slots, if registration left this to the workers. Idempotent.
 
-        To be called before the first push.
+        Call it before the first push.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not to be had.
+            OutOfDeviceMemoryError: If the memory is not available.
         """
         if self._reservations is not None:
             self._reservations.reserve(SLOTS)
 
     def reserve_parameter(self, index: int) -> None:
-        """The same of a parameter, before any worker writes it. Of a group with an optimizer."""
+        """Reserves a parameter's memory, before any worker writes it. Only for a group with an optimizer."""
         if self._reservations is not None:
             begin = self._memory_kept().parameter_offset(index)
             self._reservations.reserve_part(PARAMETERS, begin, begin + self.specs[index].nbytes)
 
     def reserve_states(self) -> None:
-        """The same of all states, before the first update."""
+        """Reserves the memory of all states, before the first update."""
         if self._reservations is not None:
             self._reservations.reserve(STATES)
 
     def parameter(self, index: int) -> TensorBytes:
-        """The writable bytes of a parameter, which all workers of the node share. Of a group with an optimizer.
+        """The writable bytes of a parameter, shared by all workers of the node. Only for a group with an optimizer.
 
-        Memory devices write to it between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull, never else.
+        Memory devices write to it only between this worker's push with UPDATE or UPDATE_BY_MEAN and its pull.
         """
         return self._memory_kept().parameter(index, self.specs[index].nbytes)
 
     def map_own_parameters(self) -> str:
-        """Why this worker cannot see parameters apart from others; "" if it can, for open_own_parameters()."""
+        """Prepares open_own_parameters(); returns why this worker cannot have its own parameters, "" if it can."""
         return self._memory_kept().map_own_parameters()
 
     def open_own_parameters(self, *, publishes: bool) -> PrivateWrites:
-        """This worker's own view of the parameters. Collective; every worker's map_own_parameters() has returned "".
+        """This worker's own view of the parameters. Collective; map_own_parameters() must return "" on every worker.
 
         Args:
-            publishes: As of PrivateWrites.
+            publishes: As for PrivateWrites.
         """
         lengths = [spec.nbytes for spec in self.specs]
         meeting = self._client.open_node_barrier(f"what is written to {self.name}", 2)
@@ -267,31 +267,31 @@ class TensorGroup:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether some of the workers are on other nodes."""
+        """Whether some workers are on other nodes."""
         return self._client.has_other_nodes
 
     @property
     def are_parameters_elsewhere(self) -> bool:
-        """Whether parameters lie where this worker's model does not: on the host, or on another GPU."""
+        """Whether parameters do not lie with this worker's model, but on the host or another GPU."""
         return self._memory_kept().are_parameters_elsewhere
 
     def updated_parameter(self, index: int) -> int:
-        """Where a GPU copies a parameter from that lies elsewhere, for GpuTensor; 0 if it cannot."""
+        """Address from which a GPU copies a parameter that lies elsewhere, for GpuTensor; 0 if it cannot copy."""
         return self._memory_kept().result(index)
 
     def slot(self, index: int) -> tuple[int, int]:
-        """The first byte of a tensor's slot, counted from this worker's first, and the first one behind it."""
+        """Start and end of a tensor's slot, in bytes from the start of this worker's slots; the end is exclusive."""
         return self._offsets[index], self._offsets[index] + self.specs[index].slot_bytes
 
     def is_late(self, index: int) -> bool:
-        """Whether a tensor was pushed, its result has not been pulled, and is not there yet."""
+        """Whether a tensor was pushed but not pulled, and its result is not ready."""
         return self._native.is_late(self.id, index)
 
     def state(self, index: int, number: int) -> TensorBytes:
-        """The writable bytes of a parameter's `number`-th state, float32; as parameter(). Mapped only while in use.
+        """The writable bytes of a parameter's `number`-th state, float32; like parameter(). Mapped only while in use.
 
-        Behind the states of a 16-bit parameter come its master weights, the value that an update starts from
-        wherever the parameter is its rounding.
+        The states of a 16-bit parameter are followed by its master weights. An update starts from a master weight
+        wherever the parameter is its rounded value.
         """
         length = self.specs[index].num_elements * ITEM_BYTES["float32"]
         return self._memory_kept().kept_array(index, number)[:length]
@@ -299,18 +299,18 @@ class TensorGroup:
     def settings(self) -> memoryview[Any]:
         """This worker's optimizer settings, a SETTINGS_DTYPE of coarse.client.update_settings for each tensor.
 
-        Of a group with an optimizer. To be written before an update is pushed, and left alone until it is pulled.
+        Only for a group with an optimizer. Write them before pushing an update; do not change them before its pull.
         """
         return self._memory_kept().settings
 
     def snapshot(self) -> Snapshot:
-        """Begins a snapshot of parameters and states: one addition to a counter. Of a group with an optimizer.
+        """Begins a snapshot of parameters and states: one addition to a counter. Only for a group with an optimizer.
 
-        Any worker may, on its own, between a pull and its next push: then no update is under way.
+        Any worker may call it alone, between a pull and its next push: no update runs then.
 
         Raises:
-            SnapshotsBusyError: If as many as there can be are held.
-            ProtocolError: If a worker has overwritten the counter by which snapshots begin.
+            SnapshotsBusyError: If the maximum number of snapshots is held.
+            ProtocolError: If a worker has overwritten the snapshot counter.
         """
         trigger = self._memory_kept().snapshots
         number = trigger.begin()
@@ -323,18 +323,18 @@ class TensorGroup:
         return Snapshot(self._client, self.id, number)
 
     def warm_snapshots(self) -> None:
-        """Lets the memory devices allocate a whole snapshot ahead; returns at once. For a group with an optimizer."""
+        """Requests memory for a whole snapshot in advance; returns at once. Only for a group with an optimizer."""
         self._memory_kept()
         self._client.tell_devices({"type": "warm_snapshots", "group": self.id})
 
     def keep_snapshots(self) -> None:
-        """To be called before a worker itself writes to parameters or states: copies what snapshots refer to."""
+        """Copies the data that snapshots refer to; call it before a worker writes to parameters or states itself."""
         self._memory_kept()
         message = {"type": "keep_snapshots", "group": self.id}
         self._client.ask_home(message, "snapshots_kept", f"snapshots of {self.name}")
 
     def snapshot_statistics(self) -> PoolStatistics:
-        """What the old versions take, and have cost, to which snapshots refer. Of a group with an optimizer."""
+        """Memory and copying cost of snapshots' old versions. Only for a group with an optimizer."""
         self._memory_kept()
         message = {"type": "snapshot_statistics", "group": self.id}
         reply = self._client.ask_home(message, "snapshot_statistics", f"snapshots of {self.name}")
@@ -353,10 +353,10 @@ class TensorGroup:
 
         Args:
             index: Position in `specs`.
-            present: False contributes nothing, as if it were zeros.
+            present: False contributes nothing, which counts like zeros.
             joined: True contributes nothing and does not count in a mean: this worker has run out of inputs.
-            source: Address of the tensor's bytes to copy to the slot first; 0 if they are there already.
-            update: What becomes of the parameter, by the settings(); the same on every worker.
+            source: Address of bytes to copy to the slot first; 0 if the slot already holds them.
+            update: Effect on the parameter, by the settings(); the same on every worker.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -370,14 +370,14 @@ class TensorGroup:
             self._client.check(status, lambda: f"a place in the queue for {self.specs[index].name!r}")
 
     def open_gpu_transfers(self, context: _native.CudaContext, *, timeout_s: float = 0.0) -> GpuTransfers:
-        """From now on tensors are in the memory of a GPU, and what this returns takes the place of push().
+        """Switches to tensors in GPU memory; use the returned GpuTransfers instead of push() afterwards.
 
-        Slots and parameters in the host's memory are pinned. Where is_on_gpu, the stream that computes writes to the
-        slots and reads them. To slots on another GPU this one copies, and buffer() must not be used any more.
+        Pins slots and parameters in the host's memory. If is_on_gpu, the computing stream writes to the slots and
+        reads them. This GPU copies to slots on another GPU; buffer() must not be used after that.
 
         Args:
-            context: Of the GPU.
-            timeout_s: How long results may take; 0 for as long as any wait of the session.
+            context: Context of the GPU.
+            timeout_s: Longest wait for results in seconds; 0 stands for the session's timeout.
 
         Raises:
             CudaError: If memory cannot be pinned, or streams of the GPU cannot wait for the host's memory.
@@ -393,12 +393,12 @@ class TensorGroup:
         self.gpu = GpuTransfers(self, self._native, context, slots, results, timeout_s)
         if distant is not None:
             self._native.give_up_view(self.id)
-            # Pinning has taken all pages of the view, which nobody needs any more.
+            # Pinning has allocated all pages of the view, which is no longer needed.
             self._slots = GpuBytes(distant.memory, 0, distant.memory.num_bytes)
         return self.gpu
 
     def flush(self) -> None:
-        """Wakes memory devices for pushes that were held back to spare wake-ups; pulling does it too."""
+        """Flushes pending sends, which are delayed to save wake-ups; pulling also does this."""
         self._native.flush()
 
     def pull(self, index: int, *, destination: int = 0) -> int:
@@ -406,10 +406,10 @@ class TensorGroup:
 
         Args:
             index: Position in `specs`.
-            destination: Address to copy the result to; 0 leaves it in the slot alone.
+            destination: Address to which to copy the result; 0 leaves it only in the slot.
 
         Returns:
-            How many workers contributed; 0 means that the slot was left as it was.
+            Number of workers that contributed; 0 means that the slot is unchanged.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -425,9 +425,9 @@ class TensorGroup:
         return self._native.contributors(self.id, index)
 
     def is_complete_within(self, index: int, timeout_s: float) -> bool:
-        """Waits so long at most for the result of a pushed tensor; if it is there, it counts as pulled.
+        """Waits at most `timeout_s` for the result of a pushed tensor; a result that is ready counts as pulled.
 
-        Never for more than half of what a wait of the session may take: who goes on then is to be told of a timeout.
+        Waits at most half of the session's timeout, so that a caller that continues still receives a timeout error.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -440,10 +440,10 @@ class TensorGroup:
         return True
 
     def pull_all(self, timeout_s: float = 0.0) -> list[int]:
-        """Waits for every tensor that was pushed and not pulled; returns how many workers contributed to each.
+        """Waits for every tensor that was pushed and not pulled; returns the number of contributors to each.
 
         Args:
-            timeout_s: How long at most; 0 for as long as any wait of the session.
+            timeout_s: Longest wait in seconds; 0 stands for the session's timeout.
         """
         if self._slots is None:
             raise self._closed_error()
@@ -461,18 +461,18 @@ class TensorGroup:
         on_push: Callable[[Sequence[int]], None] | None,
         on_step: Callable[[Sequence[int]], None] | None,
     ) -> None:
-        """Has functions called with the tensors of each push, and when everything of a step has been pulled.
+        """Sets callbacks for each push, and for the end of each step, when all its tensors have been pulled.
 
         Args:
-            on_push: Runs in the hot path; None for none.
-            on_step: Runs at the end of pull_all(), on every worker after the same step, with what that returns; None
-                for none.
+            on_push: Receives the tensors of a push; runs in the hot path. None removes it.
+            on_step: Receives the result of pull_all() and runs at its end, on every worker after the same step. None
+                removes it.
         """
         self._on_push = on_push
         self._on_step = on_step
 
     def measures(self) -> list[GradientMeasure]:
-        """What was measured of each tensor, alike for all workers; its last push was with MEASURE, and was pulled."""
+        """The measures of each tensor, equal on all workers; its last push used MEASURE and was pulled."""
         return [
             GradientMeasure(
                 sum_of_squares=squares,
@@ -486,16 +486,16 @@ class TensorGroup:
         ]
 
     def use_own_path(self, ways: Mapping[int, str]) -> None:
-        """Has the workers reduce these shards themselves from the next push on, and memory devices all others.
+        """Reduces these shards by direct all-reduce from the next push on; memory devices reduce all others.
 
-        Every worker calls it alike, between two steps. Results do not change by it.
+        Every worker calls it with the same argument, between two steps. Results stay the same.
 
         Args:
-            ways: How each of them is reduced: "ring", "all-gather" or "all-to-all". In the host's memory, where
-                they go through no link, all is done by "all-to-all".
+            ways: The way of each shard: "ring", "all-gather" or "all-to-all". In the host's memory, where shards
+                cross no link, all use "all-to-all".
 
         Raises:
-            ValueError: If cannot_use_own_path() has a reason, or there was no open_node_barrier().
+            ValueError: If cannot_use_own_path() returns a reason, or open_node_barrier() was not called.
         """
         if reason := self.cannot_use_own_path():
             raise ValueError(f"{self.name}: workers cannot reduce themselves: {reason}")
@@ -507,7 +507,7 @@ class TensorGroup:
         self._native.set_path_flags(self.id, flags)
 
     def needs_memory_devices(self) -> str:
-        """What else memory devices are for here than reducing tensors, in words; "" for nothing."""
+        """Work of the memory devices for this group besides reducing tensors, in words; "" for none."""
         if self._client.emulation is not None:
             return "its links are those of another machine"
         if self._kept is not None:
@@ -517,12 +517,12 @@ class TensorGroup:
         return ""
 
     def open_node_barrier(self) -> None:
-        """Makes `meeting`; every worker calls it alike, before it works on anything else."""
+        """Opens the barrier `meeting`; every worker calls it before any other work."""
         self._meeting = self._client.open_node_barrier(self.name, max(len(self.specs), 8))
 
     @property
     def meeting(self) -> NodeBarrier:
-        """Where the workers come together over this group.
+        """The node barrier of this group.
 
         Raises:
             ValueError: Before open_node_barrier().
@@ -533,16 +533,16 @@ class TensorGroup:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody is told of each step, for which every worker has to pull_all()."""
+        """Whether a callback receives each step; then every worker must call pull_all()."""
         return self._on_step is not None
 
     @property
     def num_workers(self) -> int:
-        """Of this node."""
+        """Number of workers on this node."""
         return len(self._client.ranks)
 
     def cannot_use_own_path(self) -> str:
-        """Why the workers cannot reduce tensors of this group themselves; "" if they can."""
+        """Why direct all-reduce cannot reduce tensors of this group; "" if it can."""
         if self.gpu is not None:
             return "they are in the memory of a GPU"
         if self._client.emulation is not None:
@@ -557,7 +557,7 @@ class TensorGroup:
 
     @property
     def num_shards(self) -> int:
-        """Of a step."""
+        """Number of shards of a step."""
         return len(self._schema.partition().shards)
 
     def shard_sizes(self) -> list[int]:
@@ -566,11 +566,11 @@ class TensorGroup:
         return [shard.num_elements * ITEM_BYTES[self.specs[shard.tensor].dtype] for shard in shards]
 
     def tensors_of_shards(self) -> list[int]:
-        """The tensor that each shard of a step is a piece of."""
+        """The tensor of each shard of a step."""
         return [shard.tensor for shard in self._schema.partition().shards]
 
     def close(self) -> None:
-        """Gives the group up; its memory is freed when every worker has. Idempotent."""
+        """Releases the group; its memory is freed when every worker has released it. Idempotent."""
         if self._slots is not None:
             self.close_gpu_transfers()
             if self._reservations is not None:
@@ -584,16 +584,16 @@ class TensorGroup:
             _native.cuda_unmap_unused()
 
     def close_gpu_transfers(self) -> None:
-        """Ends what is under way on a GPU. Idempotent."""
+        """Ends transfers on a GPU. Idempotent."""
         if self.gpu is not None:
             self.gpu.close()
 
     def check(self, status: _native.WaitStatus, *, timeout_s: float) -> None:
-        """Raises what has happened, unless `status` is a good end.
+        """Raises the error behind `status`, unless it is a success.
 
         Args:
-            status: Of a native call that waits for tensors of this group.
-            timeout_s: How long it would have waited.
+            status: Status of a native call that waits for tensors of this group.
+            timeout_s: Timeout of that call.
         """
         self._client.check(status, self.describe_pending, timeout_s=timeout_s)
 
@@ -603,7 +603,7 @@ class TensorGroup:
             raise self._closed_error()
 
     def tell_pushed(self, tensors: Sequence[GpuTensor]) -> None:
-        """Has whoever watches know that these were pushed from a GPU."""
+        """Passes tensors that were pushed from a GPU to the on_push callback."""
         if self._on_push is not None:
             self._on_push([tensor[0] for tensor in tensors])
 
@@ -615,11 +615,11 @@ class TensorGroup:
         return self._kept
 
     def is_pending(self) -> bool:
-        """Whether something was pushed of which the result is not there yet."""
+        """Whether the result of any pushed tensor is not ready."""
         return self._slots is not None and any(map(self.is_late, range(len(self.specs))))
 
     def late_clients(self) -> set[int]:
-        """The workers of the node, by client number, that have not pushed what this one waits for."""
+        """Client numbers of the node's workers that have not pushed a tensor for which this worker waits."""
         if self._slots is None:
             return set()
         late = filter(self.is_late, range(len(self.specs)))
@@ -635,7 +635,7 @@ class TensorGroup:
         return ""
 
     def describe_pending(self) -> str:
-        """What was pushed of which the result is not there yet, and who has not pushed it; three tensors at most."""
+        """Up to three pushed tensors without a result, and the workers that have not pushed them."""
         late = [index for index in range(len(self.specs)) if self.is_late(index)]
         if not late:
             return f"tensors of {self.name}, which the workers reduce themselves by NCCL"

@@ -1,4 +1,4 @@
-"""How a worker tells memory devices to update a parameter: the records in TensorGroup.settings()."""
+"""A worker's update settings for each parameter: the records in TensorGroup.settings()."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coarse.kernels import _native
 
 
 class Rule(IntEnum):
-    """How a parameter is updated: UpdateRule of update.hpp, where the states of each are named."""
+    """How a parameter is updated: UpdateRule of update.hpp, which names the states of each rule."""
 
     NONE = 0
     SGD = 1
@@ -45,4 +45,4 @@ SETTINGS_DTYPE = np.dtype(
         "itemsize": _native.UPDATE_SETTINGS_BYTES,
     }
 )
-"""One tensor's settings: UpdateSettings of kernels/include/coarse/reduce/update.hpp, which has the formulas."""
+"""One tensor's settings: UpdateSettings of kernels/include/coarse/reduce/update.hpp, which states the formulas."""

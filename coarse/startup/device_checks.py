@@ -1,4 +1,4 @@
-"""Whether the memory devices of a node can do what the settings ask of them; found before any is started."""
+"""Checks, before memory devices start, that they support the settings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _GPU_LINKS = "links to GPUs are measured when tensors are first registered; unti
 
 
 def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
-    """Checks what a node's memory devices will be, and takes a little of each memory that they are to own.
+    """Checks a node's planned memory devices, and allocates a little of each memory that they will own.
 
-    For a launcher, which has no framework and leaves GPUs alone: no CUDA context is made.
+    For a launcher, which has no framework and does not use GPUs: creates no CUDA context.
 
     Args:
-        settings: Of the sessions to come.
-        num_workers: On this node.
-        num_nodes: Of the job.
+        settings: Settings of the planned sessions.
+        num_workers: Number of workers on this node.
+        num_nodes: Number of nodes of the job.
 
     Raises:
-        ValueError, CoarseError: If there is no such memory or table, the table is for more workers, somebody else
-            has the memory for himself, nothing compiles kernels for a GPU, or check_devices() refuses them in a job
-            of several workers.
+        ValueError, CoarseError: If such a memory or table does not exist, the table is for more workers, another
+            process uses the memory exclusively, no compiler for GPU kernels is available, or check_devices() refuses
+            the devices in a job of several workers.
     """
     is_solo = num_workers * num_nodes == 1
     path = settings.partition_table
-    if path:  # a smaller one may be for a process group of some of the workers
+    if path:  # a smaller table may serve a process group of some of the workers
         num_workers = min(num_workers, PartitionTable.load(path).num_workers)
     table = choose_partition_table(path, num_workers=num_workers, devices=settings.memory_devices)
     if not is_solo:
@@ -39,7 +39,7 @@ def check_node(settings: Settings, *, num_workers: int, num_nodes: int) -> None:
 
 
 def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) -> None:
-    """Raises ValueError for settings that memory devices of this kind or number cannot follow; says what to do."""
+    """Raises ValueError, with advice, for settings that memory devices of this kind or number do not support."""
     if table.is_on_gpus:
         _check_gpus(settings, num_nodes)
     if settings.algorithm == NCCL:
@@ -49,7 +49,7 @@ def check_devices(settings: Settings, table: PartitionTable, *, num_nodes: int) 
 
 
 def cannot_profile(settings: Settings, table: PartitionTable, *, num_nodes: int) -> str:
-    """Why the links of these memory devices are not profiled; "" if they can be."""
+    """Why the links of these memory devices cannot be profiled; "" if they can."""
     if num_nodes > 1:
         return "profiles are of jobs on one node"
     if table.is_on_gpus and not settings.machine:
@@ -78,7 +78,7 @@ def _check_gpus(settings: Settings, num_nodes: int) -> None:
 
 
 def _check_replicas(table: PartitionTable) -> None:
-    """Raises ValueError unless what any one memory device has can be with another one too."""
+    """Raises ValueError unless another memory device can hold a replica of any memory device."""
     if table.num_devices < 2:
         raise ValueError(
             "COARSE_REPLICAS=1 needs a neighbour that keeps what a memory device has, and there is one device only; "
@@ -92,5 +92,5 @@ def _check_replicas(table: PartitionTable) -> None:
 
 
 def least_available_bytes(table: PartitionTable) -> int:
-    """Available bytes of the table's memory that has the least."""
+    """The smallest number of available bytes of any of the table's memories."""
     return min(map(available_bytes, table.memories))

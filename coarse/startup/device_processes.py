@@ -1,4 +1,4 @@
-"""Starts the memory devices of one node and keeps an eye on them."""
+"""Starts and watches the memory devices of one node."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ _BACKLOG = 256
 class DeviceProcesses:
     """The memory device processes of one session on this node, started by one of its workers.
 
-    They end by themselves when all workers have left or died. Nothing of theirs has a name: once the workers are
-    connected, hide() removes the directory with the sockets, so that even SIGKILL leaves nothing behind.
+    They end by themselves when all workers have left or died. They leave no names in the file system: once the
+    workers are connected, hide() removes the directory with the sockets, so that even SIGKILL leaves no files.
 
     Args:
-        table: Which to start, and whom each serves.
-        settings: Of the session.
-        nodes: Of the job.
-        node: This one.
-        links: Its connections with the others.
-        emulation: The links of another machine; None without.
-        kept_in: The empty directory in which the workers of another attempt can find the devices, which then wait for
-            these if workers are lost; None if they end with the workers.
-        replaces: Devices of `kept_in` that are lost, and whose places the new ones take; None to start all.
-        introduce: Gives a device that lives a connection to a new one: told the number of either, and a descriptor,
-            which stays the caller's.
+        table: The devices to start, and the workers that each serves.
+        settings: The session's settings.
+        nodes: The nodes of the job.
+        node: Number of this node.
+        links: This node's connections to the other nodes.
+        emulation: Emulated links; None without emulation.
+        kept_in: An empty directory in which the workers of another attempt can find the devices. The devices then wait
+            for that attempt if workers are lost. None if they end with the workers.
+        replaces: Lost devices of `kept_in` that the new ones replace; None to start all.
+        introduce: Gives a live device a connection to a new one. Receives both device numbers and a descriptor, which
+            the caller closes.
 
     Raises:
-        OSError: If a process or socket cannot be made; what was made is undone.
+        OSError: If a process or socket cannot be created; everything created before is undone.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class DeviceProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of those that were started here, in the order of the devices."""
+        """Process ids of the devices that this worker started, in the order of the devices."""
         return tuple(process.pid for process in self._processes.values())
 
     def _note_in(self, directory: Path, table: PartitionTable) -> None:
-        """Tells the workers of another attempt which devices there are, some of which may be older."""
+        """Lists the devices for the workers of another attempt; some devices may be older."""
         before = PersistentDevices.read(directory)
         pids = tuple(
             self._processes[device].pid
@@ -136,7 +136,7 @@ class DeviceProcesses:
     def fate(self, device: int, timeout_s: float = 1.0) -> str:
         """How a device that closed its connection ended, in words."""
         process = self._processes.get(device)
-        if process is None:  # of an earlier attempt
+        if process is None:  # started in an earlier attempt
             return "died"
         try:
             code = process.wait(timeout_s)
@@ -148,10 +148,10 @@ class DeviceProcesses:
         return f"was killed by {signal.Signals(-code).name}{f': {evidence}' if evidence else ''}"
 
     def kill_silent(self, device: int) -> bool:
-        """Ends a device that is taken for lost, so that it cannot go on with what nobody waits for any more.
+        """Kills a device that counts as lost, so that it does not continue abandoned work.
 
         Returns:
-            Whether it was started here.
+            Whether this worker started it.
         """
         if device not in self._processes:
             return False
@@ -159,7 +159,7 @@ class DeviceProcesses:
         return True
 
     def reap(self, timeout_s: float) -> None:
-        """Collects the devices once the last worker has left; after `timeout_s` seconds, in the background."""
+        """Waits for the devices' end after the last worker has left; in the background after `timeout_s` seconds."""
         reaper = threading.Thread(target=self._wait, name="coarse-reaper", daemon=True)
         reaper.start()
         reaper.join(timeout_s)
@@ -169,7 +169,7 @@ class DeviceProcesses:
             process.wait()
 
     def kill(self) -> None:
-        """Ends the devices at once. Idempotent."""
+        """Kills the devices at once. Idempotent."""
         for process in self._processes.values():
             process.kill()
             process.wait()
@@ -232,8 +232,8 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
         *(fd for fd in job.peer_fds if fd >= 0),
         *itertools.chain(*job.link_fds),
     ]
-    # A process group of its own: the terminal's Ctrl-C is for workers, the device ends after them. Not a session
-    # of its own: Linux schedules a session as a unit (autogroup), and then giving the processor away is in vain.
+    # Own process group: the terminal's Ctrl-C is for workers, and the device ends after them. Not an own session:
+    # Linux schedules a session as a unit (autogroup), so that yielding the processor would have no effect.
     process = subprocess.Popen(
         [sys.executable, "-m", "coarse", "device", "--job-fd", str(read_end)],
         pass_fds=inherited,
@@ -248,7 +248,7 @@ def _start(job: DeviceJob) -> subprocess.Popen[bytes]:
 
 
 def _listen(path: str) -> socket.socket:
-    Path(path).unlink(missing_ok=True)  # of a device that was lost
+    Path(path).unlink(missing_ok=True)  # left by a lost device
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with short_address(path) as address:
         listener.bind(address)

@@ -1,4 +1,4 @@
-"""How a worker comes to its memory devices: started by the first worker of the node, joined by all."""
+"""Connects workers with their memory devices: the node's first worker starts them, and all workers join them."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ from coarse.wire.socket_directory import socket_path
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0  # with workers that are about to come
+_PATIENCE_S = 5.0  # for workers that are about to join
 
-if TYPE_CHECKING:  # slow to import, and needed with a profile only
+if TYPE_CHECKING:  # slow to import, and only needed with a profile
     from coarse.profiler.profile import ProfileKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joining:
-    """What a worker knows of its session before there are memory devices.
+    """A worker's data about its session before memory devices exist.
 
     Args:
         identity, store, settings: As for Session.join().
-        nodes: Of the job.
-        watch: Notices workers that are lost meanwhile.
-        keeping: Where to find memory devices that have outlived the workers of the attempt before; None if none do.
+        nodes: The nodes of the job.
+        watch: Notices workers that are lost during the start.
+        keeping: Where to find memory devices that outlived the previous attempt's workers; None without persistent
+            devices.
     """
 
     identity: WorkerIdentity
@@ -69,7 +70,7 @@ class Joining:
 
     @property
     def node(self) -> int:
-        """That of this worker."""
+        """This worker's node."""
         return self.nodes.node_of(self.identity.rank)
 
     @property
@@ -83,11 +84,11 @@ class NodeDevices:
     """The memory devices of this node.
 
     Args:
-        nodes: Of the job.
-        node: This one.
-        directory: Where their sockets are.
-        table: Whom each serves.
-        emulation: The links of another machine; None without.
+        nodes: The nodes of the job.
+        node: Number of this node.
+        directory: Directory of their sockets.
+        table: The workers that each device serves.
+        emulation: Emulated links; None without emulation.
         processes: The processes, on the worker that started them.
     """
 
@@ -108,10 +109,10 @@ def provide_devices(joining: Joining) -> NodeDevices:
     """Starts the memory devices of the node on its first worker, and finds them on the others.
 
     Raises:
-        RendezvousError: If the first worker has started none in time, could not connect them with other nodes, or
-            those that were kept are for other workers.
+        RendezvousError: If the first worker has started none in time or could not connect them with other nodes, or
+            if kept devices belong to other workers.
         MemoryDeviceLostError: If it could not start them.
-        ValueError: If the partition table or the machine to emulate does not fit.
+        ValueError: If the partition table or the emulated machine does not fit.
     """
     if joining.identity.rank != joining.leader:
         return _find_devices(joining)
@@ -150,12 +151,12 @@ def provide_devices(joining: Joining) -> NodeDevices:
 
 
 def _announcement_key(node: int) -> str:
-    """Where the first worker of a node tells the others of its memory devices."""
+    """The store key under which the first worker of a node publishes its memory devices."""
     return f"devices/{node}"
 
 
 def _choose_table(joining: Joining) -> PartitionTable:
-    """Whom each memory device serves, and what memory it owns; refuses what does not go together."""
+    """The workers and the memory of each memory device; refuses contradictory settings."""
     settings, nodes = joining.settings, joining.nodes
     table = choose_partition_table(
         settings.partition_table,
@@ -169,7 +170,7 @@ def _choose_table(joining: Joining) -> PartitionTable:
 def _start_missing(
     joining: Joining, table: PartitionTable, emulation: Emulation | None
 ) -> tuple[str, DeviceProcesses | None]:
-    """Starts those memory devices of `table` that were not kept; returns where all listen, and None if all were."""
+    """Starts those memory devices of `table` that were not kept; returns where all listen, and the processes if any."""
     settings, nodes, node, keeping = joining.settings, joining.nodes, joining.node, joining.keeping
     found = None if keeping is None else find_persistent_devices(keeping, table, settings.replicas)
     if found is not None and not found.lost:
@@ -234,11 +235,11 @@ def _find_devices(joining: Joining) -> NodeDevices:
 
 
 def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
-    """What the first worker of the node tells under a key, once it has done `what`.
+    """The value that the first worker of the node sets for a key when it has finished `what`.
 
     Raises:
-        TimeoutError: If it does not within the settings' time.
-        WorkerLostError: If a worker has ended meanwhile.
+        TimeoutError: If it does not set the key within the settings' timeout.
+        WorkerLostError: If a worker ends during the wait.
     """
     rank, settings = joining.identity.rank, joining.settings
 
@@ -253,11 +254,11 @@ def _told_by_leader(joining: Joining, key: str, what: str) -> bytes:
 
 
 def agree_on_profile(joining: Joining, node: NodeDevices) -> FoundProfile:
-    """The profile of this node's links, as its first worker finds it, while memory devices start.
+    """The profile of this node's links that its first worker finds while memory devices start.
 
     Raises:
-        ProfileError: If COARSE_PROFILE names a file that is no profile of these links.
-        RendezvousError: If the first worker has told none in time.
+        ProfileError: If the file that COARSE_PROFILE names is not a profile of these links.
+        RendezvousError: If the first worker publishes none in time.
     """
     store, settings = joining.store, joining.settings
     reason = cannot_profile(settings, node.table, num_nodes=node.nodes.num_nodes)
@@ -287,11 +288,11 @@ def _profile_key(node: NodeDevices) -> ProfileKey:
 
 
 def connect(joining: Joining, node: NodeDevices) -> Client:
-    """Joins every memory device of the node; returns when all workers have.
+    """Joins every memory device of the node; returns when all workers have joined.
 
     Raises:
-        SyncTimeoutError: If others do not come in time.
-        MemoryDeviceLostError, WorkerLostError: If a process dies meanwhile.
+        SyncTimeoutError: If other workers do not join in time.
+        MemoryDeviceLostError, WorkerLostError: If a process dies during the wait.
     """
     rank, settings, watch = joining.identity.rank, joining.settings, joining.watch
     connections: list[DeviceConnection] = []
@@ -343,10 +344,10 @@ def connect(joining: Joining, node: NodeDevices) -> Client:
             connection.close()
         if isinstance(error, DeviceUnreadyError):
             if node.processes is not None:
-                node.processes.reap(_PATIENCE_S)  # they have to tell the other workers too
+                node.processes.reap(_PATIENCE_S)  # they must inform the other workers too
             raise type(error.reason)(f"worker {rank}: {error.reason}") from None
         if isinstance(error, MemoryDeviceLostError | WorkerLostError):
-            # One loss brings another: devices end with the worker that started them, workers with any other's death.
+            # One loss causes others: devices end with the worker that started them, workers with any other worker.
             watch.check()
         raise
     return client
@@ -358,11 +359,11 @@ def _died(device: int) -> str:
 
 
 def _killer(node: NodeDevices, connections: Sequence[DeviceConnection]) -> Callable[[int], None]:
-    """How the first worker of a node ends a memory device that does not work any more, whoever started it."""
+    """Returns the function by which the node's first worker kills a failed memory device, even of an earlier attempt."""
 
     def kill(device: int) -> None:
         if node.processes is None or not node.processes.kill_silent(device):
-            # It lives: its connection is open.
+            # The process lives: its connection is open.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(connections[device].pid, signal.SIGKILL)
 

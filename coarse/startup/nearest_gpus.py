@@ -1,4 +1,4 @@
-"""Workers on GPUs and memory devices that sit close to each other, where no partition table says who serves whom."""
+"""Pairs workers on GPUs with the nearest memory devices, if no partition table assigns them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _logger = logging.getLogger(__name__)
 def pair_with_nearest(table: PartitionTable) -> PartitionTable:
     """The same memory devices, each serving the workers that are nearest to it, as evenly as before.
 
-    Which GPU a worker is on gpus_of_workers() guesses. Nothing changes unless all memory devices are on GPUs, or all
-    on NUMA nodes of which there are several; nor where there is no CUDA or one GPU only, or where NVML cannot say how
-    GPUs are connected, which is logged.
+    gpus_of_workers() guesses the GPU of each worker. The table changes only if all memory devices are on GPUs, or all
+    are on several NUMA nodes. It does not change without CUDA, with only one GPU, or if NVML cannot report how GPUs
+    are connected, which is logged.
 
     Args:
-        table: Workers dealt out in even blocks.
+        table: A table that assigns workers in even blocks.
     """
     kinds = {device.memory.kind for device in table.devices}
     is_on_nodes = kinds == {"numa"} and len(set(table.memories)) > 1
@@ -42,7 +42,7 @@ def _served(table: PartitionTable, uuids: Sequence[str], *, is_on_nodes: bool) -
     places = [int(device.memory.place) for device in table.devices]
     topology = read_gpu_topology()
     if is_on_nodes:
-        from coarse.machine.host import read_numa_nodes  # slow to import, and needed here only
+        from coarse.machine.host import read_numa_nodes  # slow to import, and only needed here
 
         nodes = read_numa_nodes()
         return workers_of_nodes(topology, uuids, nodes, devices=places, num_workers=table.num_workers)

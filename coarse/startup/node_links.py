@@ -1,8 +1,8 @@
-"""Connects the memory devices of the nodes of a job: done by the leader of each node before it starts its devices.
+"""Connects the memory devices of a job's nodes; the leader of each node does this before it starts its devices.
 
-Each node listens on one address for a while, publishes it in the rendezvous store, and connects to every node of a
-lower number. Both ends prove that they know a secret, which is made of the job's and of a random one that goes
-through the store and never over these connections; whoever cannot is turned away. docs/design/nodes.md has the
+During the start, each node listens on one address, publishes it in the rendezvous store, and connects to every node
+of a lower number. Both ends prove that they have a secret. It combines the job's secret with a random one that goes
+through the store and never over these connections. Other callers are rejected. docs/design/nodes.md describes the
 handshake.
 """
 
@@ -43,16 +43,16 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _StrangerError(Exception):
-    """Who is at the other end does not belong to this job."""
+    """The other end does not belong to this job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAddress:
-    """Where a node can be reached while the job starts.
+    """Address of a node while the job starts.
 
     Args:
-        host, port: Of its listener.
-        num_devices: Memory devices that it will have.
+        host, port: Address of its listener.
+        num_devices: Number of its planned memory devices.
     """
 
     host: str
@@ -63,8 +63,8 @@ class NodeAddress:
 class NodeLinks:
     """Connected sockets from one node to all others. A context manager that closes them.
 
-    Two nodes with K and L memory devices share max(K, L) connections; connection c belongs to device c mod K of the
-    one and c mod L of the other, so that every device of either has one at least.
+    Two nodes with K and L memory devices share max(K, L) connections. Connection c belongs to device c mod K of one
+    node and c mod L of the other, so that every device of either node has at least one.
     """
 
     def __init__(self, num_nodes: int, num_devices: int) -> None:
@@ -73,7 +73,7 @@ class NodeLinks:
         self._sockets: dict[tuple[int, int], socket.socket] = {}
 
     def add(self, node: int, connection: int, link: socket.socket) -> None:
-        """Takes a connection. One of the same number that was there before had failed: it is closed."""
+        """Adds a connection. Closes an earlier one of the same number, which must have failed."""
         link.settimeout(None)
         before = self._sockets.pop((node, connection), None)
         if before is not None:
@@ -81,11 +81,11 @@ class NodeLinks:
         self._sockets[node, connection] = link
 
     def has(self, node: int, connection: int) -> bool:
-        """Whether a connection is there."""
+        """Whether a connection exists."""
         return (node, connection) in self._sockets
 
     def fds_of_device(self, device: int) -> tuple[tuple[int, ...], ...]:
-        """Descriptors of the connections of one of this node's devices, by the node they lead to."""
+        """Descriptors of the connections of one of this node's devices, by the other node."""
         return tuple(
             tuple(
                 link.fileno()
@@ -108,7 +108,7 @@ class NodeLinks:
 
 
 def address_of_this_node(settings: Settings) -> str:
-    """The address on which this node listens for others: never all of them.
+    """The address on which this node listens for other nodes: never the wildcard address.
 
     Raises:
         RendezvousError: If MASTER_ADDR cannot be resolved.
@@ -126,7 +126,7 @@ def address_of_this_node(settings: Settings) -> str:
             f"no interface of this node leads to {master!r} ({error}); set COARSE_NODE_ADDRESS to an address of "
             "this node that the others can reach"
         ) from None
-    # Debian's /etc/hosts gives a machine's own name the address 127.0.1.1, which leads no other node here.
+    # Debian's /etc/hosts maps a machine's own name to 127.0.1.1, which other nodes cannot use.
     if _is_loopback(found) and not _is_loopback(master) and master != "localhost":
         return _address_of_default_route() or found
     return found
@@ -137,7 +137,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address_of_default_route() -> str:
-    """That of the interface which leads to other networks; "" if none does."""
+    """Address of the interface that leads to other networks; "" if none does."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737); sends nothing
@@ -147,7 +147,7 @@ def _address_of_default_route() -> str:
 
 
 def try_address_of_this_node(settings: Settings) -> str:
-    """As address_of_this_node(); "" if there is none."""
+    """Like address_of_this_node(); "" if it fails."""
     try:
         return address_of_this_node(settings)
     except RendezvousError:
@@ -163,19 +163,19 @@ def link_nodes(
     settings: Settings,
     watch: PeerWatch,
 ) -> NodeLinks:
-    """Connects this node with all others; returns when all connections are there, at once if there is one node.
+    """Connects this node with all others; returns when all connections exist, at once in a job of one node.
 
     Args:
-        nodes: Of the job.
-        node: This one.
+        nodes: The nodes of the job.
+        node: Number of this node.
         store: Where nodes find each other.
-        num_devices: Memory devices that this node will have.
-        settings: Of the session.
-        watch: Notices deaths meanwhile.
+        num_devices: Number of this node's planned memory devices.
+        settings: The session's settings.
+        watch: Notices workers that die during the wait.
 
     Raises:
-        RendezvousError: If a node does not come in time, or this one cannot listen.
-        WorkerLostError: If a worker dies meanwhile.
+        RendezvousError: If a node does not connect in time, or this node cannot listen.
+        WorkerLostError: If a worker dies during the wait.
     """
     links = NodeLinks(nodes.num_nodes, num_devices)
     if nodes.num_nodes == 1:
@@ -203,7 +203,7 @@ def link_nodes(
 
 
 class _Linking:
-    """One node's way to connections with all others."""
+    """Builds one node's connections to all others."""
 
     def __init__(
         self, nodes: NodeMap, node: int, store: Store, links: NodeLinks, watch: PeerWatch, timeout_s: float
@@ -218,7 +218,7 @@ class _Linking:
         self._next_report = self._started + PROGRESS_INTERVAL_S
 
     def run(self, listener: socket.socket, own: NodeAddress) -> None:
-        # Torch's stores let everybody read: whoever has this half still lacks the other one, if the job has a secret.
+        # Anyone can read PyTorch's stores; a reader of this half still lacks the other, if the job has a secret.
         secret = job_secret().prove(b"node links", self._await_key("node secret", 0))
         doorman = _Doorman(listener, self._node, secret)
         try:
@@ -283,12 +283,12 @@ class _Linking:
 
 
 class _Doorman:
-    """Lets in who proves to belong to the job; each caller has a thread of its own, so that none holds up another.
+    """Accepts connections that prove to belong to the job; each has its own thread, so that none delays another.
 
     Args:
-        listener: Stays the caller's.
-        node: This node.
-        secret: Of the job.
+        listener: Listening socket; the caller closes it.
+        node: Number of this node.
+        secret: Secret of the node links.
     """
 
     def __init__(self, listener: socket.socket, node: int, secret: bytes) -> None:
@@ -304,7 +304,7 @@ class _Doorman:
         self._start(self._serve)
 
     def close(self) -> None:
-        """Turns everybody away who is not through yet. Idempotent."""
+        """Rejects all connections that have not completed the handshake. Idempotent."""
         with self._lock:
             self._is_closed = True
             for link in self._in_handshake:

@@ -1,4 +1,4 @@
-"""Memory devices that outlived the workers of the attempt before, and how those of this one find them."""
+"""Finds memory devices that outlived the workers of the previous attempt."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _DISMISSAL_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """By what name memory devices are found that outlive their workers.
+    """The name under which persistent devices are found.
 
     Args:
-        session: Tells sessions of one job apart.
-        attempt: Of the job.
+        session: Distinguishes the sessions of one job.
+        attempt: The job's attempt.
     """
 
     session: str
     attempt: Attempt
 
     def find_directory(self) -> Path | None:
-        """Where they listen; None if there are none."""
+        """Directory in which they listen; None if none exist."""
         return find_session_directory(self.attempt.job, self.session)
 
 
@@ -45,8 +45,8 @@ class FoundDevices:
     """Memory devices that wait for this attempt.
 
     Args:
-        directory: Where they listen.
-        lost: Those that have ended, and whose places new ones are to take.
+        directory: Directory in which they listen.
+        lost: Devices that have ended and that new ones must replace.
     """
 
     directory: Path
@@ -56,18 +56,18 @@ class FoundDevices:
 def find_persistent_devices(
     keeping: Keeping, table: PartitionTable, replicas: int = 0
 ) -> FoundDevices | None:
-    """Looks for memory devices that wait for this attempt. Ends those that wait for one of an earlier run of the job.
+    """Finds memory devices that wait for this attempt. Ends devices that wait for an attempt of an earlier run.
 
     Args:
-        keeping: Where.
+        keeping: The name of the devices.
         table: The devices of this attempt.
-        replicas: How many of them may be lost.
+        replicas: Number of devices that may be lost.
 
     Returns:
         None if no device waits.
 
     Raises:
-        RendezvousError: If they are for other workers than `table` has, or still have workers.
+        RendezvousError: If they serve other workers than those of `table`, or still have workers.
     """
     directory = keeping.find_directory()
     kept = None if directory is None else PersistentDevices.read(directory)
@@ -97,7 +97,7 @@ def find_persistent_devices(
 
 
 def _find_lost(directory: Path, kept: PersistentDevices) -> frozenset[int]:
-    """Devices that do not listen any more."""
+    """Devices that no longer listen."""
     lost = set()
     for device in range(len(kept.workers)):
         try:
@@ -108,9 +108,9 @@ def _find_lost(directory: Path, kept: PersistentDevices) -> frozenset[int]:
 
 
 def introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable[[int, int, int], None]:
-    """How a device that waits is given a connection to one that takes the place of a lost one.
+    """Returns a function that gives a waiting device a connection to the replacement of a lost one.
 
-    What is returned raises CoarseError if that device is lost too, or does not answer in time.
+    That function raises CoarseError if the waiting device is lost too, or does not answer in time.
     """
 
     def introduce(waiting: int, new: int, fd: int) -> None:
@@ -132,9 +132,9 @@ def introducer(directory: str, settings: Settings, watch: PeerWatch) -> Callable
 
 
 def _dismiss(directory: Path, kept: PersistentDevices) -> None:
-    """Ends memory devices that an earlier run has left waiting; they are gone when it returns."""
+    """Ends memory devices that an earlier run left waiting; returns after their end."""
     connections = []
-    # To all before any is told: the first one that ends takes the directory along.
+    # Connect to all devices before ending any: the first one to end removes the directory.
     for device in range(len(kept.workers)):
         with contextlib.suppress(MemoryDeviceLostError):
             connections.append(DeviceConnection(device, socket_path(directory, device)))
@@ -152,10 +152,10 @@ def _dismiss(directory: Path, kept: PersistentDevices) -> None:
 
 
 def read_token(directory: str) -> str:
-    """What a worker shows the memory devices of a directory to be let in.
+    """The token with which a worker proves its right to join the memory devices of a directory.
 
     Raises:
-        MemoryDeviceLostError: If they have ended.
+        MemoryDeviceLostError: If the devices have ended.
         RendezvousError: If another user could have prepared the directory.
     """
     try:

@@ -1,10 +1,10 @@
-"""COARSE under PyTorch: a DistributedDataParallel whose gradients are averaged by memory devices.
+"""COARSE for PyTorch: a DistributedDataParallel whose gradients are averaged by memory devices.
 
 Example:
     >>> from coarse.torch import DistributedDataParallel
     >>> model = DistributedDataParallel(model)  # as torch.nn.parallel.DistributedDataParallel
-    >>> optimizer = DistributedOptimizer(optimizer, model)  # if memory devices are to run it too
-    >>> recovery = Recovery(model, optimizer)  # if restarted workers are to go on where memory devices are
+    >>> optimizer = DistributedOptimizer(optimizer, model)  # to run the optimizer in the memory devices
+    >>> recovery = Recovery(model, optimizer)  # so that restarted workers continue from the memory devices
 """
 
 from coarse.launch import adopt_launcher as _adopt_launcher
@@ -15,6 +15,6 @@ from coarse.torch.recovery import Recovery
 from coarse.torch_entry import register as _register
 
 _adopt_launcher()
-_register()  # where COARSE was not installed, so that torch did not do it
+_register()  # needed if COARSE is not installed, because torch has then not done it
 
 __all__ = ["DistributedDataParallel", "DistributedOptimizer", "Recovery", "init_process_group"]

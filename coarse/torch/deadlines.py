@@ -1,4 +1,4 @@
-"""Ends waits of torch's that have no limit of their own: for an answer of a store, above all."""
+"""Limits calls of torch that would otherwise wait without limit, mainly for a store's answer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _T = TypeVar("_T")
 
 
 class Call(Generic[_T]):
-    """A call under way in a thread, which is left behind if nobody waits for its end.
+    """A call in a separate thread, which is abandoned if it does not end in time.
 
     Args:
-        function: What is called.
+        function: The function to call.
     """
 
     def __init__(self, function: Callable[[], _T]) -> None:
@@ -26,10 +26,10 @@ class Call(Generic[_T]):
         self._thread.start()
 
     def result(self, timeout_s: float) -> _T:
-        """What it returns, or raises.
+        """Returns or raises the function's result.
 
         Raises:
-            TimeoutError: If it takes longer than `timeout_s` from now on; it may be asked again.
+            TimeoutError: If it takes longer than `timeout_s` from now on; result() may be called again.
         """
         self._thread.join(timeout_s)
         if self._errors:
@@ -46,10 +46,10 @@ class Call(Generic[_T]):
 
 
 def within(timeout_s: float, function: Callable[[], _T], what: str) -> _T:
-    """What `function` returns or raises.
+    """Returns or raises the result of `function`.
 
     Raises:
-        RendezvousError: If it takes longer than `timeout_s`; says that `what` does.
+        RendezvousError: If it takes longer than `timeout_s`; the message names `what`.
     """
     try:
         return Call(function).result(timeout_s)

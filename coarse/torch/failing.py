@@ -1,4 +1,4 @@
-"""Whether this process ends because of an error."""
+"""Detects whether this process ends because of an error."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import sys
 
 
 def is_failing() -> bool:
-    """Whether this runs because an exception is on its way through the script, or has ended it."""
+    """Whether an exception is propagating through the script or has ended it."""
     return sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None

@@ -1,4 +1,4 @@
-"""Torch's process groups where their destructors would hang: in forks, and where other workers are lost or silent."""
+"""Prevents hanging destructors of torch's process groups in forks, and if other workers are lost or silent."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ import torch.distributed as dist
 
 @functools.cache
 def keep_process_groups_in_forks() -> None:
-    """From now on a fork of this process that ends by sys.exit() ends. Idempotent.
+    """Lets forks of this process end by sys.exit() from now on without hanging. Idempotent.
 
-    The destructors of torch's groups and stores wait for threads, which a fork does not have. So a fork holds on to
-    each group, and with it to its store, to the very end.
+    The destructors of torch's groups and stores wait for threads, which a fork does not have. So a fork keeps a
+    reference to each group, and thus to its store, until it ends.
     """
     os.register_at_fork(after_in_child=hold_process_groups)
 
 
 def hold_process_groups() -> None:
-    """Has the destructors of all groups of this process never run."""
+    """Prevents the destructors of all groups of this process from ever running."""
     for group in list(dist.distributed_c10d._world.pg_map):
         hold_process_group(group)
 
 
 def leave_process_groups(limit_s: float) -> None:
-    """Destroys all groups of this process. What waits for other workers longer than `limit_s` waits no more.
+    """Destroys all groups of this process; waits at most `limit_s` for other workers.
 
-    A group's destructor waits for its collectives, for as long as the group's time-out if another worker is stopped.
-    So it runs in a thread, which is left behind; that of a group which the script still refers to never runs.
+    A group's destructor waits for its collectives, up to the group's time-out if another worker is stopped. So it
+    runs in a thread, which is abandoned after the limit. If the script still refers to a group, its destructor never
+    runs.
     """
     groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     thread = threading.Thread(target=dist.destroy_process_group, name="coarse-leaving", daemon=True)
     try:
         thread.start()
         thread.join(limit_s)
-    except RuntimeError:  # the interpreter starts no threads any more
+    except RuntimeError:  # the interpreter no longer starts threads
         pass
     for group in groups:
         if (left := group()) is not None:
@@ -47,5 +48,5 @@ def leave_process_groups(limit_s: float) -> None:
 
 
 def hold_process_group(group: Any) -> None:
-    """Has the destructor of a group never run: it waits for collectives that another worker has not joined."""
+    """Prevents a group's destructor from running, because it waits for collectives that others have not joined."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

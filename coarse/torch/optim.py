@@ -1,4 +1,4 @@
-"""Optimizers that torch.optim lacks, to run on workers or, by DistributedOptimizer, in the memory devices."""
+"""Optimizers that torch.optim lacks; they run on workers or, with DistributedOptimizer, in the memory devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 class Lion(torch.optim.Optimizer):  # type: ignore[misc]
     """Moves each parameter by the sign of an interpolated first moment.
 
-    Needs a learning rate three to ten times smaller, and a weight decay as much larger, than AdamW.
+    Needs a learning rate three to ten times smaller than AdamW, and a weight decay larger by the same factor.
 
     Args:
         params: Parameters, or dicts of parameter groups, as for every optimizer of torch.
         lr: Learning rate.
-        betas: Weights of the moment in the interpolation whose sign is taken, and in the moment's own decay.
+        betas: Weights of the moment in the interpolation whose sign is taken, and in the moment's decay.
         weight_decay: Decoupled from the gradient, as in AdamW.
-        maximize: Whether to go up instead of down.
+        maximize: Whether to maximise the objective instead of minimising it.
 
     Raises:
         ValueError: If a coefficient is out of range.
@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the parameters that have gradients; returns what `closure` returns, if there is one."""
+        """Updates the parameters that have gradients; returns the result of `closure`, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

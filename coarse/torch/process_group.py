@@ -1,4 +1,4 @@
-"""Finds the torch process group that a model trains in, or makes one from the launcher's variables."""
+"""Finds the torch process group in which a model trains, or creates one from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from coarse.torch.store_namespace import fresh_part
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 5.0
-_GRACE_S = 1.0  # for torch to end by its own time-out: a thread that is left behind should never wake up
+_GRACE_S = 1.0  # time for torch's own time-out to end the call, so that no abandoned thread wakes up
 _PATIENCE_S = 5.0
-_LEAVING_S = 5.0  # for collectives that others have not joined yet
+_LEAVING_S = 5.0  # time for collectives that other workers have not joined yet
 
 
 def current_process_group() -> Any:
-    """Returns torch's default process group, after making it if the script has not.
+    """Returns torch's default process group; creates it if it does not exist.
 
-    A group that exists is used as it is and left alone. One made here comes from RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT (world size 1 without them), speaks gloo, waits for COARSE_TIMEOUT_S at most, and is
+    An existing group is used unchanged and not destroyed. A new group is created from RANK, WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT (world size 1 without them), with the gloo backend and the time-out COARSE_TIMEOUT_S. It is
     destroyed at exit.
 
     Raises:
-        RendezvousError: If the variables contradict each other, or a worker is missing or there twice.
+        RendezvousError: If the variables contradict each other, or a worker is missing or present twice.
     """
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed; install a build that has it")
@@ -55,9 +55,9 @@ def current_process_group() -> Any:
 
 
 def init_process_group() -> None:
-    """Makes torch's default process group as wrapping a model does, for who asks for ranks before that. Idempotent.
+    """Creates torch's default process group, for scripts that need ranks before they wrap a model. Idempotent.
 
-    A group that the script has made stays. Of a script that no launcher started it has one worker.
+    An existing group is kept. In a script without a launcher, the group has one worker.
 
     Raises:
         RendezvousError: As current_process_group().
@@ -66,7 +66,7 @@ def init_process_group() -> None:
 
 
 def choose_process_group(process_group: Any, device_mesh: Any) -> Any:
-    """Returns the group that DistributedDataParallel's arguments ask for; without any, the default group.
+    """Returns the group that DistributedDataParallel's arguments select; without them, the default group.
 
     Raises:
         ValueError: If both are given, the mesh has several dimensions, or this worker is not in the group.
@@ -92,11 +92,11 @@ def _make_process_group(identity: WorkerIdentity, environ: Mapping[str, str]) ->
     else:
         whole = _connect(identity, environ, timeout_s)
         with fresh_part(whole, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
-            # Before torch's own rendezvous, which waits without a word.
+            # Runs before torch's rendezvous, which waits without any message.
             gather_workers(identity, store, timeout_s=timeout_s)
             part = store.part("group")
             within(
-                timeout_s + _PATIENCE_S,  # torch's own error says more, if it comes
+                timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details
                 lambda: dist.init_process_group(
                     "gloo", store=part, rank=rank, world_size=size, timeout=timeout
                 ),
@@ -111,7 +111,7 @@ def _destroy(owner_pid: int) -> None:
     if os.getpid() != owner_pid or not dist.is_initialized():
         return
     if is_failing():
-        hold_process_groups()  # others may be lost, or hang, and an end does not wait for them
+        hold_process_groups()  # other workers may be lost or hang; this process must end without them
     else:
         leave_process_groups(_LEAVING_S)
 
@@ -121,7 +121,7 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
     host, port = meeting_place(identity, environ)
     if identity.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            timeout = timedelta(seconds=min(_REPORT_INTERVAL_S, timeout_s))  # to reach itself
+            timeout = timedelta(seconds=min(_REPORT_INTERVAL_S, timeout_s))  # for the connection to itself
             store = _serve(meeting_host(host), port, timeout)
         except (OSError, RuntimeError) as error:
             raise unserved(host, port, _first_line(error)) from error
@@ -132,7 +132,7 @@ def _connect(identity: WorkerIdentity, environ: Mapping[str, str], timeout_s: fl
 
 
 def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
-    """A client of the store that is served there, once it answers."""
+    """Returns a client of the store at `host` and `port`, once the store answers."""
     started = time.monotonic()
     attempt: Call[Any] | None = None
     while True:
@@ -144,7 +144,7 @@ def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
         try:
             return attempt.result(left_s + _GRACE_S)
         except TimeoutError:
-            reason = "it takes the connection and says nothing"  # what it says later is taken
+            reason = "it takes the connection and says nothing"  # a late answer still counts
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             reason, attempt = why_unresolved(host) or _first_line(error), None
         elapsed_s = time.monotonic() - started
@@ -158,7 +158,7 @@ def _reach(rank: int, host: str, port: int, timeout_s: float) -> Any:
             "[w%s] %.0f s: waiting for worker 0 at %s:%s%s",
             *(rank, elapsed_s, host, port, unresolved and f" ({unresolved})"),
         )
-        # Some failures, such as of name resolution, come at once.
+        # Some failures, such as those of name resolution, are immediate.
         time.sleep(max(0.0, min(attempted + _REPORT_INTERVAL_S, started + timeout_s) - time.monotonic()))
 
 

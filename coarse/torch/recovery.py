@@ -1,4 +1,4 @@
-"""Recovery: a restarted worker goes on where the last committed step left off."""
+"""Recovery: a restarted worker continues after the last committed step."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ Batch = TypeVar("Batch")
 
 
 class Recovery:
-    """Brings a worker back to the last step that the memory devices have committed (docs/design/recovery.md).
+    """Restores a restarted worker to the last committed step of the memory devices (docs/design/recovery.md).
 
-    Parameters and optimizer state live in the memory devices and need nothing. What a worker has of its own is given
-    to them in each step() and restored here: the states of random number generators (torch, CUDA, numpy's global one,
-    `random`), the model's buffers, the settings of the optimizer's parameter groups, the place in the data, and
-    whatever `state` names. Construct it last, on every worker; then loop over epochs() and batches().
+    Parameters and optimizer state are in the memory devices and survive there. In each step(), Recovery also stores
+    the worker's own state in the memory devices, and restores it after a restart: the states of random number
+    generators (torch, CUDA, numpy's global one, `random`), the model's buffers, the settings of the optimizer's
+    parameter groups, the position in the data, and all objects in `state`. Construct Recovery last, on every worker;
+    then loop over epochs() and batches().
 
-    It is also a WorkerState: what Checkpointer can save and restore of a worker, if its step() directly follows the
-        optimizer's.
+    Recovery is also a WorkerState: Checkpointer can save and restore it if Checkpointer.step() directly follows the
+    optimizer's step().
 
-    State is that of the moment when step() was called, or backward() with overlap=True: a restarted worker goes on as
-    if that step() had just returned, with the next batch. The loop itself calls `schedule.step()` after each step, as
-    without Recovery; a restarted worker lacks that one call, which is what `on_resume` is for.
+    The stored state is that at the call of step(), or of backward() with overlap=True. A restarted worker continues
+    as if that step() had just returned, with the next batch. The loop calls `schedule.step()` after each step, as
+    without Recovery; a restarted worker misses this call once, and `on_resume` makes up for it.
 
-    Does nothing where memory devices are not kept (COARSE_KEEP_DEVICES), or the optimizer does not run in them: then
-    `step` is 0.
+    If memory devices are not kept (COARSE_KEEP_DEVICES) or do not run the optimizer, Recovery does nothing and `step`
+    is 0.
 
     Example:
         >>> recovery = Recovery(model, optimizer, state={"schedule": schedule}, on_resume=schedule.step)
@@ -50,18 +51,18 @@ class Recovery:
         ...         optimizer.zero_grad()
         ...         loss_of(model(batch)).backward()
         ...         optimizer.step()
-        ...         schedule.step()  # here as ever
+        ...         schedule.step()  # as without Recovery
 
     Args:
-        model: As coarse.torch.DistributedDataParallel wrapped it.
-        optimizer: As coarse.torch.DistributedOptimizer wrapped it, or what a trainer has made of that.
-        state: More of the worker's own state, by name.
-        on_resume: Called once by a restarted worker that goes on from a step, and never else: does what the loop does
-            between step() and the next batch.
+        model: A model wrapped by coarse.torch.DistributedDataParallel.
+        optimizer: A coarse.torch.DistributedOptimizer, or a trainer's wrapper around one.
+        state: Further objects with state of this worker, by name.
+        on_resume: Does what the loop does between step() and the next batch. Recovery calls it once, only in a
+            restarted worker that continues from a step.
 
     Raises:
-        TypeError: If something of `state` has no state_dict() or load_state_dict().
-        RuntimeError: If the state that was kept has other names than `state`.
+        TypeError: If an object in `state` has no state_dict() or load_state_dict().
+        RuntimeError: If the names in the stored state differ from those in `state`.
         CoarseError: If the memory devices are lost.
     """
 
@@ -88,9 +89,9 @@ class Recovery:
         self._position = DataPosition()
         self._resumed_generators: dict[str, Any] | None = None
         self._num_steps = 0
-        self._num_updates = optimizer.recovered_step  # of those that memory devices have seen
+        self._num_updates = optimizer.recovered_step  # updates that the memory devices have received
         self.step = 0
-        """Number of steps that were taken before this worker started."""
+        """Number of steps before this worker started."""
         if self._num_updates:
             own = bytes(model.kept_state(self._num_updates))
             if not own:
@@ -110,7 +111,7 @@ class Recovery:
             optimizer.before_update(self._keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """This worker's state, for a checkpoint; to be taken directly after step(), before what `on_resume` does."""
+        """This worker's state, for a checkpoint. Call it directly after step(), before the actions of `on_resume`."""
         return {
             "step": self._num_steps,
             "position": self._position.state_dict(),
@@ -121,7 +122,7 @@ class Recovery:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Goes on where state_dict() was taken, after what `on_resume` does."""
+        """Restores the state from state_dict() and calls `on_resume`."""
         if saved["state"].keys() != self._state.keys():
             raise RuntimeError(
                 f"the state of step {saved['step']} has {sorted(saved['state'])}, Recovery was given "
@@ -144,20 +145,20 @@ class Recovery:
 
     @property
     def epoch(self) -> int:
-        """The epoch that training is in, from 0."""
+        """The current epoch, from 0."""
         return self._position.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are not finished, of `count`."""
+        """Iterates over the unfinished epochs of `count` epochs."""
         return self._position.epochs(count)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of this epoch that no committed step has used.
+        """Iterates over the batches of this epoch that no committed step has used.
 
-        Those before are loaded again and thrown away, so that random numbers that loading takes are the same.
+        Earlier batches are loaded again and discarded, so that loading draws the same random numbers.
         """
         resumed, self._resumed_generators = self._resumed_generators, None
-        if resumed is not None:  # whatever the script has drawn meanwhile
+        if resumed is not None:  # the script may have drawn random numbers since
             _generators.load_state_dict(resumed)
         return self._position.batches(loader)
 
@@ -166,9 +167,9 @@ class Recovery:
         self._forgotten.look()
 
     def _keep(self) -> None:
-        """Gives this worker's state to the memory devices, before any update of the step can begin."""
+        """Stores this worker's state in the memory devices, before any update of the step can begin."""
         self._num_updates += 1
-        # With overlap=True step() comes later, and counts itself.
+        # With overlap=True, step() is called later and has not counted this step yet.
         num_steps = self._num_steps + self._optimizer.overlaps
         state = to_json({**self.state_dict(), "step": num_steps}, translate=as_small_tensor)
         kept = json.dumps({"update": self._num_updates, "state": state})
@@ -176,13 +177,13 @@ class Recovery:
 
 
 class _ForgottenSchedule:
-    """Warns of a learning-rate schedule that is stepped on resuming alone, where the loop should do so at every step.
+    """Warns if only `on_resume` steps a learning-rate schedule; the loop must do so after every step.
 
     Args:
         on_resume: As for Recovery.
     """
 
-    _ENOUGH_STEPS = 3  # one or two may be left out, as where GradScaler skips the optimizer's step
+    _ENOUGH_STEPS = 3  # the loop may skip one or two, for example when GradScaler skips the optimizer's step
 
     def __init__(self, on_resume: Callable[[], object] | None) -> None:
         owner = getattr(on_resume, "__self__", None)
@@ -191,7 +192,7 @@ class _ForgottenSchedule:
         self._num_looks = 0
 
     def look(self) -> None:
-        """Called in each step()."""
+        """Checks the schedule; called in each step()."""
         self._num_looks += 1
         schedule = self._schedule
         if schedule is None or self._num_looks != self._ENOUGH_STEPS + 1:

@@ -26,14 +26,13 @@ from coarse.torch.store_namespace import fresh_part
 
 @dataclass(slots=True)
 class GroupSession:
-    """The session of one process group, and how many models were registered with it.
+    """The session of one process group, and the number of models registered with it.
 
     Args:
         session: The session.
-        num_models: How many names were given out.
-        dropped: What frees the memory of models that are gone. They may go in any thread and at any time, in
-            which the session may be in use; their memory is freed when the next model comes, or with the
-            session.
+        num_models: Number of names returned by next_model_name().
+        dropped: Functions that free the memory of deleted models. Models may be deleted in any thread, while the
+            session is in use. So their memory is freed when the next model is registered, or with the session.
     """
 
     session: Session
@@ -41,26 +40,26 @@ class GroupSession:
     dropped: deque[Callable[[], object]] = field(default_factory=deque)
 
     def next_model_name(self) -> str:
-        """A name that is the same on every worker, as long as all wrap their models in the same order."""
+        """Returns a name that is the same on every worker, as long as all wrap their models in the same order."""
         self.num_models += 1
         return f"model{self.num_models - 1}"
 
     def free_dropped(self) -> None:
-        """Frees the memory of models that are gone."""
+        """Frees the memory of deleted models."""
         while self.dropped:
-            with contextlib.suppress(CoarseError):  # whoever uses the session next is told of the loss
+            with contextlib.suppress(CoarseError):  # the next user of the session gets the error
                 self.dropped.popleft()()
 
 
-# Global because torch's process groups take no attributes, and two wrappers that were given the same group
-# have nothing else in common through which they could find the session. Entries vanish with their group.
+# Global because torch's process groups accept no attributes, and two wrappers with the same group share no other
+# object through which they could find the session. Entries disappear with their group.
 _SESSIONS: MutableMapping[Any, GroupSession] = weakref.WeakKeyDictionary()
 
 
 def session_of_group(process_group: Any) -> GroupSession:
-    """Returns the session of `process_group`, joining it at the first call (collective over the group).
+    """Returns the session of `process_group`; the first call joins it and is collective over the group.
 
-    It ends when the process exits or when the group is gone, whichever comes first.
+    The session ends when the process exits or the group is deleted, whichever is first.
     """
     shared = _SESSIONS.get(process_group)
     if shared is None:
@@ -75,7 +74,7 @@ def _join(process_group: Any) -> GroupSession:
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     timeout_s = Settings.from_environment().timeout_s
     torch_store = store_of_group(process_group)
-    # A launcher's store may outlive process groups: keys of an earlier session must not be taken for ours.
+    # A launcher's store may outlive process groups: keys of an earlier session must not be reused.
     with fresh_part(torch_store, prefix="coarse", rank=rank, size=size, timeout_s=timeout_s) as store:
         session = Session.join(
             identity=_identity(process_group, store), store=store, name=str(process_group.group_name)
@@ -88,12 +87,12 @@ def _join(process_group: Any) -> GroupSession:
 
 def _close_at_exit(shared: GroupSession, owner_pid: int) -> None:
     if os.getpid() == owner_pid and is_failing():
-        hold_process_groups()  # others may be lost, or hang, and an end does not wait for them
+        hold_process_groups()  # other workers may be lost or hang; this process must end without them
     _close(shared, owner_pid)
 
 
 def _close(shared: GroupSession, owner_pid: int) -> None:
-    # Forked children inherit exit handlers; the session is not theirs to close.
+    # Forked children inherit exit handlers, but must not close the session.
     if os.getpid() != owner_pid:
         return
     if not is_failing():
@@ -102,7 +101,7 @@ def _close(shared: GroupSession, owner_pid: int) -> None:
 
 
 def _identity(process_group: Any, store: TorchStore) -> WorkerIdentity:
-    """Who this process is among the workers of `process_group`, and which of them share its node."""
+    """The identity of this process among the workers of `process_group`, and the workers on its node."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     settings = Settings.from_environment()
     host = host_identity(settings.node).encode()

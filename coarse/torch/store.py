@@ -26,20 +26,19 @@ _LONGEST_POLL_S = 0.05
 class TorchStore:
     """A coarse.store.Store on top of any torch.distributed store.
 
-    Waiting polls `check` instead of calling the store's own blocking `wait`: a TCPStore client serves one
-    caller at a time, so that a blocked wait would hold up other threads of the process that use the same
-    store.
+    Waiting polls `check` instead of calling the store's blocking `wait`: a TCPStore client serves one caller at a
+    time, so a blocked wait would delay other threads of the process that use the same store.
 
-    Values come with a proof of the job's secret, where it has one: torch's stores let everybody read and write. What
-    has none is refused with RendezvousError. Counters have none.
+    torch's stores let everybody read and write. So, if the job has a secret, each value includes a proof of it, and
+    values without a proof are refused with RendezvousError. Counters have no proof.
 
     Args:
         store: The torch store to use.
-        prefix: Put before every key, so that nobody else's keys are touched.
-        timeout_s: How long the store may take for each answer; COARSE_TIMEOUT_S if not given.
+        prefix: Prefix of every key, to avoid other users' keys.
+        timeout_s: Time limit for each answer of the store; COARSE_TIMEOUT_S if not given.
 
     Raises:
-        RendezvousError: By each method, if the store does not answer in time. Torch's own calls then wait for ever.
+        RendezvousError: From each method, if the store does not answer in time. torch's calls would wait forever.
     """
 
     def __init__(self, store: Any, *, prefix: str, timeout_s: float | None = None) -> None:
@@ -67,7 +66,7 @@ class TorchStore:
         return int(self._ask(lambda: self._store.add(key, amount)))
 
     def part(self, prefix: str) -> Any:
-        """A part of it, for torch."""
+        """A part of the store, as a torch store."""
         return dist.PrefixStore(prefix, self._store)
 
     def has(self, *keys: str) -> bool:
@@ -75,7 +74,7 @@ class TorchStore:
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def _ask(self, function: Callable[[], _T]) -> _T:
-        # Whoever holds the client while it waits for ever holds up all others.
+        # A caller that waits forever blocks the client for all other callers.
         if self._is_silent:
             raise RendezvousError(f"{_WHO} has not answered before")
         try:
@@ -86,10 +85,10 @@ class TorchStore:
 
 
 def store_of_group(process_group: Any) -> Any:
-    """Returns the torch store of `process_group`; collective over it where it brought none of its own.
+    """Returns the torch store of `process_group`; collective over the group if it has no store.
 
-    Groups of backends with a rendezvous of their own, such as mpi, have no store. Their first worker then
-    serves one, and tells the others through the group where it is.
+    Groups of backends with their own rendezvous, such as mpi, have no store. Their first worker then serves one and
+    sends its address to the others through the group.
     """
     store = dist.distributed_c10d._world.pg_map[process_group][1]
     return _serve_store(process_group) if store is None else store
@@ -121,12 +120,12 @@ def _serve_store(process_group: Any) -> Any:
 
 
 def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
-    """A TCPStore that this process serves at the address that it is for; torch's own listen on all interfaces.
+    """Returns a TCPStore that this process serves only at its address; torch's own listen on all interfaces.
 
     Args:
-        host: By meeting_host().
-        port: 0 for a free one.
-        timeout: Of its waits.
+        host: From meeting_host().
+        port: 0 for any free port.
+        timeout: Time-out of its waits.
 
     Raises:
         OSError, RuntimeError: If the address is taken.
@@ -141,7 +140,7 @@ def serve_store(host: str, port: int, *, timeout: timedelta) -> Any:
             multi_tenant=True,
             master_listen_fd=listener.fileno(),
         )
-        listener.detach()  # the store's by now
+        listener.detach()  # the store owns the socket now
     return store
 
 

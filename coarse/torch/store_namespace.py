@@ -1,8 +1,8 @@
-"""A part of a store for the processes that are there now, where the store outlives processes.
+"""A separate part of a store for the current processes, if the store outlives processes.
 
-The store of torchrun's agent keeps what workers of earlier attempts have set, and those of a group of the same name
-that was destroyed. No number tells attempts apart: once a worker has died, agents of several nodes count differently.
-So worker 0 draws a name for each meeting, and tells it to everybody who asks.
+The store of torchrun's agent keeps values from workers of earlier attempts, and from a destroyed group of the same
+name. No number distinguishes attempts: once a worker has died, agents of several nodes count differently. So worker 0
+draws a random name for each meeting, and sends it to every process that asks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _MOMENT_S = 1.0
 
 @contextlib.contextmanager
 def fresh_part(store: Any, *, prefix: str, rank: int, size: int, timeout_s: float) -> Iterator[TorchStore]:
-    """A part of a torch store in which nothing was set before; collective over the ranks that meet in it.
+    """A new, empty part of a torch store; collective over the ranks that meet in it.
 
-    Other ranks get it as soon as rank 0 is there, which lets them in for as long as the context lasts. Within it all
-    have to meet.
+    Other ranks get it as soon as rank 0 is present. Rank 0 admits them until it leaves the context, so all ranks must
+    meet within the context.
 
     Args:
-        store: What all have in common.
-        prefix: Of this meeting and of earlier ones of the same ranks.
-        rank, size: Who this process is.
+        store: The store that all ranks share.
+        prefix: Common prefix of this meeting and of earlier ones of the same ranks.
+        rank, size: Rank of this process and number of ranks.
         timeout_s: How long to wait for rank 0.
 
     Raises:
-        RendezvousError: If rank 0 does not come, or another process of this machine is here as `rank`.
+        RendezvousError: If rank 0 does not arrive, or another process of this machine has the same `rank`.
     """
     door = TorchStore(store, prefix=f"{prefix}/door", timeout_s=timeout_s)
     number = _come(door, rank)
@@ -61,12 +61,12 @@ def fresh_part(store: Any, *, prefix: str, rank: int, size: int, timeout_s: floa
 
 
 def _come(door: TorchStore, rank: int) -> int:
-    """How many processes have come as `rank`, with this one. Those before it must be dead, as far as one can see."""
+    """Returns the number of processes that arrived as `rank`, with this one; checks that earlier ones are dead."""
     own = WorkerAddress.of_this_process()
     number = door.add(f"came/{rank}", 1)
     door.set(f"address/{rank}/{number}", json.dumps(asdict(own)).encode())
     if number > 1:
-        with contextlib.suppress(TimeoutError):  # it was killed before it could say who it is
+        with contextlib.suppress(TimeoutError):  # it was killed before it could identify itself
             before = WorkerAddress(**json.loads(door.get(f"address/{rank}/{number - 1}", _MOMENT_S)))
             if before != own and before.lives_here():
                 raise RendezvousError(
@@ -90,12 +90,12 @@ def _ask(door: TorchStore, rank: int, number: int, timeout_s: float) -> str:
 
 
 def _tell(door: TorchStore, name: str, size: int, is_over: threading.Event) -> None:
-    """Whoever comes is told, also after another one of its rank, who is dead."""
+    """Sends the name to every process that arrives, also to a successor of a dead process of the same rank."""
     told = dict.fromkeys(range(1, size), 0)
     pause_s = _FIRST_PAUSE_S
     with contextlib.suppress(
         RuntimeError, RendezvousError
-    ):  # the store is gone, and whoever needs it hears of that
+    ):  # the store is gone; processes that need it get an error
         while not is_over.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             for rank in told:

@@ -1,4 +1,4 @@
-"""Calls that keep nothing alive."""
+"""Callbacks that do not keep their object alive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `method` as long as its object lives. Hooks of parameters would keep the object, and all it refers to."""
+    """Returns a function that calls `method` while its object exists.
+
+    A hook of a parameter with a direct reference would keep the object, and everything that it refers to, alive.
+    """
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

@@ -1,17 +1,21 @@
 """Figure 16(e): the largest batch that fits where memory is short, and how fast training goes with it.
 
 On one node the paper's AllReduce has memory for a batch of 2; COARSE, whose parameters and optimizer are elsewhere,
-for one of 4 (V-D). Here all processes of a job, memory devices included, share a control group with a limit.
+for one of 4 (V-D). Here all processes of a job, its launcher and memory devices included, share a control group
+with a limit, from their start on.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -30,7 +34,12 @@ LABELS = {
     "coarse-overlap": "COARSE, in backward",
 }
 PAPER = "batch 4 where AllReduce has memory for 2, and training 48 % faster (V-D, Fig 16e)"
-_TRIAL = "experiments.fig16_largest_batch.trial"
+_SCRIPT = Path(__file__).with_name("train.py")
+_LAUNCHERS = {
+    "coarse": ("-m", "coarse", "run", "-n", str(NUM_WORKERS)),
+    "torch": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_WORKERS)),
+}
+"""What starts the job, as a user does: counted too."""
 _TIMEOUT_S = 600
 _REFUSED = "OutOfDeviceMemoryError"
 
@@ -103,19 +112,20 @@ def attempt_batch(case: Case, system: str, batch: int) -> Trial | None:
     Raises:
         BenchError: If training fails for another reason.
     """
-    trial = [sys.executable, "-m", _TRIAL, system, "--model", case.model, "--batch", str(batch)]
-    trial += ["--workers", str(NUM_WORKERS), "--steps", str(case.steps)]
-    with ControlGroup(case.limit_bytes) as limit:
+    launcher = _LAUNCHERS["coarse" if system.startswith("coarse") else "torch"]
+    with (
+        ControlGroup(case.limit_bytes) as limit,
+        tempfile.TemporaryDirectory(prefix="coarse-fig16-") as folder,
+    ):
+        report = Path(folder, "steps.json")
+        job = [sys.executable, *launcher, str(_SCRIPT), system, "--model", case.model, "--batch", str(batch)]
+        job += ["--steps", str(case.steps), "--report", str(report)]
         done = subprocess.run(
-            limit.command(trial),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            cwd=FOLDER.parent,
-            env=_env(),
+            limit.command(job), capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=folder, env=_env()
         )
         if done.returncode == 0:
-            return Trial(batch=batch, peak_bytes=limit.peak_bytes, **json.loads(done.stdout))
+            step_s = statistics.median(json.loads(report.read_text()))
+            return Trial(batch=batch, step_s=step_s, peak_bytes=limit.peak_bytes)
         if limit.num_killed or _REFUSED in done.stderr:
             return None
     raise BenchError(f"{system}, batch {batch}: {done.stderr.strip() or done.returncode}")
@@ -168,6 +178,7 @@ def _words(trial: Trial | None) -> str:
 def _env() -> dict[str, str]:
     return {
         **os.environ,
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))),
     }
 

@@ -35,12 +35,6 @@ def two_nodes(site: Path) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def in_python(site: Path) -> Iterator[RankPool]:
-    """Where no C++ backend can be compiled."""
-    yield from _pool("coarse", site, COARSE_TORCH_BACKEND="python")
-
-
-@pytest.fixture(scope="session")
 def checked(site: Path) -> Iterator[RankPool]:
     """Where torch compares all calls of all ranks before it makes them."""
     yield from _pool("coarse", site, COARSE_TORCH_BACKEND="native", TORCH_DISTRIBUTED_DEBUG="DETAIL")

@@ -97,9 +97,8 @@ def test_mismatches_name_rank_and_sequence_number_and_the_group_goes_on(coarse: 
         assert after == [3.0] * 4
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_wrong_arguments_are_refused_at_once(ranks: str, request: pytest.FixtureRequest) -> None:
-    for errors in request.getfixturevalue(ranks).run("wrong_arguments_are_refused"):
+def test_wrong_arguments_are_refused_at_once(coarse: RankPool) -> None:
+    for errors in coarse.run("wrong_arguments_are_refused"):
         assert "float32 cannot be reduced" in errors["op"][1]
         assert "meta" in errors["device"][1]
         assert "one per rank" in errors["outputs"][1]
@@ -110,9 +109,8 @@ def test_wrong_arguments_are_refused_at_once(ranks: str, request: pytest.Fixture
         assert "2 is none of the 2 ranks" in errors["recv"][1]
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_forks_take_no_part(ranks: str, request: pytest.FixtureRequest) -> None:
-    for errors, code, after in request.getfixturevalue(ranks).run("forks_take_no_part"):
+def test_forks_take_no_part(coarse: RankPool) -> None:
+    for errors, code, after in coarse.run("forks_take_no_part"):
         assert errors.pop("destroy") == ["", ""]
         for what, (kind, text) in errors.items():
             assert kind == "DistBackendError", (what, text)
@@ -121,9 +119,8 @@ def test_forks_take_no_part(ranks: str, request: pytest.FixtureRequest) -> None:
         assert after == [2.0] * 3
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_late_ranks_are_named(ranks: str, request: pytest.FixtureRequest) -> None:
-    found = request.getfixturevalue(ranks).run("late_ranks_are_named")[0]
+def test_late_ranks_are_named(coarse: RankPool) -> None:
+    found = coarse.run("late_ranks_are_named")[0]
     late, after, message = (text for _, text in found)
     assert "Timed out waiting for rank(s) 1" in late
     assert "all_reduce of float32 [3], sum" in late
@@ -133,43 +130,36 @@ def test_late_ranks_are_named(ranks: str, request: pytest.FixtureRequest) -> Non
     assert "Timed out" in message
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_messages_that_do_not_fit_are_refused(ranks: str, request: pytest.FixtureRequest) -> None:
-    size, dtype, after = request.getfixturevalue(ranks).run("messages_that_do_not_fit_are_refused")[1]
+def test_messages_that_do_not_fit_are_refused(coarse: RankPool) -> None:
+    size, dtype, after = coarse.run("messages_that_do_not_fit_are_refused")[1]
     assert "rank 0 sent 12 bytes of float32, expected were 16" in size[1]
     assert "expected were 12 of int32" in dtype[1]
     assert after == [1.0] * 3
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_a_rank_that_leaves_is_named(ranks: str, request: pytest.FixtureRequest) -> None:
-    kind, text = request.getfixturevalue(ranks).run("a_rank_leaves_its_group")[0]
+def test_a_rank_that_leaves_is_named(coarse: RankPool) -> None:
+    kind, text = coarse.run("a_rank_leaves_its_group")[0]
     assert kind == "DistBackendError"
     assert "rank 1 has left the group" in text
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_ddp_is_told_that_a_rank_has_left(ranks: str, request: pytest.FixtureRequest) -> None:
+def test_ddp_is_told_that_a_rank_has_left(coarse: RankPool) -> None:
     """In C++, where it waits."""
-    kind, text = request.getfixturevalue(ranks).run("ddp_in_a_group_that_a_rank_leaves")[0]
+    kind, text = coarse.run("ddp_in_a_group_that_a_rank_leaves")[0]
     assert kind in ("DistBackendError", "RuntimeError")  # the latter where the error has come from Python
     assert "rank 1 has left the group" in text
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
-def test_works_that_take_too_long_or_come_too_late_say_so(ranks: str, request: pytest.FixtureRequest) -> None:
-    slow, late = (
-        text for _, text in request.getfixturevalue(ranks).run("works_that_take_too_long_or_come_too_late")[0]
-    )
+def test_works_that_take_too_long_or_come_too_late_say_so(coarse: RankPool) -> None:
+    slow, late = (text for _, text in coarse.run("works_that_take_too_long_or_come_too_late")[0])
     assert "Operation timed out" in slow
     assert "the process group was destroyed" in late
 
 
-@pytest.mark.parametrize("ranks", ["coarse", "in_python"])
 def test_a_group_can_be_destroyed_while_a_thread_waits_in_it(
-    ranks: str, request: pytest.FixtureRequest
+    coarse: RankPool,
 ) -> None:
-    kind, text = request.getfixturevalue(ranks).run("a_group_is_destroyed_while_a_thread_waits_in_it")[0]
+    kind, text = coarse.run("a_group_is_destroyed_while_a_thread_waits_in_it")[0]
     assert kind == "DistBackendError"
     assert "the group was closed" in text
 
@@ -182,18 +172,10 @@ def test_works_where_torch_checks_every_call(name: str, coarse: RankPool, checke
     assert checked.run(name) == coarse.run(name)
 
 
-IN_PYTHON = [name for name in COLLECTIVES if "sparse" not in name]
-
-
-@pytest.mark.parametrize("name", [*IN_PYTHON, "ddp", "fsdp2"])
-def test_gives_the_same_without_a_compiler(name: str, coarse: RankPool, in_python: RankPool) -> None:
-    assert in_python.run(name) == coarse.run(name)
-
-
 def test_a_rank_that_ends_by_an_error_leaves_the_groups_it_has_not_destroyed(
     site: Path, tmp_path: Path
 ) -> None:
-    """Without a compiler too, and although it waits for others, which wait for it."""
+    """Although it waits for others, which wait for it."""
     script = tmp_path / "ends.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
@@ -211,7 +193,7 @@ def test_a_rank_that_ends_by_an_error_leaves_the_groups_it_has_not_destroyed(
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(site, COARSE_TORCH_BACKEND="python", RANK=str(rank), **store),
+            env=environment(site, RANK=str(rank), **store),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -226,31 +208,17 @@ def test_a_rank_that_ends_by_an_error_leaves_the_groups_it_has_not_destroyed(
 
 
 @pytest.mark.parametrize("nodes", [("a", "a"), ("a", "b")])
-def test_all_ranks_run_in_python_where_one_has_no_compiler(
+def test_a_rank_without_a_compiler_is_named_on_all(
     nodes: tuple[str, str], coarse: RankPool, site: Path, tmp_path: Path
 ) -> None:
-    """They made different calls, and each was told that the other's were wrong."""
     coarse.run("sub_groups")  # whose start compiles the backend
-    script = tmp_path / "mixed.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('coarse')\n"
-        "dist.barrier()\n"
-        "tensor = torch.ones(2)\n"
-        "dist.all_reduce(tensor)\n"
-        "print(tensor.tolist(), type(dist.new_group([0, 1])).__name__)\n"
-    )
+    script = tmp_path / "script.py"
+    script.write_text("import torch, torch.distributed as dist\ndist.init_process_group('coarse')\n")
     no_compiler = {"PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
-    (first, told), (second, reason) = run_two_ranks(script, site, nodes, {}, no_compiler)
-    assert first == second == "[2.0, 2.0] PythonProcessGroup\n", told
-    assert "rank 1 cannot have the one in C++: there is no C++ compiler" in told
-    assert "rank 1: the backend runs in Python, which is slower: there is no C++ compiler" in reason
-    insists = {"COARSE_TORCH_BACKEND": "native"}
-    for printed, error in run_two_ranks(script, site, nodes, insists, no_compiler):
+    for printed, error in run_two_ranks(script, site, nodes, {}, no_compiler):
         assert printed == ""
-        assert "SettingsError: " in error
-        assert "COARSE_TORCH_BACKEND=native on rank(s) 0, but " in error
-        assert "there is no C++ compiler (apt install g++, or set CXX)" in error
+        assert "BackendBuildError: rank 1 cannot compile the torch backend: there is no C++ compiler" in error
+        assert "(apt install g++, or set CXX)" in error
 
 
 def test_what_killed_compilers_left_goes_with_the_next(

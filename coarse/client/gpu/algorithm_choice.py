@@ -1,4 +1,4 @@
-"""How large tensors are reduced fastest between the GPUs of memory devices: by trying each way."""
+"""Finds the fastest way to reduce large tensors between the GPUs of memory devices by trying each way."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TRIAL = TensorSpec(name="trial", dtype="float32", num_elements=(32 << 20) // 4, op="mean")
-_NUM_TRIALS = 5  # of which the first is not counted
+_NUM_TRIALS = 5  # the first is a warm-up and is not counted
 
 
 class Way(NamedTuple):
     """One of the ways to reduce.
 
     Attributes:
-        algorithm: Its name.
-        is_routed: Whether slots lie where the routing tables say, and not with each worker's own memory device.
+        algorithm: Name of the algorithm.
+        is_routed: Whether slots follow the routing tables instead of lying on each worker's own memory device.
     """
 
     algorithm: str
@@ -47,24 +47,24 @@ class AlgorithmChoice:
     """The fastest of several ways.
 
     Args:
-        seconds: What a push and a pull of all workers took by each; of a single one nobody looks at it.
-        routes: The routing table of each worker; () where none was measured.
+        seconds: Time of a push and a pull of all workers, for each way; unused if only one way exists.
+        routes: The routing table of each worker; () if none was measured.
     """
 
     seconds: Mapping[Way, float]
     routes: tuple[RoutingTable, ...] = ()
 
     def fastest(self, algorithm: str = "") -> Way:
-        """Of all ways, or of those of one algorithm."""
+        """The fastest of all ways, or of those of one algorithm."""
         ways = [way for way in self.seconds if algorithm in ("", way.algorithm)]
         return min(ways, key=self.seconds.__getitem__, default=Way(algorithm))
 
     def routes_of(self, way: Way) -> tuple[RoutingTable, ...]:
-        """Where slots lie; () for each worker's own memory device."""
+        """The routing tables for the slots; () if slots lie on each worker's own memory device."""
         return self.routes if way.is_routed else ()
 
     def describe(self) -> list[str]:
-        """What was measured, and what follows, in words."""
+        """The measurements and the resulting choice, in words."""
         chosen = f"large tensors between memory devices by {self.fastest()}"
         if len(self.seconds) > 1:
             times = ", ".join(f"{seconds * 1e3:.2f} ms by {way}" for way, seconds in self.seconds.items())
@@ -73,15 +73,14 @@ class AlgorithmChoice:
 
 
 def measure_ways(client: TrialClient, ways: Sequence[Way], gpu: str, settings: Settings) -> AlgorithmChoice:
-    """Times each way; every worker must call it with the same ones, and gets the same choice.
+    """Times each way; every worker must call it with the same ways, and gets the same choice.
 
     Args:
-        client: Of this worker.
-        ways: For which the memory devices are set up. Those that are routed are tried if some worker has a better
-            path than that to its own memory device.
-        gpu: Where this worker's tensors are, as for Client.register().
-        settings: Of the session. With COARSE_ROUTING=profile those that are routed are chosen then, whatever others
-            take.
+        client: This worker's client.
+        ways: The ways that the memory devices support. Routed ways are tried if some worker has a better path than
+            that to its own memory device.
+        gpu: GPU of this worker's tensors, as for Client.register().
+        settings: The session's settings. COARSE_ROUTING=profile then chooses a routed way regardless of the times.
     """
     is_routed = any(way.is_routed for way in ways) and _is_any_on_gpu(client, gpu)
     routes = _measured_routes(client, gpu) if is_routed else ()
@@ -101,14 +100,14 @@ def measure_ways(client: TrialClient, ways: Sequence[Way], gpu: str, settings: S
 
 
 def _for_whole_tensors(table: RoutingTable, shard_bytes: int) -> RoutingTable:
-    """The table where tensors of a shard and more are copied as a whole, however they are cut."""
+    """The routing table for tensors of at least one shard that are copied as a whole, regardless of shards."""
     return replace(table, threshold_bytes=min(table.threshold_bytes, shard_bytes))
 
 
 def _measured_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
     try:
         return measure_routes(client, gpu)
-    except OutOfDeviceMemoryError as error:  # of every worker
+    except OutOfDeviceMemoryError as error:  # every worker gets it
         logger.warning(
             "tensors stay with the workers' own memory devices, for links cannot be measured: %s", error
         )
@@ -150,7 +149,7 @@ def _least_seconds(client: TrialClient, way: Way, gpu: str, routes: tuple[Routin
 
 
 def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
-    """A push and a pull of a group's one tensor, from where this worker has its tensors, and back there."""
+    """A push and a pull of a group's single tensor, from and to the memory of this worker's tensors."""
 
     def exchange() -> None:
         group.push(0)
@@ -167,6 +166,6 @@ def _exchange_of(group: TensorGroup, gpu: str) -> Callable[[], None]:
     try:
         memory, stream = _native.CudaMemory.allocate(context, _TRIAL.nbytes), _native.CudaStream(context)
         transfers = group.open_gpu_transfers(context)
-    except _native.CudaError:  # whoever registers tensors then says so, and has the processor copy them
+    except _native.CudaError:  # registration reports it later and copies by the processor
         return exchange
     return exchange_from_gpu

@@ -1,6 +1,6 @@
-"""Measures what lies between workers on GPUs and memory devices on others, and plans their routes by it.
+"""Measures the paths between workers on GPUs and memory devices on other GPUs, and plans routes from them.
 
-How, and why so: docs/design/gpu.md, "Routes".
+Method and reasons: docs/design/gpu.md, "Routes".
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ logger = logging.getLogger(__name__)
 SIZES = tuple(4096 << 2 * power for power in range(7))
 """4 KiB to 16 MiB."""
 
-_NUM_TRIALS = 4  # of which the first is not counted
+_NUM_TRIALS = 4  # the first is a warm-up and is not counted
 _ENDS = TensorSpec(name="ends", dtype="uint8", num_elements=2 * SIZES[-1], op="sum")
 
 NOTHING_TO_COPY = 0.0
-"""Stands for a time where a worker's tensors are its slots."""
+"""Used as the time of a worker whose tensors are its slots."""
 
 Times = npt.NDArray[np.float64]
 
 
 class TrialClient(Protocol):
-    """Registers tensors on trial, to measure ways between GPUs."""
+    """Registers tensors for trials that measure ways between GPUs."""
 
     @property
     def number(self) -> int:
-        """Of this worker among those of its node."""
+        """This worker's client number."""
 
     @property
     def shard_bytes(self) -> int:
-        """Partition threshold of what is registered next."""
+        """Partition threshold of later registrations."""
 
     @property
     def table(self) -> PartitionTable:
-        """Which memory device serves which workers."""
+        """The memory devices of the node and the workers that each serves."""
 
     def all_reduce(
         self, address: int, num_elements: int, dtype: str, op: str, *, present: bool = True
     ) -> None:
-        """Reduces a buffer that is not registered, in place."""
+        """Reduces an unregistered buffer in place."""
 
     def register_trial(
         self,
@@ -69,20 +69,20 @@ class TrialClient(Protocol):
         *,
         is_for_gpu: bool = False,
     ) -> TensorGroup:
-        """Registers a tensor to be reduced by one algorithm, whatever the settings say."""
+        """Registers a tensor for reduction by one algorithm, regardless of the settings."""
 
 
 def measure_routes(client: TrialClient, gpu: str) -> tuple[RoutingTable, ...]:
-    """Plans a routing table for every worker; every worker must call it, and gets the same.
+    """Plans a routing table for every worker; every worker must call it, and gets the same tables.
 
     Workers take turns, so that each path is measured alone.
 
     Args:
-        client: Of this worker; its memory devices are on GPUs.
-        gpu: Where this worker's tensors are, as for Client.register().
+        client: This worker's client; its memory devices are on GPUs.
+        gpu: GPU of this worker's tensors, as for Client.register().
 
     Raises:
-        OutOfDeviceMemoryError: If a memory device has no 32 MiB for each worker.
+        OutOfDeviceMemoryError: If a memory device has less than 32 MiB for each worker.
     """
     num_workers, num_devices = client.table.num_workers, client.table.num_devices
     times_us = np.zeros((num_workers, num_devices, len(SIZES)))
@@ -110,8 +110,9 @@ def plan_routes(times_us: Times, local_devices: Sequence[int]) -> tuple[RoutingT
     """The routing table of each worker; a pure function.
 
     Args:
-        times_us: Of a push and a pull at once, by worker, memory device and size of each (SIZES); infinite where a
-            worker's GPU does not reach the memory device's, or it has none, and NOTHING_TO_COPY.
+        times_us: Time of a simultaneous push and pull, by worker, memory device and size (SIZES). Infinite if a
+            worker has no GPU, or its GPU does not reach the memory device's; NOTHING_TO_COPY if its tensors are its
+            slots.
         local_devices: The memory device of each worker.
     """
     curves = [_curves(times_us[worker]) for worker in range(len(local_devices))]
@@ -120,7 +121,7 @@ def plan_routes(times_us: Times, local_devices: Sequence[int]) -> tuple[RoutingT
         for worker, (local, own) in enumerate(zip(local_devices, curves, strict=True))
     ]
     free = [worker for worker, table in enumerate(tables) if not table.reasons[0]]
-    # A worker that does not reach its own memory device has the first one that it reaches in its place.
+    # A worker that does not reach its own memory device uses the first one that it reaches instead.
     nearest = [
         local_devices[worker] if local_devices[worker] in curves[worker] else min(curves[worker])
         for worker in free
@@ -132,14 +133,14 @@ def plan_routes(times_us: Times, local_devices: Sequence[int]) -> tuple[RoutingT
 
 
 def _why_local(to_own_us: Times, curves: Mapping[int, Curve]) -> str:
-    """Why a worker has no choice; "" if it has."""
+    """Why a worker has no choice of routes; "" if it has one."""
     if (to_own_us == NOTHING_TO_COPY).all():
         return "tensors of this worker are its slots"
     return "" if curves else "tensors of this worker are on no GPU that reaches a memory device"
 
 
 def _curves(times_us: Times) -> dict[int, Curve]:
-    """By memory device, of those that take time and are reached."""
+    """Curves by memory device, for reachable devices to which a worker copies."""
     return {
         device: Curve.from_repeats(
             {size: [time] for size, time in zip(SIZES, map(float, times), strict=True)}
@@ -150,7 +151,7 @@ def _curves(times_us: Times) -> dict[int, Curve]:
 
 
 def _measure(group: TensorGroup, gpu: str, *, is_own: bool) -> Times:
-    """Times by size; of this worker, to the memory device that has the group's slots."""
+    """This worker's times by size, to the memory device that has the group's slots."""
     slots = group.address_on_gpu
     unreached = np.full(len(SIZES), np.inf)
     if slots == 0:
@@ -159,13 +160,13 @@ def _measure(group: TensorGroup, gpu: str, *, is_own: bool) -> Times:
         return np.full(len(SIZES), NOTHING_TO_COPY)
     try:
         return _times_us(gpu_context(gpu), slots)
-    except _native.CudaError as error:  # others wait for this worker
+    except _native.CudaError as error:  # no error, because other workers wait for this one
         logger.warning("links of %s cannot be measured: %s", gpu, error)
         return unreached
 
 
 def _times_us(context: _native.CudaContext, slots: int) -> Times:
-    """Of copies to and from slots at once, by size."""
+    """Times of simultaneous copies to and from slots, by size."""
     tensors = _native.CudaMemory.allocate(context, _ENDS.nbytes)
     half = SIZES[-1]
     timer = CopyTimer(context)

@@ -1,6 +1,4 @@
-"""Tensors in the memory of a GPU, as a worker pushes them from there and gets results back
-(docs/design/gpu-workers.md).
-"""
+"""Pushes tensors from GPU memory and copies results back to it (docs/design/gpu-workers.md)."""
 
 from __future__ import annotations
 
@@ -15,42 +13,42 @@ from coarse.kernels import _native
 logger = logging.getLogger(__name__)
 
 GpuTensor = tuple[int, int, int, int, int]
-"""A tensor in the memory of a GPU: its number, flags of the contribution, the address from which it is copied to its
-slot (0 for none), that to which its result is copied (0 for none), and TensorGroup.updated_parameter() if that is the
-result (0 for the slot)."""
+"""A tensor in GPU memory: its number; flags of the contribution; the address from which it is copied to its slot (0
+for no copy); the address to which its result is copied (0 for no copy); and TensorGroup.updated_parameter() if the
+parameter is the result (0 if the slot is)."""
 
 
 MappedMemory = tuple[int, int, _native.CudaContext | None]
-"""Address and bytes of memory, and the GPU for which it is mapped: that of the transfers, another one where that does
-not reach it, or None for the host. Zeros where nothing is copied."""
+"""Address and bytes of memory, and the GPU for which it is mapped: the GPU of the transfers, another GPU if that one
+does not reach the memory, or None for the host. Zeros if nothing is copied."""
 
 NOTHING: MappedMemory = (0, 0, None)
 
 
 class _DirectPath(Protocol):
     def leave(self) -> None:
-        """The workers reduce nothing themselves any more."""
+        """Ends direct all-reduce."""
 
 
 class _TransferredGroup(Protocol):
     @property
     def id(self) -> int:
-        """Its number."""
+        """Number of the group."""
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name for error messages."""
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """This worker's rank."""
 
     @property
     def nccl(self) -> _DirectPath:
-        """By which workers reduce some tensors themselves."""
+        """Direct all-reduce between the workers."""
 
     def check(self, status: _native.WaitStatus, *, timeout_s: float) -> None:
-        """Raises an error unless `status` is a good end."""
+        """Raises an error unless `status` is a success."""
 
     def check_open(self) -> None:
         """Raises SessionClosedError if the group is closed."""
@@ -60,20 +58,20 @@ class _TransferredGroup(Protocol):
 
 
 class GpuTransfers:
-    """Pushes tensors of one group as streams of a GPU compute them, and has streams wait for results.
+    """Pushes tensors of one group as streams of a GPU compute them, and makes streams wait for results.
 
-    Made by TensorGroup.open_gpu_transfers(). Each step ends by join(); TensorGroup.pull_all() waits for results of
-    memory devices, not for what GPUs do. Calls raise what has happened since the one before:
-    MemoryDeviceLostError, WorkerLostError, SyncTimeoutError, and NcclFailedError if NCCL has failed, by which workers
-    reduce some tensors themselves.
+    TensorGroup.open_gpu_transfers() creates it. Each step ends with join(). TensorGroup.pull_all() waits for results
+    of memory devices, not for work of GPUs. Calls raise errors that occurred since the previous call:
+    MemoryDeviceLostError, WorkerLostError, SyncTimeoutError, and NcclFailedError if NCCL fails during direct
+    all-reduce.
 
     Args:
-        group: Of the tensors.
-        client: Of this worker.
-        context: Of the GPU.
-        slots: This worker's.
-        results: Parameters that come back in place of slots.
-        timeout_s: How long results may take.
+        group: The group of the tensors.
+        client: This worker's native client.
+        context: Context of the GPU.
+        slots: This worker's slots.
+        results: Parameters that are returned instead of slots.
+        timeout_s: Longest wait for results in seconds.
 
     Raises:
         CudaError: If memory cannot be pinned, or streams of the GPU cannot wait for the host's memory.
@@ -90,15 +88,15 @@ class GpuTransfers:
     ) -> None:
         self.context = context
         self.stream = 0
-        """Handle of the one that computes what is pushed: that of the last push or join."""
-        self._group: _TransferredGroup = weakref.proxy(group)  # which has this one
+        """Handle of the stream that computes pushed tensors: the stream of the last push or join."""
+        self._group: _TransferredGroup = weakref.proxy(group)  # weak, because it owns this object
         self._client = client
         self._timeout_s = timeout_s
         self._native = _native.GpuTransfers(client, group.id, context, slots, results, timeout_s)
         self._is_joined = False  # since the last push
 
     def bring(self, tensors: Sequence[GpuTensor], stream: int) -> None:
-        """Copies tensors to their slots as `stream` computes them, before what is pushed later is announced.
+        """Copies tensors to their slots as `stream` computes them, before later pushes are announced.
 
         Arguments and errors are those of push().
         """
@@ -106,11 +104,11 @@ class GpuTransfers:
         self._check(lambda: self._native.bring(tensors, stream))
 
     def push(self, tensors: Sequence[GpuTensor], stream: int) -> None:
-        """Contributes tensors as `stream` computes them, and has results copied back; returns at once.
+        """Contributes tensors as `stream` computes them, and copies results back; returns at once.
 
         Args:
-            tensors: Their memory stays as it is until a stream has joined.
-            stream: Handle of the stream that was given what computes them.
+            tensors: Their memory must not change until a stream has joined.
+            stream: Handle of the stream that computes them.
 
         Raises:
             CudaError: If the stream is being captured into a CUDA graph.
@@ -121,46 +119,46 @@ class GpuTransfers:
         self._group.tell_pushed(tensors)
 
     def join(self, stream: int) -> None:
-        """Has what `stream` is given from now on wait for all results of what was pushed."""
+        """Makes later work on `stream` wait for the results of all pushed tensors."""
         self.stream = stream
         self._check(lambda: self._native.join(stream))
         self._is_joined = True
 
     def check(self) -> None:
-        """Raises what has happened since the last call."""
+        """Raises any error that occurred since the last call."""
         self._check(self._native.status)
 
     @property
     def batch_bytes(self) -> int:
-        """How much is best pushed next at once: less as a step goes to its end, which is join()."""
+        """The best size of the next push: it shrinks towards the end of a step, which is join()."""
         return self._native.batch_bytes
 
     @property
     def num_pushed(self) -> int:
-        """Counts what was pushed, for has_left()."""
+        """Number of pushes so far, for has_left()."""
         return self._native.num_pushed
 
     def has_left(self, num_pushed: int) -> bool:
-        """Whether everything that was pushed by then is in its slot, so that its memory may change."""
+        """Whether the first `num_pushed` pushes have reached their slots, so that their memory may change."""
         return self._native.has_brought(num_pushed)
 
     def use_own_path(self, path: _native.GpuOwnPath | None, slots: int) -> None:
-        """Has NCCL reduce some shards from the next push on.
+        """Reduces some shards by NCCL from the next push on.
 
         Args:
-            path: Which ones; None for none.
-            slots: Where the GPU sees the slots, if tensors lie there; else 0.
+            path: The shards; None for none.
+            slots: Address of the slots on the GPU if tensors lie there, else 0.
         """
         self._native.use_own_path(path, slots)
 
     def wait_for_own_path(self) -> None:
-        """Waits until NCCL has done what it was given."""
+        """Waits until NCCL has completed its work."""
         self._check(self._native.wait_for_own_path)
 
     def close(self) -> None:
-        """Ends what is under way: waits for a step that this worker has ended, gives up any other. Idempotent."""
+        """Ends transfers: waits for a step that this worker has ended, cancels any other. Idempotent."""
         if self._is_joined:
-            # The GPU may be behind, and other workers need what it has still to bring.
+            # The GPU may be late, and other workers need its remaining transfers.
             reason = self._end_last_step()
             if reason:
                 logger.error(
@@ -173,7 +171,7 @@ class GpuTransfers:
         self._native.close()
 
     def _end_last_step(self) -> str:
-        """Waits until this worker is needed no more; returns what has gone wrong, "" if nothing has."""
+        """Waits until other workers no longer need this one; returns the error, "" for none."""
         try:
             status = self._native.status()
             if status == _native.WaitStatus.DONE:

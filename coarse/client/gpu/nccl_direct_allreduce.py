@@ -1,4 +1,4 @@
-"""The workers' own path between their GPUs, by NCCL (COARSE paper, section III-F; docs/design/planning.md)."""
+"""Direct all-reduce between the workers' GPUs, by NCCL (COARSE paper, section III-F; docs/design/planning.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from coarse.client.gpu.gpu_transfers import GpuTransfers
 
 _FLAGS = _native.OWN_PATH | _native.BY_NCCL
-_DTYPES = ("float32", "float64")  # others it rounds or truncates at each addition
+_DTYPES = ("float32", "float64")  # NCCL rounds or truncates others at each addition
 _ABORTED_AFTER_S = 5.0  # workers that are microseconds behind may still read this one's memory
 
 
@@ -26,19 +26,19 @@ class _ReducedGroup(Protocol):
 
     @property
     def id(self) -> int:
-        """Its number."""
+        """Number of the group."""
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name for error messages."""
 
     @property
     def specs(self) -> Sequence[TensorSpec]:
-        """Its tensors."""
+        """The tensors of the group."""
 
     @property
     def num_shards(self) -> int:
-        """Of a step."""
+        """Number of shards of a step."""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -46,37 +46,37 @@ class _ReducedGroup(Protocol):
 
     @property
     def address_on_gpu(self) -> int:
-        """Where this worker's GPU reaches its slots; 0 if it does not."""
+        """Address of this worker's slots on its GPU; 0 if the GPU cannot reach them."""
 
     @property
     def meeting(self) -> NodeBarrier:
-        """Where the workers come together over this group."""
+        """The node barrier of this group."""
 
     def needs_memory_devices(self) -> str:
-        """What else memory devices are for than reducing; "" for nothing."""
+        """Work of the memory devices for this group besides reducing; "" for none."""
 
 
 class NcclDirectAllReduce:
-    """Has NCCL reduce shards of one group between the workers' GPUs.
+    """Reduces shards of one group between the workers' GPUs by NCCL.
 
-    Numbers are added in the order of NCCL. While tensors go this way, every worker pushes all of them in each step,
-    and ends it by GpuTransfers.join(). One group of a session has it, since NCCL needs all of its work in one order
-    on all workers.
+    NCCL determines the order of additions. While tensors take this way, every worker pushes all of them in each step,
+    and ends the step with GpuTransfers.join(). Only one group of a session may use it, because NCCL needs all of its
+    work in the same order on all workers.
 
     Args:
-        group: Of the tensors; use() needs its `meeting`.
-        native: Of this worker.
+        group: The group of the tensors; use() needs its `meeting`.
+        native: This worker's native client.
     """
 
     def __init__(self, group: _ReducedGroup, native: _native.Client) -> None:
-        self._group: _ReducedGroup = weakref.proxy(group)  # which has this one
+        self._group: _ReducedGroup = weakref.proxy(group)  # weak, because it owns this object
         self._native = native
         self._why_not = ""
-        self._communicator: _native.NcclCommunicator | None = None  # while shards go this way
+        self._communicator: _native.NcclCommunicator | None = None  # set while NCCL reduces shards
         self.is_claimed = False
-        """Whether NCCL may reduce these tensors, and no others of the session."""
+        """Whether this group, and no other of the session, may use NCCL."""
         self.objection: Callable[[], str] = str
-        """Asked before anything is reduced this way: why not, "" for no reason."""
+        """Checked before the first reduction by NCCL: returns why it must not start, "" if it may."""
 
     def cannot_use(self) -> str:
         """Why workers cannot reduce tensors of this group by NCCL; "" if they can."""
@@ -87,14 +87,14 @@ class NcclDirectAllReduce:
         return self._group.needs_memory_devices() or less_accurate_by_nccl(self._group.specs)
 
     def use(self, communicator: _native.NcclCommunicator, shards: Sequence[int]) -> None:
-        """Has NCCL reduce these shards from the next push on; every worker calls it alike, between two steps.
+        """Reduces these shards by NCCL from the next push on; every worker calls it between the same two steps.
 
         Args:
-            communicator: Of the node's workers.
-            shards: In the order in which all workers give them to NCCL; none for nothing any more.
+            communicator: Communicator of the node's workers.
+            shards: In the order in which all workers submit them to NCCL; empty to stop using NCCL.
 
         Raises:
-            ValueError: If cannot_use() has a reason, or the group has no meeting.
+            ValueError: If cannot_use() returns a reason, or the group has no barrier.
         """
         if reason := self.cannot_use():
             raise ValueError(f"{self._group.name}: workers cannot reduce by NCCL: {reason}")
@@ -108,32 +108,32 @@ class NcclDirectAllReduce:
         self._communicator = communicator
 
     def stop(self, why: str) -> None:
-        """Has memory devices reduce everything, now and later; every worker calls it alike, between two steps.
+        """Returns all shards to the memory devices for good; every worker calls it between the same two steps.
 
         Args:
-            why: The reason that cannot_use() has from now on.
+            why: The reason that cannot_use() returns afterwards.
         """
         self._why_not = why
         self._end()
 
     def settle(self) -> None:
-        """Waits until NCCL has done what it was given.
+        """Waits until NCCL has completed its work.
 
         Raises:
-            NcclFailedError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As joining a step.
+            NcclFailedError, WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As for joining a step.
         """
         if self._communicator is not None:
             self._transfers.wait_for_own_path()
 
     def leave(self) -> None:
-        """Settles, then gives NCCL up when the others are through as well; waits for none of them."""
+        """Settles, then releases NCCL when the other workers have finished as well; does not wait for them."""
         self.settle()
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             timer = threading.Timer(_ABORTED_AFTER_S, communicator.abort)
             timer.daemon = True
-            atexit.register(timer.cancel)  # which ends everything in any case
-            with contextlib.suppress(RuntimeError):  # no thread can be started while the interpreter ends
+            atexit.register(timer.cancel)  # the end of the process releases everything anyway
+            with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter ends
                 timer.start()
 
     @property
@@ -145,7 +145,7 @@ class NcclDirectAllReduce:
         if self._communicator is None:
             return
         self.settle()
-        self._group.meeting.wait()  # others may read this worker's memory until they are through, too
+        self._group.meeting.wait()  # others may read this worker's memory until they finish
         self._set_flags([0] * self._group.num_shards)
         self._transfers.use_own_path(None, 0)
         self._communicator = None
@@ -155,7 +155,7 @@ class NcclDirectAllReduce:
 
 
 def less_accurate_by_nccl(specs: Sequence[TensorSpec]) -> str:
-    """Which tensors NCCL would reduce less accurately than memory devices do, in words; "" if there are none."""
+    """The tensors that NCCL would reduce less accurately than memory devices, in words; "" for none."""
     for spec in specs:
         if spec.dtype not in _DTYPES or spec.op == "max":
             return f"NCCL would not have the accuracy of memory devices for the {spec.op} of {spec.dtype}"

@@ -1,4 +1,4 @@
-"""How the workers of a node join a communicator of NCCL, each with its GPU (COARSE paper, section III-F)."""
+"""Joins the workers of a node, each with its GPU, in an NCCL communicator (COARSE paper, section III-F)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from coarse.kernels.nccl import find_nccl
 from coarse.wire.registration import DTYPE_NUMBERS, OP_NUMBERS
 
 Gather = Callable[[bytes], list[bytes]]
-"""What each worker of the node gives, by client number; every worker calls it alike."""
+"""Gathers one value from each worker of the node, by client number; every worker calls it."""
 
 _MOST_SECONDS = 60.0
 _LOOK_S = 0.1
 _PATIENCE_S = 1.0
-_TRIED_BYTES = (4, 64 << 10, 8 << 20)  # for which NCCL has ways, and so connections and buffers, of their own
+_TRIED_BYTES = (4, 64 << 10, 8 << 20)  # NCCL uses other protocols, connections and buffers for each
 
 
 def join_workers(
     gather: Gather, *, number: int, gpu: str, timeout_s: float, check_others: Callable[[], None]
 ) -> _native.NcclCommunicator:
-    """Joins with all workers of the node; every worker calls it alike, and it fails on all or on none.
+    """Joins with all workers of the node; every worker calls it, and it fails on all or on none.
 
     Args:
-        gather: Reaches all of them.
+        gather: Gathers values from all workers.
         number: This worker's client number.
-        gpu: Where its tensors are, by UUID.
-        timeout_s: How long others may take.
+        gpu: UUID of the GPU that holds this worker's tensors.
+        timeout_s: Longest wait for other workers in seconds.
         check_others: Raises if a worker or a memory device was lost.
 
     Raises:
-        NcclError: If NCCL is missing on a worker, refuses or fails, two workers have one GPU, or one does not come.
-        WorkerLostError, MemoryDeviceLostError: As `check_others`.
+        NcclError: If NCCL is missing on a worker, refuses or fails; if two workers use one GPU; or if a worker does
+            not join.
+        WorkerLostError, MemoryDeviceLostError: As for `check_others`.
     """
     gpus = [each.decode() for each in gather(gpu.encode())]
     _fail_together(gather, "" if may_share_gpus_over_nccl() else _describe_sharing(gpus, number))
@@ -48,7 +49,7 @@ def join_workers(
     _fail_together(gather, reason)
     joining = _Joining(library, gather(name)[0], number, gpus)
     try:
-        # Whoever fails at once waits below for the others, as long as any wait of the session.
+        # A worker that fails at once waits below for the others, up to the session's timeout.
         _fail_together(gather, joining.wait(min(_MOST_SECONDS, timeout_s / 2), check_others))
     except BaseException:
         joining.give_up()
@@ -65,7 +66,7 @@ def _fail_together(gather: Gather, reason: str) -> None:
 
 
 def _describe_sharing(gpus: Sequence[str], number: int) -> str:
-    """Which other worker has the GPU of this one, in words; "" if none has."""
+    """The other worker that uses this worker's GPU, in words; "" for none."""
     others = [str(other) for other, gpu in enumerate(gpus) if gpu == gpus[number] and other != number]
     if not others:
         return ""
@@ -73,7 +74,7 @@ def _describe_sharing(gpus: Sequence[str], number: int) -> str:
 
 
 class _Joining:
-    """Joins in a thread of its own: only the end of the process ends NCCL's wait for ranks that do not come."""
+    """Joins in its own thread: only the end of the process ends NCCL's wait for missing ranks."""
 
     def __init__(
         self, library: _native.NcclLibrary, unique_id: bytes, number: int, gpus: Sequence[str]
@@ -89,7 +90,7 @@ class _Joining:
         threading.Thread(target=self._join, name="coarse-nccl", daemon=True).start()
 
     def wait(self, timeout_s: float, check_others: Callable[[], None]) -> str:
-        """Waits for the end; returns what has gone wrong, "" if nothing has."""
+        """Waits for the end; returns the error, "" for none."""
         deadline_s = time.monotonic() + timeout_s
         while not self._has_ended.wait(_LOOK_S):
             check_others()
@@ -98,9 +99,9 @@ class _Joining:
         return self._reason
 
     def give_up(self) -> None:
-        """Gives the communicator back, now or when the thread gets it."""
+        """Releases the communicator, now or when the thread receives it."""
         self._is_given_up = True
-        self._has_ended.wait(_PATIENCE_S)  # a call of NCCL's may need the communicator to its end
+        self._has_ended.wait(_PATIENCE_S)  # an NCCL call may need the communicator until it returns
         if self.communicator is not None:
             self.communicator.abort()
 
@@ -111,9 +112,9 @@ class _Joining:
                 self._library, self._unique_id, self._number, len(self._gpus), context
             )
             self.communicator = communicator
-            if not self._is_given_up:  # else the others are gone, for whom connecting would wait
+            if not self._is_given_up:  # else the others are gone, and connecting would wait for them
                 _connect(communicator, context)
-        except Exception as error:  # it is for the thread that waits
+        except Exception as error:  # passed to the waiting thread
             self._reason = str(error)
         if self._is_given_up and self.communicator is not None:
             self.communicator.abort()
@@ -121,7 +122,7 @@ class _Joining:
 
 
 def _connect(communicator: _native.NcclCommunicator, context: _native.CudaContext) -> None:
-    """Has NCCL connect the workers, which takes a while and memory, before anybody waits for a result."""
+    """Connects the workers by NCCL, which takes time and memory, before any worker waits for a result."""
     numbers, stream = _native.CudaMemory.allocate(context, max(_TRIED_BYTES)), _native.CudaStream(context)
     stream.fill(numbers.address, 0, numbers.num_bytes)
     dtype, op = DTYPE_NUMBERS["float32"], OP_NUMBERS["mean"]
@@ -134,5 +135,5 @@ def _connect(communicator: _native.NcclCommunicator, context: _native.CudaContex
         communicator.check()
     except BaseException:
         communicator.abort()
-        stream.synchronize()  # before the memory goes that it uses
+        stream.synchronize()  # before its memory is freed
         raise

@@ -1,4 +1,4 @@
-"""What an optimizer in the memory devices keeps for all workers of a node, as one worker sees it."""
+"""One worker's view of a remote optimizer's parameters and states, shared by all workers of a node."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ if TYPE_CHECKING:
 
 
 class OptimizerMemory:
-    """Parameters, mapped as long as this or a view of them lives, and float32 arrays beside them, mapped on request.
+    """Parameters, and float32 arrays for each of them.
+
+    Parameters are mapped as long as this object or a view of them lives; the arrays are mapped on request.
 
     Args:
-        plan: Of the group.
-        shared: Segments by name; stay the caller's.
-        client: This worker's number on its node.
-        gpu: On which this worker has its model, by UUID; "" for the host.
+        plan: The group's plan.
+        shared: Segments by name; the caller closes them.
+        client: This worker's client number.
+        gpu: UUID of the GPU that holds this worker's model; "" for the host.
     """
 
     def __init__(
         self, plan: _native.GroupPlan, shared: Mapping[str, Segment], client: int, gpu: str = ""
     ) -> None:
         self.settings = shared[SETTINGS].map()
-        """SETTINGS_DTYPE of coarse.client.update_settings, of every tensor; this worker's own."""
+        """This worker's settings: a SETTINGS_DTYPE of coarse.client.update_settings for each tensor."""
         self._gpu = gpu
         self._parameters, self._mapped_for = map_tensors(shared[PARAMETERS], gpu)
         self.are_parameters_elsewhere = set(shared[PARAMETERS].gpus) != ({gpu} - {""})
-        """Whether parameters lie where the model does not."""
+        """Whether parameters lie in another memory than the model."""
         self._parameter_offsets = plan.parameter_offsets()
         self._kept_arrays = plan.kept_arrays()
         request_fd, control_fd = shared[SNAPSHOT_REQUEST].fd, shared[SNAPSHOT_CONTROL].fd
@@ -46,7 +48,7 @@ class OptimizerMemory:
         self._states_on_gpu: TensorBytes | None = None
 
     def parameter_offset(self, tensor: int) -> int:
-        """The first byte of a parameter, counted from the first one of all."""
+        """Offset of a parameter in bytes from the first parameter."""
         return self._parameter_offsets[tensor]
 
     def parameter(self, tensor: int, num_bytes: int) -> TensorBytes:
@@ -55,7 +57,7 @@ class OptimizerMemory:
         return self._parameters[start : start + num_bytes]
 
     def map_own_parameters(self) -> str:
-        """Maps parameters for open_own_parameters(); returns why that cannot be, "" if it can."""
+        """Maps parameters for open_own_parameters(); returns why it cannot, "" on success."""
         segment = self._parameter_segment
         if segment.gpus:
             return "parameters lie in the memory of GPUs"
@@ -68,7 +70,7 @@ class OptimizerMemory:
     def open_own_parameters(
         self, lengths: Sequence[int], meeting: NodeBarrier, *, publishes: bool
     ) -> PrivateWrites:
-        """This worker's own view of the parameters, of so many bytes each; other arguments as of PrivateWrites.
+        """This worker's own view of the parameters; lengths in bytes, other arguments as for PrivateWrites.
 
         Raises:
             ValueError: Unless map_own_parameters() has mapped them.
@@ -83,7 +85,7 @@ class OptimizerMemory:
         )
 
     def results(self) -> MappedMemory:
-        """Where the model's GPU copies parameters from; zeros where no GPU does."""
+        """Memory from which the model's GPU copies parameters; zeros if no GPU does."""
         if not self._gpu:
             return NOTHING
         if isinstance(self._parameters, GpuBytes):
@@ -92,17 +94,17 @@ class OptimizerMemory:
         return address, self._parameters.nbytes, None
 
     def result(self, tensor: int) -> int:
-        """Where it copies one of them from; 0 where none does."""
+        """Address from which the model's GPU copies one parameter; 0 if no GPU does."""
         address, *_ = self.results()
         return address and address + self._parameter_offsets[tensor]
 
     def kept_array(self, tensor: int, number: int) -> TensorBytes:
         """The `number`-th float32 array kept for a tensor: its states, then its master weights.
 
-        Those in the host's memory are mapped anew.
+        Maps arrays in the host's memory at each call.
 
         Raises:
-            ValueError: If there are not so many.
+            ValueError: If the tensor has fewer arrays.
         """
         start, array_bytes, num_arrays = self._kept_arrays[tensor]
         if self._states is None or number >= num_arrays:
@@ -115,7 +117,7 @@ class OptimizerMemory:
     def _map_states(self, segment: Segment) -> TensorBytes:
         if not segment.gpus:
             return segment.map()
-        if self._states_on_gpu is None:  # mapping, and waiting before it is undone, takes long
+        if self._states_on_gpu is None:  # mapping, and waiting before unmapping, is slow
             self._states_on_gpu, _ = map_tensors(segment, self._gpu)
         return self._states_on_gpu
 

@@ -1,4 +1,4 @@
-"""When a worker may go on with the parameters that it has pulled, and when it must pull them again."""
+"""Decides whether a worker may use the parameters that it has pulled, or must pull them again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """What a worker's reads of parameters were.
+    """Statistics of a worker's reads of parameters.
 
     Args:
-        hits: Of values that the worker had.
-        misses: For which it pulled all parameters.
-        largest_lag: Of all reads, how many updates a value that was used did not know of.
-        pulled_bytes: By all misses together.
+        hits: Reads of values that the worker had.
+        misses: Reads for which it pulled all parameters.
+        largest_lag: Largest number of updates that a used value lacked.
+        pulled_bytes: Bytes pulled by all misses together.
     """
 
     hits: int
@@ -23,15 +23,15 @@ class CacheStatistics:
 
 
 class ParameterCache:
-    """One worker's bookkeeping of the version at which it has pulled parameters.
+    """Records the version of the parameters that one worker has pulled.
 
-    All parameters of a model have one version: the number of updates they have seen. So one counter that goes up
-    invalidates them all, whatever their number, and nobody has to be told (CARVE's epoch counter, and the parameter
-    cache of DENSE). A read is a hit if and only if version >= current - staleness.
+    All parameters of a model share one version: the number of updates. Thus incrementing one counter invalidates them
+    all without a message (CARVE's epoch counter, and the parameter cache of DENSE). A read is a hit if and only if
+    version >= current - staleness.
 
     Args:
-        staleness: How many updates a value may not know of; 0 is exact.
-        num_bytes: Of all parameters.
+        staleness: Number of updates that a value may lack; 0 is exact.
+        num_bytes: Size of all parameters in bytes.
 
     Raises:
         ValueError: If staleness is negative.
@@ -47,11 +47,11 @@ class ParameterCache:
 
     @property
     def staleness(self) -> int:
-        """How many updates a value may not know of."""
+        """Number of updates that a value may lack."""
         return self._staleness
 
     def is_hit(self, current: int) -> bool:
-        """Counts a read at version `current`; False has the caller pull, and tell filled()."""
+        """Counts a read at version `current`; on False the caller must pull, then call filled()."""
         lag = None if self._version is None else current - self._version
         if lag is None or lag > self._staleness:
             self._misses += 1
@@ -61,11 +61,11 @@ class ParameterCache:
         return True
 
     def filled(self, version: int) -> None:
-        """What the worker holds is of this version from now on."""
+        """Records that the worker now holds this version."""
         self._version = version
 
     def statistics(self) -> CacheStatistics:
-        """Of all reads so far."""
+        """Statistics of all reads so far."""
         return CacheStatistics(
             hits=self._hits,
             misses=self._misses,

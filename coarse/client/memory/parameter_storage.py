@@ -16,12 +16,12 @@ from coarse.wire.storage import holders_of
 
 
 class ParameterStorage:
-    """Keeps values at the memory device that their key belongs to.
+    """Stores each value at the memory device to which its key belongs.
 
     Args:
         connections: One to each memory device.
-        requests: Wait for its answers.
-        replicas: How many other memory devices have each value too.
+        requests: Waits for the devices' replies.
+        replicas: Extra copies of each value on other memory devices.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class ParameterStorage:
         self._replicas = replicas
 
     def store(self, key: str, value: memoryview[Any]) -> int:
-        """Keeps a value; returns its version.
+        """Stores a value; returns its version.
 
-        Who has loaded the key before keeps what he has; who loads it from now on gets this value, whole.
+        Values loaded earlier stay as they are; later loads return this whole value.
         """
         versions = [
             self._store_at(self._connections[device], key, value)
@@ -53,14 +53,14 @@ class ParameterStorage:
         return int(self._requests.wait_for(connection, "committed", f"storage of {key!r}").message["version"])
 
     def load(self, key: str) -> StoredValue:
-        """The newest value of `key`, by any worker; version 0 and no bytes if there is none."""
+        """The newest value of `key`, by any worker; version 0 and no bytes if none was stored."""
         return self._look_up(key, 0)
 
     def snapshot(self) -> StorageSnapshot:
         """Begins a snapshot of all values. Each memory device takes its own, at a moment before this returns.
 
         Raises:
-            SnapshotsBusyError: If this worker holds too many.
+            SnapshotsBusyError: If this worker holds too many snapshots.
         """
         numbers: list[int] = []
         try:
@@ -97,10 +97,10 @@ class ParameterStorage:
 
 
 class StorageSnapshot:
-    """All stored values of a node as they were when the snapshot began; later ones do not change it.
+    """All stored values of a node at the start of the snapshot; later values do not change it.
 
-    Values that were replaced since then take memory until release(). Release it, or use it in a `with` block. Made by
-    Session.snapshot_stored(); as that, one caller at a time.
+    Values that were replaced since then use memory until release(). Release it, or use it in a `with` block.
+    Session.snapshot_stored() creates it. One caller at a time, as for the session.
     """
 
     def __init__(self, load: Callable[[str], StoredValue], release: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class StorageSnapshot:
         self._release: Callable[[], None] | None = release
 
     def load(self, key: str) -> StoredValue:
-        """The value of `key` as it was then; version 0 and no bytes if there was none.
+        """The value of `key` at the start of the snapshot; version 0 and no bytes if none was stored.
 
         Raises:
             SnapshotLostError: After release().
@@ -118,7 +118,7 @@ class StorageSnapshot:
         return self._load(key)
 
     def release(self) -> None:
-        """Lets it go; what it alone refers to is freed. Idempotent."""
+        """Frees the snapshot and the values that only it refers to. Idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -133,5 +133,5 @@ class StorageSnapshot:
 
 
 def _take(answer: Received) -> Segment:
-    """The segment that came with an answer."""
+    """The segment that came with a reply."""
     return Segment.received(answer.fds.pop(), answer.message["extent"])

@@ -1,4 +1,4 @@
-"""A worker's own view of the parameters that all workers of a node share: it alone sees what it writes there."""
+"""A worker's private view of shared parameters: only this worker sees its writes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _ABOVE_ALL_DIGESTS = 1 << 33
 
 
 class PrivateWrites:
-    """The parameters of a tensor group, of which the pages that this worker writes are its own until take_over().
+    """The parameters of a tensor group; pages that this worker writes stay private until take_over().
 
-    Made by TensorGroup.open_own_parameters(). One caller at a time.
+    TensorGroup.open_own_parameters() creates it. One caller at a time.
 
     Args:
-        view: Of the shared memory.
-        shared: The same memory, as all see it.
-        offsets, lengths: Where in it the parameter of each tensor lies, in bytes.
-        meeting: Of all workers, for take_over() alone.
-        publishes: Whether this worker writes for its node what all have written: one worker of each node does.
+        view: Private view of the shared memory.
+        shared: The same memory, as all workers see it.
+        offsets, lengths: Place of each tensor's parameter in the memory, in bytes.
+        meeting: Barrier of all workers, for take_over() alone.
+        publishes: Whether this worker writes the common values to the shared memory; one worker of each node does.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class PrivateWrites:
         return self._bytes[start : start + self._lengths[tensor]]
 
     def take_over(self, before_writing: Callable[[], object]) -> tuple[npt.NDArray[np.uint32], bool]:
-        """Has the shared parameters become what workers have written, if all have written alike. Collective.
+        """Copies the workers' private writes to the shared parameters, if all workers wrote the same. Collective.
 
-        To be called between two updates. Waits for others only where this worker has written: what has come back
-        to the shared values counts as not written.
+        Call it between two updates. Waits for others only if this worker has written; a value that is equal to the
+        shared value again counts as not written.
 
         Args:
             before_writing: Called before shared parameters change, by the worker that writes for its node.
 
         Returns:
-            A digest of what this worker has written to each parameter, 0 for nothing; and whether all have written
-            the same. If not, shared parameters are as they were, and this worker's still its own.
+            A digest of this worker's writes to each parameter, 0 for none; and whether all workers wrote the same. If
+            not, the shared parameters are unchanged, and this worker's writes stay private.
 
         Raises:
             WorkerLostError, MemoryDeviceLostError, SyncTimeoutError: As while waiting for a tensor.
@@ -89,16 +89,16 @@ class PrivateWrites:
         return digests, True
 
     def first_written(self) -> int | None:
-        """The first tensor in a page that this worker has written since take_over(); None if there is none."""
+        """The first tensor in a page that this worker has written since take_over(); None if it wrote none."""
         written = self._view.written()
         return bisect_right(self._offsets, written[0][0]) - 1 if written else None
 
     def give_back(self) -> None:
-        """Forgets what this worker has written: it sees the shared parameters again."""
+        """Discards this worker's writes: it sees the shared parameters again."""
         self._view.give_back()
 
     def _written(self) -> list[int]:
-        """Tensors that differ from the shared ones; if none does, pages that were written are given back."""
+        """Tensors that differ from the shared ones; if none differs, discards the written pages."""
         if not self._view.written():
             return []
         tensors: set[int] = set()
@@ -110,5 +110,5 @@ class PrivateWrites:
         return sorted(tensors)
 
     def close(self) -> None:
-        """Leaves the meeting; what is mapped stays as long as a view lives. Idempotent."""
+        """Leaves the barrier; mapped memory stays as long as a view lives. Idempotent."""
         self._meeting.close()

@@ -1,4 +1,4 @@
-"""Host memory of a tensor group whose pages its workers take when they need them, not when it is registered."""
+"""Host memory of a tensor group whose pages workers reserve on demand, not at registration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from coarse.wire.segments import Segment
 
 
 class Reservations:
-    """Segments of a group that were allocated sparsely; what this has not, has its pages already.
+    """The sparsely allocated segments of a group; all other segments have their pages already.
 
     Args:
         group: Name of the group.
-        segments: By their names in coarse.wire.registration; stay the caller's.
+        segments: By their names in coarse.wire.registration; the caller closes them.
     """
 
     def __init__(self, group: str, segments: Mapping[str, Segment]) -> None:
@@ -21,10 +21,10 @@ class Reservations:
         self._segments = {name: segment.duplicate() for name, segment in segments.items()}
 
     def reserve(self, name: str) -> None:
-        """Takes all pages of a segment. Later calls do nothing.
+        """Reserves all pages of a segment. Idempotent.
 
         Raises:
-            OutOfDeviceMemoryError: If they are not to be had; the next call tries again.
+            OutOfDeviceMemoryError: If they are not available; the next call tries again.
         """
         if (segment := self._segments.get(name)) is None:
             return
@@ -33,12 +33,12 @@ class Reservations:
         segment.close()
 
     def reserve_part(self, name: str, begin: int, end: int) -> None:
-        """The same of the bytes from `begin` to `end`."""
+        """Reserves the pages of the bytes from `begin` to `end`, like reserve()."""
         if (segment := self._segments.get(name)) is not None:
             reserve(self._label(name), segment, begin, min(end, segment.num_bytes))
 
     def close(self) -> None:
-        """Gives descriptors up; nothing is reserved any more. Idempotent."""
+        """Closes descriptors; later calls reserve nothing. Idempotent."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

@@ -1,4 +1,4 @@
-"""The memory in which a worker's rows of tables, and the means of all workers' rows, lie."""
+"""The memory of a worker's rows of tables and of the means of all workers' rows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from coarse.kernels import _native
 from coarse.schema import ITEM_BYTES, TensorSpec
 
 NUMBER_BYTES = 8
-"""Of the number of a row, an int64."""
+"""Bytes of a row number, an int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Some rows of a table, where memory devices read or wrote them.
+    """Some rows of a table, in the memory where memory devices read or write them.
 
     Args:
-        count: How many.
-        numbers: Of each row, as int64; ascending, none twice.
+        count: Number of rows.
+        numbers: Row numbers, as int64; ascending, without duplicates.
         values: The rows one after the other.
     """
 
@@ -32,12 +32,12 @@ class Rows:
 
 
 class RowMemory:
-    """One worker's end of the rows of a tensor group. Pages are taken when they are needed for the first time.
+    """One worker's rows of a tensor group. Pages are allocated on first use.
 
     Args:
         specs: Tensors of the group.
-        plan: Of the group.
-        fd: Of the sparse memory; stays the caller's.
+        plan: The group's plan.
+        fd: Descriptor of the sparse memory; the caller closes it.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], plan: _native.GroupPlan, fd: int) -> None:
@@ -45,15 +45,15 @@ class RowMemory:
         self._places = plan.row_buffers()
         self._fd = os.dup(fd)
         self._memory = memoryview(mmap.mmap(fd, plan.rows_bytes))
-        self._taken: dict[int, int] = {}  # bytes from a place on
+        self._taken: dict[int, int] = {}  # allocated bytes, by start offset
 
     @property
     def fd(self) -> int:
-        """Of the sparse memory; stays this object's."""
+        """Descriptor of the sparse memory; this object closes it."""
         return self._fd
 
     def give(self, tensor: int, count: int) -> Rows:
-        """Room for `count` rows that this worker contributes next; to be written before the tensor is pushed.
+        """Memory for the `count` rows that this worker contributes next; write them before pushing the tensor.
 
         Raises:
             OutOfDeviceMemoryError: If there is no memory for them.
@@ -62,23 +62,23 @@ class RowMemory:
         return self._rows(tensor, header, numbers, values, count)
 
     def expect(self, tensor: int, most_rows: int) -> None:
-        """Takes the memory for a mean of up to so many rows; before the tensor is pushed to be averaged.
+        """Allocates memory for a mean of up to `most_rows` rows; call it before pushing the tensor for a mean.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not there.
+            OutOfDeviceMemoryError: If the memory is not available.
         """
         _, _, _, numbers, values = self._places[tensor]
         self._take(tensor, numbers, values, min(most_rows, self._specs[tensor].num_rows))
 
     def mean(self, tensor: int) -> Rows:
-        """The rows of all workers that were averaged last, valid until the tensor is pushed again."""
+        """The last mean of all workers' rows, valid until the tensor is pushed again."""
         header, _, _, numbers, values = self._places[tensor]
         count_at = header + NUMBER_BYTES
         count = int.from_bytes(self._memory[count_at : count_at + NUMBER_BYTES], "little")
         return self._rows(tensor, count_at, numbers, values, count)
 
     def replace_mean(self, tensor: int, count: int) -> Rows:
-        """Room for `count` rows to take the place of mean(), for an update by the mean.
+        """Memory for `count` rows that replace mean(), for an update by the mean.
 
         Raises:
             OutOfDeviceMemoryError: If there is no memory for them.
@@ -88,7 +88,7 @@ class RowMemory:
 
     @property
     def taken_bytes(self) -> int:
-        """Device memory that rows of this worker have taken so far."""
+        """Device memory allocated for rows of this worker so far."""
         return sum(self._taken.values())
 
     def _rows(self, tensor: int, count_at: int, numbers: int, values: int, count: int) -> Rows:
@@ -105,7 +105,7 @@ class RowMemory:
         return spec.row_elements * ITEM_BYTES[spec.dtype]
 
     def _take(self, tensor: int, numbers: int, values: int, count: int) -> None:
-        # Allocated, and not only written: on a full machine a store would be ended by SIGBUS.
+        # Allocate before writing: on a full machine a store would end in SIGBUS.
         for place, length in ((numbers, count * NUMBER_BYTES), (values, count * self._row_bytes(tensor))):
             taken = self._taken.get(place, 0)
             if length <= taken:

@@ -1,4 +1,4 @@
-"""How a worker gets to see its slots, wherever these lie."""
+"""Maps a worker's slots, wherever they lie."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from coarse.wire.segments import Segment
 
 @dataclass(frozen=True, slots=True)
 class DistantSlots:
-    """A worker's slots on a GPU where its tensors are not.
+    """A worker's slots on another GPU than its tensors.
 
     Args:
-        memory: All of them.
-        gpu: For which they are mapped, by UUID.
-        is_reached: Whether that is the worker's own.
+        memory: All slots.
+        gpu: UUID of the GPU for which they are mapped.
+        is_reached: Whether that GPU is the worker's own.
     """
 
     memory: _native.CudaMemory
@@ -34,13 +34,13 @@ class DistantSlots:
 
 
 class SlotOpener:
-    """Opens the slots of one group, which the data path of this worker knows from then on.
+    """Opens the slots of one group and adds them to this worker's data path.
 
     Args:
         native: The data path.
-        plan: Of the group.
-        client: This worker's number.
-        shared: What memory devices have sent of the group; stays the caller's.
+        plan: The group's plan.
+        client: This worker's client number.
+        shared: The group's segments that memory devices have sent; the caller closes them.
         routes: The memory device of each shard.
     """
 
@@ -60,11 +60,11 @@ class SlotOpener:
         self._routes = routes
 
     def open(self, gpu: str, *, is_for_gpu: bool) -> tuple[TensorBytes, DistantSlots | None]:
-        """This worker's slots where it sees them; and how a GPU copies to them, if they lie on another one.
+        """This worker's slots as it sees them, and those that a GPU copies to if they lie on another GPU.
 
         Args:
-            gpu: Where this worker has its tensors, by UUID; "" for no GPU.
-            is_for_gpu: They are for that GPU alone, if it reaches them.
+            gpu: UUID of the GPU that holds this worker's tensors; "" for no GPU.
+            is_for_gpu: Whether the slots are for that GPU alone, if it reaches them.
 
         Raises:
             GpuUnavailableError, _native.CudaError: As for import_memory().

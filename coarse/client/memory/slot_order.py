@@ -1,4 +1,4 @@
-"""Which gradients must be out of the way before another one may take its slot, where tensors share slots."""
+"""In slot windows: the gradients that must be reduced before another one may use its slot."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def find_predecessors(slots: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """For each tensor, the tensors that had bytes of its slot before it, in the order of a backward pass.
+    """For each tensor, the tensors that used bytes of its slot before it, in the order of a backward pass.
 
-    That order is the reverse of the tensors' own. If on every worker a tensor goes to its slot only after its
-    predecessors have gone to theirs and been reduced, then nobody waits for ever: each waits for tensors that come
-    before it in an order that is the same on all workers.
+    That order is the reverse of the tensors' own order. If on every worker a tensor enters its slot only after its
+    predecessors have been reduced, no deadlock is possible: each tensor waits only for tensors that precede it in an
+    order that is the same on all workers.
 
     Args:
-        slots: First byte of each tensor's slot, and the first one behind it.
+        slots: Start and exclusive end of each tensor's slot, in bytes.
     """
     predecessors: list[tuple[int, ...]] = [()] * len(slots)
     occupied: list[tuple[int, int, int]] = []  # (first byte, end, tensor), disjoint

@@ -1,4 +1,4 @@
-"""Snapshots of parameters and optimizer state in the memory devices, as the worker holds them that began them."""
+"""A worker's snapshots of parameters and optimizer states in the memory devices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """What the versions take, and have cost, to which snapshots of one tensor group refer.
+    """Memory and cost of the old versions to which snapshots of one tensor group refer.
 
     Args:
-        limit_bytes: So much they may take.
-        taken_bytes, peak_bytes: So much they take now, and took at most.
-        kept_bytes: Of all versions that were ever kept.
-        num_waits, waited_s: How many updates of a shard waited because the pool was full, and how long in sum.
-        num_lost: Snapshots that were given up because nothing was freed.
+        limit_bytes: Size of the pool.
+        taken_bytes, peak_bytes: Pool memory in use now, and at most so far.
+        kept_bytes: Total size of all versions that were ever kept.
+        num_waits, waited_s: Number and total time of shard updates that waited because the pool was full.
+        num_lost: Snapshots that were dropped because no memory was freed.
     """
 
     limit_bytes: int
@@ -40,10 +40,11 @@ class PoolStatistics:
 
 
 class Snapshot:
-    """Everything that an optimizer keeps in the memory devices, as it was when the snapshot began.
+    """A remote optimizer's parameters and states at the start of the snapshot.
 
-    Training goes on; what changes is copied before, and takes memory until release(). Release it, use it in a `with`
-    block, or hand it over with write(). Made by TensorGroup.snapshot(); as that, one caller at a time.
+    Training continues: blocks are copied before they change, and the copies use memory until release(). Release the
+    snapshot, use it in a `with` block, or pass it on with write(). TensorGroup.snapshot() creates it. One caller at a
+    time, as for the group.
     """
 
     def __init__(self, client: HomeDevice, group: int, number: int) -> None:
@@ -53,14 +54,14 @@ class Snapshot:
         self._is_held = True
 
     def read(self, tensor: int, array: int = 0) -> memoryview[Any]:
-        """A copy of one array of a tensor, in device memory that is freed when nothing refers to it.
+        """A copy of one array of a tensor, in device memory that is freed with the last reference to it.
 
         Args:
             tensor: Position in the group's specs.
-            array: 0 for the parameter; from 1 on what TensorGroup.state() numbers from 0 on.
+            array: 0 for the parameter; n + 1 for array n of TensorGroup.state().
 
         Raises:
-            SnapshotLostError: If the snapshot was given up because the memory for old versions was full.
+            SnapshotLostError: If the snapshot was dropped because the pool for old versions was full.
         """
         request = {"type": "read_snapshot", **self._place, "tensor": tensor, "array": array}
         reply = self._client.ask_home(request, "snapshot_read", f"snapshot {self.number}")
@@ -70,7 +71,7 @@ class Snapshot:
             reply.close()
 
     def write(self, request: Message, sent: Sequence[bytes | memoryview[Any]] = ()) -> SnapshotWrite:
-        """Has the home device write the snapshot to disk, and release it. Returns at once.
+        """Makes the home device write the snapshot to disk and release it. Returns at once.
 
         Args:
             request: The fields of SnapshotContents.to_message() and write_request() in coarse.wire.
@@ -96,7 +97,7 @@ class Snapshot:
         return SnapshotWrite(ours)
 
     def release(self) -> None:
-        """Lets it go; its memory is freed. Idempotent."""
+        """Frees the snapshot's memory. Idempotent."""
         if self._is_held:
             self._is_held = False
             self._client.tell_home({"type": "release_snapshot", **self._place})
@@ -111,10 +112,10 @@ class Snapshot:
 
 
 class SnapshotWrite:
-    """A snapshot on its way to the disk. From any one thread.
+    """A snapshot that is being written to disk. Use it from one thread, which may be any.
 
     Args:
-        connection: To the home device's writer.
+        connection: Connection to the home device's writer.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -127,17 +128,17 @@ class SnapshotWrite:
         progress: Callable[[int, int], None] = lambda done, total: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[int, int]:
-        """Waits until the checkpoint is on the disk; returns its step and attempt, which are its name.
+        """Waits until the checkpoint is on disk; returns its step and attempt, which form its name.
 
-        The writer then reads it back: wait_until_verified(), or close() to have it stop.
+        The writer then reads it back: call wait_until_verified(), or close() to stop the writer.
 
         Args:
-            progress: Told of the bytes that were written and those there are.
-            should_stop: Asked now and then; the writer then stops, and nothing remains.
+            progress: Receives the written and the total number of bytes.
+            should_stop: Called from time to time; True stops the writer, which removes the incomplete checkpoint.
 
         Raises:
-            CoarseError: If it could not be written; CheckpointError and SnapshotLostError as the writer raised them.
-            OSError: If the disk did not take it.
+            CoarseError: If the write fails; CheckpointError and SnapshotLostError as the writer raised them.
+            OSError: If the disk write fails.
             MemoryDeviceLostError: If the home device is gone.
         """
         message = self._await("written", progress, should_stop)
@@ -145,10 +146,10 @@ class SnapshotWrite:
         return int(message["step"]), int(message["attempt"])
 
     def wait_until_verified(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Waits until the checkpoint was read back from the disk and is right; behind wait().
+        """Waits until the checkpoint has been read back from disk and verified; call it after wait().
 
         Raises:
-            CoarseError, OSError: As wait(), if it is not right, cannot be read, or was stopped.
+            CoarseError, OSError: As for wait(), if it is wrong, cannot be read, or was stopped.
         """
         self._await("verified", lambda done, total: None, should_stop)
         self.close()
@@ -160,7 +161,7 @@ class SnapshotWrite:
     def _await(
         self, kind: str, progress: Callable[[int, int], None], should_stop: Callable[[], bool]
     ) -> Message:
-        """The next message of a kind; closes if there will be none."""
+        """The next message of a kind; closes the connection if none will come."""
         self._connection.settimeout(_POLL_S)
         try:
             while (message := self._next(should_stop))["type"] != kind:

@@ -1,4 +1,4 @@
-"""What a worker gets from the parameter storage."""
+"""A value that a worker has loaded from the parameter storage."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredValue:
-    """What the parameter storage holds for a key.
+    """The parameter storage's value for a key.
 
     Args:
-        version: 1 for the first value ever stored under the key; 0 if there is none.
-        value: Its bytes, read-only; they stay as they are when the key gets a new value.
+        version: 1 for the first value ever stored under the key; 0 if none was stored.
+        value: Its bytes, read-only; they do not change when the key gets a new value.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""The bytes of tensors where this worker sees them: in the host's memory, or in that of a GPU."""
+"""The bytes of tensors as this worker sees them, in the memory of the host or of a GPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _DLPACK_CUDA = 2
 
 
 class GpuBytes:
-    """A piece of memory of GPUs as one of them works on it, mapped as long as this or a slice of it lives.
+    """A piece of GPU memory, mapped for one GPU as long as this object or a slice of it lives.
 
     Args:
-        memory: What it is a piece of.
-        start, num_bytes: Which piece.
+        memory: The memory that contains the piece.
+        start, num_bytes: Offset and length of the piece.
     """
 
     def __init__(self, memory: _native.CudaMemory, start: int, num_bytes: int) -> None:
@@ -40,13 +40,13 @@ class GpuBytes:
 
     @property
     def address(self) -> int:
-        """Of the first byte, for work on the GPU."""
+        """Address of the first byte, for work on the GPU."""
         return self._memory.address + self._start
 
     def __dlpack__(self, **_: Any) -> object:
-        """By which PyTorch and CuPy make arrays of it without a copy: of the GPU that works on it.
+        """Lets PyTorch and CuPy make arrays from it without a copy, on the GPU for which it is mapped.
 
-        Theirs would otherwise be of the GPU where it lies, on which they would make a context to touch it.
+        Otherwise they would use the GPU where the memory lies, and create a context on that GPU.
         """
         return self._memory.dlpack_capsule(self._start, self.nbytes)
 
@@ -59,18 +59,18 @@ TensorBytes: TypeAlias = memoryview | GpuBytes
 
 
 def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, str]:
-    """Maps memory for all who use it in this process, until they do not any more.
+    """Maps memory for all its users in this process, as long as any of them exists.
 
     Args:
         segment: The memory, of the host or of a GPU.
-        gpu: Where this worker's model is, by UUID; "" for the host.
+        gpu: UUID of the GPU that holds this worker's model; "" for the host.
 
     Returns:
-        The memory, where it lies; and the GPU that works on it, by UUID: that one, or where it cannot reach the
-        memory the one where this begins; "" for the host.
+        The mapped memory, and the UUID of the GPU for which it is mapped: `gpu`, or if that cannot reach the memory,
+        the GPU where the memory begins; "" for the host.
 
     Raises:
-        GpuUnavailableError: If that GPU cannot reach it, and this process does not see the one where it begins.
+        GpuUnavailableError: If `gpu` cannot reach the memory, and this process does not see the GPU where it begins.
         _native.CudaError: If CUDA cannot map it.
     """
     if not segment.gpus:
@@ -82,10 +82,10 @@ def map_tensors(segment: Segment, gpu: str = "") -> tuple[TensorBytes, str]:
 
 
 def gpu_bytes(segment: Segment) -> GpuBytes:
-    """A segment that is memory of GPUs, for the one where it begins to work on.
+    """A segment of GPU memory, mapped for the GPU where it begins.
 
     Raises:
-        GpuUnavailableError, _native.CudaError: As import_memory().
+        GpuUnavailableError, _native.CudaError: As for import_memory().
     """
     return GpuBytes(import_memory(segment), 0, segment.num_bytes)
 
@@ -100,32 +100,32 @@ def host_view(num_bytes: int) -> _native.Mapping:
 
 
 def import_memory(segment: Segment, gpu: str = "", *, is_own: bool = False) -> _native.CudaMemory:
-    """Maps a segment that is memory of GPUs, for one of them to work on.
+    """Maps a segment of GPU memory for one GPU.
 
     Args:
         segment: The memory.
-        gpu: Another GPU that is to work on it, by UUID; "" for the one where it begins.
-        is_own: Nobody else uses it now, so that it can be tried whether copies arrive there, where this process does
-            not see whose memory it is.
+        gpu: UUID of the GPU for which to map it; "" for the GPU where the memory begins.
+        is_own: Whether nothing else uses the memory now. Then a trial copy can test whether the GPU reaches it, if
+            this process does not see the memory's GPU.
 
     Raises:
-        GpuUnavailableError: If this process does not see the GPU that is to work on it.
+        GpuUnavailableError: If this process does not see the GPU for which to map it.
         _native.CudaError: If CUDA cannot map it, or the GPU cannot reach it.
     """
-    # Whoever drops the last tensor over it may have kernels under way that use it.
+    # Kernels that use the memory may still run when its last tensor is dropped.
     return _native.CudaMemory.import_region(
         gpu_context(gpu or segment.gpu), segment.region, settles=True, is_own=is_own
     )
 
 
 def reach(segment: Segment, gpu: str, *, is_own: bool = False) -> _native.CudaMemory | None:
-    """Maps memory of GPUs for any one to work on; None if that cannot reach it, which is logged.
+    """Maps GPU memory for a GPU; logs it and returns None if that GPU cannot reach it.
 
     Args:
         segment, gpu, is_own: As for import_memory().
 
     Raises:
-        GpuUnavailableError: If it cannot, and this process does not see the GPU where it begins either.
+        GpuUnavailableError: If it cannot, and this process does not see the GPU where the memory begins.
     """
     try:
         return import_memory(segment, gpu, is_own=is_own)
@@ -139,7 +139,7 @@ def reach(segment: Segment, gpu: str, *, is_own: bool = False) -> _native.CudaMe
 
 
 def try_to_reach(segment: Segment, gpu: str, *, is_own: bool = False) -> _native.CudaMemory | None:
-    """As reach(), of whom nobody needs to know it."""
+    """Like reach(), but neither logs nor raises GpuUnavailableError for the memory's own GPU."""
     try:
         return import_memory(segment, gpu, is_own=is_own)
     except _native.CudaError:
@@ -164,18 +164,18 @@ def _name_of(gpu: str) -> str:
 
 
 def gpu_uuid(device: int) -> str:
-    """The GPU that CUDA counts as `device` in this process; "" if there is none."""
+    """UUID of CUDA device `device` in this process; "" if it does not exist."""
     if _native.cuda_unavailable_reason() or device >= _native.cuda_num_devices():
         return ""
     return _native.cuda_device_uuid(device)
 
 
-@cache  # a context is several hundred MB of the GPU's memory, and lasts as long as the process in any case
+@cache  # a context uses several hundred MB of GPU memory and lasts as long as the process anyway
 def gpu_context(gpu: str) -> _native.CudaContext:
-    """That of a GPU, by UUID, which PyTorch and CuPy use too.
+    """The CUDA context of a GPU, by UUID, which PyTorch and CuPy also use.
 
     Raises:
-        GpuUnavailableError: If this process does not see it.
+        GpuUnavailableError: If this process does not see the GPU.
     """
     return _native.CudaContext(_ordinal(gpu))
 

@@ -20,7 +20,7 @@ namespace {
 /// Key, source, destination, bytes.
 using RequestTuple = std::tuple<std::string, std::uintptr_t, std::uintptr_t, std::size_t>;
 
-/// Waits until so many requests have ended.
+/// Waits until `count` requests have ended.
 class Latch {
  public:
   explicit Latch(std::size_t count) : left_(count) {}
@@ -42,7 +42,7 @@ class Latch {
   std::string failure_;
 };
 
-/// Lets go of the GIL, which the reducer's thread may need before it can end. Leaks in forks.
+/// Releases the GIL, which the reducer's thread may need before it can end. Leaks in forks.
 struct CloseWithoutGil {
   LeakInForks remove;
   void operator()(AsyncReducer* reducer) const {

@@ -4,7 +4,7 @@
 
 namespace coarse {
 
-/// One function per header: each translates, none thinks.
+/// One function per header; each only translates.
 void registerCudaDriver(pybind11::module_& module);
 void registerNccl(pybind11::module_& module);
 void registerSharedMemory(pybind11::module_& module);
@@ -23,7 +23,7 @@ void registerSnapshot(pybind11::module_& module);
 void registerCudaBatches(pybind11::module_& module);
 void registerCollectives(pybind11::module_& module);
 
-/// For what has a thread of its own, which may need the GIL before it can end.
+/// Deletes objects whose own thread may need the GIL before it can end.
 struct DeleteWithoutGil {
   template <typename T>
   void operator()(T* object) const {

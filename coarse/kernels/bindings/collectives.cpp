@@ -19,20 +19,19 @@ namespace {
 
 constexpr const char* kCapsuleName = "coarse.kernels.Collectives";
 
-/// Descriptors that are ours to close; -1 stays.
+/// Duplicates of descriptors, owned by this module; -1 stays -1.
 std::vector<int> duplicated(const std::vector<int>& fds) {
   std::vector<int> own;
   for (int fd : fds) own.push_back(fd < 0 ? -1 : ::fcntl(fd, F_DUPFD_CLOEXEC, 0));
   return own;
 }
 
-/// Ends what it has without the interpreter, which threads that end with it may need to tell what became of
-/// messages.
+/// Destroys its object without the GIL, which ending threads may need to report the results of messages.
 struct DropWithoutGil {
   std::shared_ptr<Collectives> dropped;
 
   void operator()(Collectives*) {
-    // Whoever drops it without the interpreter, or after its end, has nothing to give.
+    // Without the GIL, or after the interpreter's end, there is nothing to release.
     if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return dropped.reset();
     py::gil_scoped_release released;
     dropped.reset();
@@ -75,7 +74,7 @@ void run(Collectives& collectives, CollectiveKind kind, const std::string& dtype
 
 void post(Collectives& collectives, bool isSend, int peer, int tag, std::uintptr_t data, std::size_t numBytes,
           const std::string& dtype, std::chrono::milliseconds timeout, py::function done) {
-  // Called, and freed, by a thread that does not have the interpreter.
+  // Called, and freed, by a thread that does not hold the GIL.
   const std::shared_ptr<py::function> callback(new py::function(std::move(done)), [](py::function* function) {
     py::gil_scoped_acquire acquired;
     delete function;

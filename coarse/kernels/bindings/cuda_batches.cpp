@@ -16,8 +16,7 @@ namespace coarse {
 namespace {
 
 using Addresses = std::vector<std::uintptr_t>;
-/// Elements, divisor, inputs, outputs, what was received, what is sent; 0 for the last two where there is
-/// none.
+/// Elements, divisor, inputs, outputs, received array, sent array; 0 for either of the last two if absent.
 using ReduceRow =
     std::tuple<std::uint64_t, std::uint32_t, Addresses, Addresses, std::uintptr_t, std::uintptr_t>;
 /// Elements, divisor, gradients, parameter, master weights or 0, states, settings.

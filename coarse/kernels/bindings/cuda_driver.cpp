@@ -24,7 +24,7 @@ void leaveUnused(cuda::DeviceMemory* memory) {
   cuda::leaveUnused(std::unique_ptr<cuda::DeviceMemory>(memory));
 }
 
-/// @param arguments by their bytes, as the kernel takes them.
+/// @param arguments the bytes of each, as the kernel takes them.
 void launchKernel(const cuda::Context& context, std::uintptr_t kernel, unsigned int numBlocks,
                   unsigned int numThreads, std::uintptr_t stream, const std::vector<std::string>& arguments) {
   const cuda::ContextScope scope(context);

@@ -12,9 +12,9 @@ namespace py = pybind11;
 namespace coarse {
 namespace {
 
-// The binary interface of DLPack before its version 1, which every framework takes.
+// The binary interface of DLPack before version 1, which every framework accepts.
 
-constexpr const char* kUnused = "dltensor";  // the name of a capsule that nobody has made a tensor of
+constexpr const char* kUnused = "dltensor";  // the name of a capsule that no tensor was made of
 constexpr std::int32_t kCuda = 2;
 constexpr std::uint8_t kUnsignedInteger = 1;
 
@@ -45,7 +45,7 @@ struct ManagedTensor {
   void (*destroy)(ManagedTensor*);
 };
 
-/// A tensor with what it refers to.
+/// A tensor and the objects that it refers to.
 struct Piece {
   ManagedTensor managed{};
   std::int64_t length = 0;

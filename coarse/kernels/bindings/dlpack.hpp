@@ -9,8 +9,8 @@
 
 namespace coarse {
 
-/// A piece of device memory for frameworks that take DLPack capsules: bytes on the GPU of its context,
-/// whichever one they lie on. It stays mapped until the capsule, or the tensor that is made of it, is gone.
+/// A piece of device memory for frameworks that accept DLPack capsules: bytes on the GPU of its context,
+/// whichever GPU holds them. It stays mapped until the capsule, or the tensor made of it, is gone.
 pybind11::capsule dlpackCapsule(std::shared_ptr<const cuda::DeviceMemory> memory, std::size_t start,
                                 std::size_t numBytes);
 

@@ -24,10 +24,10 @@ MappedMemory toMemory(const MemoryTuple& tuple) {
   return {reinterpret_cast<std::byte*>(address), numBytes, gpu};
 }
 
-/// As much as is copied to slots at once, so that both ways are busy from early on.
+/// As large as a batch of copies to slots, so that both paths are busy early.
 constexpr std::size_t kOwnBucketBytes = GpuTransfersConfig{}.mostBatchBytes;
 
-/// A method that takes tensors as `stream` computes them.
+/// A method that takes tensors in the order of `stream`.
 template <WaitStatus (GpuTransfers::*method)(const std::vector<GpuTensor>&, cuda::StreamHandle)>
 WaitStatus take(GpuTransfers& transfers, const std::vector<TensorTuple>& tuples, std::uintptr_t stream) {
   std::vector<GpuTensor> tensors;

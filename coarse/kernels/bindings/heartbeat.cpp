@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace coarse {
 namespace {
 
-/// A watch with a mapping of its own.
+/// A watch with its own mapping.
 struct MappedWatch {
   MappedWatch(int doorbellsFd, std::size_t numDevices, std::uint32_t limitMilliseconds)
       : mapping(

@@ -10,7 +10,7 @@ PYBIND11_MODULE(_native, module) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const std::system_error& error) {
-      // OSError(errno, text) picks the right subclass by itself.
+      // OSError(errno, text) selects the right subclass itself.
       py::tuple args = py::make_tuple(error.code().value(), error.what());
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }

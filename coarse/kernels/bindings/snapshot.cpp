@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace coarse {
 namespace {
 
-/// The snapshots of a group as somebody sees them who is not its proxy: with mappings of its own.
+/// The snapshots of a group for a process other than its proxy: with its own mappings.
 class GroupReader {
  public:
   GroupReader(const GroupPlan& plan, const TensorMemory& memory, const Region& parameters,

@@ -1,5 +1,5 @@
-// What the kernels take: one batch of shards, by value. Whoever launches fills a batch and needs to keep
-// nothing alive but the arrays that it names.
+// The kernels' parameter: one batch of shards, by value. The launching code fills a batch, and must keep only
+// the arrays that it names alive.
 //
 //   kernel                      parameter     dtypes
 //   reduce_sum_*, reduce_max_*  ReduceBatch   all; a mean is a sum with a divisor
@@ -9,9 +9,9 @@
 //
 // and hold_until, which takes a Hold (delay.cuh).
 //
-// * is a dtype: float32, float64, bfloat16, float16, int32, int64, uint8. Blocks have kThreads threads, the
-// grid is one-dimensional and of any length: a block takes tiles until there are none, so that more blocks
-// than tiles, or than the GPU can run at once, gain nothing. No dynamic shared memory.
+// * is a dtype: float32, float64, bfloat16, float16, int32, int64, uint8. Blocks have kThreads threads. The
+// grid is one-dimensional and of any length: a block takes tiles until none are left, so more blocks than
+// tiles, or than the GPU can run at once, gain nothing. No dynamic shared memory.
 //
 //   void* parameters[] = {&batch};
 //   cuLaunchKernel(function, min(batch.numTiles, mostBlocks), 1, 1, kThreads, 1, 1, 0, stream, parameters,
@@ -24,26 +24,25 @@
 
 namespace coarse::cuda {
 
-/// Bytes of each array that a block reduces at a time. The sums of squares of the host add up tiles of this
-/// length.
+/// Bytes of each array that a block reduces at a time. The host's sums of squares use tiles of this length.
 inline constexpr std::uint32_t kTileBytes = 8192;
 /// Elements that a block updates at a time.
 inline constexpr std::uint32_t kUpdateTileElements = 1024;
 
-// A batch is the parameter of a kernel, for which every toolkit has 4 KiB.
-inline constexpr std::uint32_t kMostArrays = 256;  // one from each client that a memory device can serve
+// A batch is a kernel parameter, for which every toolkit has 4 KiB.
+inline constexpr std::uint32_t kMostArrays = 256;  // one per client that a memory device can serve
 inline constexpr std::uint32_t kMostReduceShards = 60;
 inline constexpr std::uint32_t kMostUpdateShards = 23;
 inline constexpr std::uint32_t kMostSettings = 8;
 inline constexpr std::uint16_t kNoArray = 0xffff;
 
-/// One shard to reduce. Arrays are named by their positions in the batch; inputs and outputs may be the same
-/// ones, or overlap in that list.
+/// One shard to reduce. Arrays are named by their positions in the batch; inputs and outputs may be the same,
+/// or overlap in that list.
 ///
-/// A ring's step adds to `received`, which another memory device has sent, the inputs, and leaves the result
-/// in `sent`, for the next one, and finished in the outputs; any of these may be missing. Both hold
-/// accumulators: float32 for 16-bit types, else the elements' own type. So a widening is one with an input
-/// and `sent` alone, a narrowing one with `received` and an output.
+/// A ring's step adds the inputs to `received`, which another memory device has sent. It writes the result to
+/// `sent`, for the next device, and the finished result to the outputs; any of these may be missing.
+/// `received` and `sent` hold accumulators: float32 for 16-bit types, else the elements' own type. So a
+/// widening has only an input and `sent`, and a narrowing has `received` and an output.
 struct ReduceShard {
   std::uint64_t numElements;
   std::uint32_t firstTile;  // tiles of the shards before it
@@ -52,7 +51,7 @@ struct ReduceShard {
   std::uint16_t numInputs;
   std::uint16_t firstOutput;
   std::uint16_t numOutputs;
-  std::uint16_t received;   // kNoArray for none; of rings alone
+  std::uint16_t received;   // kNoArray for none; only for rings
   std::uint16_t sent;       // likewise
   std::uint32_t isAligned;  // whether all arrays begin at multiples of 16 bytes
 };
@@ -68,8 +67,8 @@ struct ReduceBatch {
 };
 static_assert(sizeof(ReduceBatch) == 3984, "a wire format");
 
-/// GradientMeasure of coarse/layout.hpp, but that the one who brought NaN or Inf is a position among the
-/// shard's inputs, not a client.
+/// GradientMeasure of coarse/layout.hpp, but NaN or Inf is attributed to a position among the shard's inputs,
+/// not to a client.
 struct ShardMeasure {
   double sumOfSquares;
   std::int32_t nonFiniteOf;
@@ -80,7 +79,7 @@ static_assert(sizeof(ShardMeasure) == 16, "a wire format");
 inline constexpr std::int32_t kNobody = -1;
 inline constexpr std::int32_t kEverybody = -2;
 
-/// Means, and what is seen of them. Work space belongs to one launch at a time.
+/// Means and their measures. One launch at a time uses the work space.
 struct MeasureBatch {
   ReduceBatch reduce;
   double* tileSums;             // numTiles
@@ -90,7 +89,7 @@ struct MeasureBatch {
 };
 static_assert(sizeof(MeasureBatch) == 4016, "a wire format");
 
-/// UpdateSettings of coarse/update.hpp, which has the formulas, byte for byte.
+/// UpdateSettings of coarse/update.hpp (see there for the formulas), byte for byte.
 struct alignas(16) RuleSettings {
   std::uint32_t rule;
   float gradientScale;
@@ -116,7 +115,7 @@ struct UpdateShard {
   std::uint64_t numElements;
   void* parameter;
   float* master;     // of a 16-bit parameter; else unused
-  float* states[3];  // as many as the rule has
+  float* states[3];  // as many as the rule needs
   std::uint32_t firstTile;
   std::uint32_t divisor;
   std::uint16_t firstGradient;
@@ -145,11 +144,11 @@ COARSE_DEVICE std::uint32_t numTilesOf(std::uint64_t numElements, std::uint64_t 
 
 // ---- Filling a batch, on the host ----
 //
-// Batches begin all zero. `arrays` may be null where there are none.
+// Batches start as all zero. `arrays` may be null if there are none.
 #if !defined(__CUDACC_RTC__)
 
-/// The position of arrays that were appended to a batch.
-/// @pre there is room for them.
+/// Appends arrays to a batch. @returns their position.
+/// @pre the batch has room for them.
 template <class Batch>
 inline std::uint16_t appendArrays(Batch& batch, const void* const* arrays, std::uint32_t count) {
   const std::uint32_t first = batch.numArrays;
@@ -164,9 +163,8 @@ inline bool areAligned(const void* const* arrays, std::uint32_t count, std::uint
   return together % bytes == 0;
 }
 
-/// Appends a shard to reduce. Where all inputs are outputs, in this order, they may be passed as the same
-/// list.
-/// @returns false, and nothing changes, if the batch has no room for it.
+/// Appends a shard to reduce. If all inputs are outputs, in this order, they may be passed as the same list.
+/// @returns false, without any change, if the batch has no room for it.
 inline bool append(ReduceBatch& batch, std::uint64_t itemBytes, std::uint64_t numElements,
                    std::uint32_t divisor, const void* const* inputs, std::uint32_t numInputs,
                    void* const* outputs, std::uint32_t numOutputs, const void* received = nullptr,
@@ -192,8 +190,8 @@ inline bool append(ReduceBatch& batch, std::uint64_t itemBytes, std::uint64_t nu
   return true;
 }
 
-/// Appends settings for the shards that follow, unless the last ones are the same.
-/// @returns their position; kMostSettings, and nothing changes, if the batch has no room for them.
+/// Appends settings for the shards that follow, unless the last settings are the same.
+/// @returns their position; kMostSettings, without any change, if the batch has no room for them.
 inline std::uint32_t appendSettings(UpdateBatch& batch, const void* settings) {
   const std::uint32_t last = batch.numSettings - 1;
   if (batch.numSettings > 0 && memcmp(&batch.settings[last], settings, sizeof(RuleSettings)) == 0)
@@ -204,8 +202,8 @@ inline std::uint32_t appendSettings(UpdateBatch& batch, const void* settings) {
 }
 
 /// Appends a shard to update by `settings`, an UpdateSettings that names a rule with at most `numStates`
-/// states. Of `shard`, arrays and numbers are taken but not the positions, which are found here.
-/// @returns false, and no shard is appended, if the batch has no room for it.
+/// states. Uses the arrays and numbers of `shard`, and computes the positions.
+/// @returns false, without appending a shard, if the batch has no room for it.
 inline bool append(UpdateBatch& batch, std::uint64_t itemBytes, UpdateShard shard, std::uint32_t numStates,
                    const void* settings, const void* const* gradients, std::uint32_t numGradients) {
   if (batch.numShards == kMostUpdateShards || numGradients > kMostArrays - batch.numArrays) return false;

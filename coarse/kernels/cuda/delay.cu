@@ -1,4 +1,4 @@
-// Has what is behind it on its stream wait until an emulated link has brought what that reads. One thread.
+// Makes later work of its stream wait until an emulated link has delivered its input. One thread.
 #include "delay.cuh"
 
 namespace coarse::cuda {
@@ -9,7 +9,7 @@ __device__ __forceinline__ std::uint64_t globalTimer() {
   return now;
 }
 
-// A sleep is at most twice as long as asked for.
+// A sleep takes at most twice the requested time.
 constexpr std::uint64_t kShortestSleepNs = 500;
 
 }  // namespace coarse::cuda

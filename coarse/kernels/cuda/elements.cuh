@@ -1,4 +1,4 @@
-// Elements: how a type is stored, and what it accumulates in; and what happens to them. The arithmetic of
+// Elements: how a type is stored, its accumulator, and the operations on it. The arithmetic of
 // coarse/kernels/src/reduce/reduce_kernels.inc, to the bit: only the payload of a NaN may differ.
 //
 // No operation here may be contracted with another (--fmad=false), or flush subnormals.
@@ -42,7 +42,7 @@ struct BFloat16 {
   }
 };
 
-/// By instruction where there is one; else as in reduce_kernels.inc, which names the source of the method.
+/// By an instruction if there is one; else as in reduce_kernels.inc, which names the source of the method.
 struct Float16 {
   using Stored = std::uint16_t;
   using Accumulator = float;
@@ -116,7 +116,7 @@ struct Max {
 template <class T>
 inline constexpr bool kIsFloatingPoint = static_cast<T>(0.5) != static_cast<T>(0);
 
-/// Keeps a compiler from seeing where a value comes from.
+/// Hides a value's origin from the compiler.
 COARSE_DEVICE void hide([[maybe_unused]] float& value) {
 #if defined(__CUDA_ARCH__)
   asm("" : "+f"(value));
@@ -128,7 +128,7 @@ COARSE_DEVICE void hide([[maybe_unused]] double& value) {
 #endif
 }
 
-/// a / b. GPUs divide zeros by a function call: so b is divided in place of a zero.
+/// a / b. GPUs divide zeros by a function call: therefore b is divided in place of a zero.
 template <class T>
 COARSE_DEVICE T quotient(T a, T b) {
   const bool isZero = a == 0 && b > 0;
@@ -138,13 +138,13 @@ COARSE_DEVICE T quotient(T a, T b) {
   return isZero ? a : divided;
 }
 
-/// Divides `values` as the last step of a mean. A divisor of 0 or 1 leaves them.
+/// Divides `values` as the last step of a mean. A divisor of 0 or 1 leaves them unchanged.
 template <unsigned kCount, class T>
 COARSE_DEVICE void divide(T (&values)[kCount], std::uint32_t divisor) {
   if (divisor <= 1) return;
   if constexpr (kIsFloatingPoint<T>) {
     const T by = static_cast<T>(divisor);
-    // The reciprocal of a power of two is exact, so that the product has the quotient's one rounding.
+    // The reciprocal of a power of two is exact, so the product has the quotient's single rounding.
     if ((divisor & (divisor - 1)) == 0) {
       const T factor = T{1} / by;
       COARSE_UNROLL

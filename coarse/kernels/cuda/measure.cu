@@ -1,9 +1,9 @@
-// Means that are measured: see batches.cuh and measure.cuh.
+// Means with measures: see batches.cuh and measure.cuh.
 #include "measure.cuh"
 
 namespace coarse::cuda {
 
-/// What the threads of a block share. Tiles of the host and of blocks are the same.
+/// Memory that the threads of a block share. Host and blocks use the same tiles.
 template <class Element>
 struct SharedTile {
   alignas(16) typename Element::Stored values[TileShape<Element>::kElements];
@@ -13,7 +13,7 @@ struct SharedTile {
   bool isLast;
 };
 
-/// Adds up the tiles of a shard in their order, by the whole block.
+/// Sums the tiles of a shard in order; run by the whole block.
 template <class Element>
 __device__ void finishMeasure(const MeasureBatch& batch, std::uint32_t number, std::uint32_t numTiles,
                               SharedTile<Element>& shared) {
@@ -23,7 +23,7 @@ __device__ void finishMeasure(const MeasureBatch& batch, std::uint32_t number, s
   for (std::uint32_t begin = 0; begin < numTiles; begin += kThreads) {
     const std::uint32_t count = min(kThreads, numTiles - begin);
     __syncthreads();
-    // Other blocks wrote these: not from a cache of this multiprocessor.
+    // Other blocks wrote these: do not read them from this multiprocessor's cache.
     if (threadIdx.x < count)
       shared.tileSums[threadIdx.x] = __ldcg(batch.tileSums + firstTile + begin + threadIdx.x);
     __syncthreads();
@@ -79,7 +79,7 @@ __device__ __forceinline__ void measureBatch(const MeasureBatch& batch) {
   __shared__ SharedTile<Element> shared;
   for (std::uint32_t tile = blockIdx.x; tile < batch.reduce.numTiles; tile += gridDim.x) {
     measureTile<Element>(batch, tile, shared);
-    __syncthreads();  // the next tile goes where this one is
+    __syncthreads();  // the next tile overwrites this one
   }
 }
 

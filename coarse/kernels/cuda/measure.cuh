@@ -1,6 +1,7 @@
-// Means that are measured on the way (GradientMeasure of coarse/layout.hpp), as reduceAndMeasureShard() does:
-// the same sums of squares, bit for bit, since additions have the order of the host's. That costs nothing,
-// for each tile's sum is 16 chains of additions that run beside the memory traffic of other blocks.
+// Means that are measured in the same pass (GradientMeasure of coarse/layout.hpp), as in
+// reduceAndMeasureShard(): the same sums of squares, bit for bit, because additions have the host's order.
+// That costs no time: each tile's sum is 16 chains of additions that overlap with the memory traffic of other
+// blocks.
 #pragma once
 
 #include "reduce.cuh"
@@ -31,7 +32,7 @@ COARSE_DEVICE bool isFinite(float value) {
   return (bitCast<std::uint32_t>(value) & 0x7f800000u) != 0x7f800000u;
 }
 
-/// The mean of a tile, as it would lie in a slot. What one thread does: elements thread, thread + kThreads
+/// The mean of a tile, as it would lie in a slot. One thread computes the elements thread, thread + kThreads
 /// ...
 template <class Element>
 COARSE_DEVICE void meanOfTile(const ReduceBatch& batch, const ReduceShard& shard, Range range,
@@ -76,7 +77,7 @@ COARSE_DEVICE void writeTile(const ReduceBatch& batch, const ReduceShard& shard,
   }
 }
 
-/// Whether one thread's elements of a tile that is in `tile` are all finite.
+/// Whether one thread's elements of the tile in `tile` are all finite.
 template <class Element>
 COARSE_DEVICE bool isTileFinite(const typename Element::Stored* tile, unsigned numElements, unsigned thread) {
   bool isFiniteSoFar = true;
@@ -97,8 +98,8 @@ COARSE_DEVICE std::uint32_t firstNonFinite(const ReduceBatch& batch, const Reduc
   return shard.numInputs;
 }
 
-/// Who brought NaN or Inf into a tile whose mean is not finite, by what firstNonFinite() gave over all
-/// threads.
+/// The input that brought NaN or Inf into a tile whose mean is not finite, by the results of firstNonFinite()
+/// over all threads.
 COARSE_DEVICE std::int32_t offender(const ReduceShard& shard, std::uint32_t firstInput) {
   return firstInput < shard.numInputs ? static_cast<std::int32_t>(firstInput) : kEverybody;
 }

@@ -1,4 +1,4 @@
-// What lets one source be compiled by NVRTC, which has no standard library, by nvcc, and for the host.
+// Lets one source compile with NVRTC, which has no standard library, with nvcc, and for the host.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -23,7 +23,7 @@ using size_t = unsigned long;
 #define COARSE_DEVICE inline
 #endif
 
-// Not for the host's compiler, which does not know it, nor when it is nvcc's.
+// Not for the host's compiler, which does not support it, even when nvcc calls it.
 #if defined(__CUDA_ARCH__)
 #define COARSE_UNROLL _Pragma("unroll")
 #define COARSE_KEEP_LOOP _Pragma("unroll 1")
@@ -34,7 +34,7 @@ using size_t = unsigned long;
 
 namespace coarse::cuda {
 
-/// Threads of every block, whichever kernel.
+/// Threads per block, for every kernel.
 inline constexpr unsigned kThreads = 256;
 
 template <class To, class From>

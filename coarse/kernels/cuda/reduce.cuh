@@ -1,4 +1,4 @@
-// What one thread of a block does to one tile of a shard: reductions, and the steps of rings.
+// One thread's work on one tile of a shard: reductions, and the steps of rings.
 #pragma once
 
 #include "batches.cuh"
@@ -6,14 +6,14 @@
 
 namespace coarse::cuda {
 
-// Arrays that a thread has under way at a time, two vectors of each: enough for the bandwidth of an H200 with
+// Arrays that a thread has in flight at a time, two vectors of each: enough for the bandwidth of an H200 with
 // half of the threads that a multiprocessor can hold.
 inline constexpr unsigned kArraysInFlight = 4;
 
 inline constexpr unsigned kVectorsPerThread = kTileBytes / kVectorBytes / kThreads;
 static_assert(kVectorsPerThread * kVectorBytes * kThreads == kTileBytes, "tiles are whole");
 
-/// The shard of a batch that a tile belongs to.
+/// The shard of a batch to which a tile belongs.
 template <class Shard>
 COARSE_DEVICE std::uint32_t shardOfTile(const Shard* shards, std::uint32_t numShards, std::uint32_t tile) {
   std::uint32_t begin = 0, end = numShards;
@@ -45,7 +45,7 @@ COARSE_DEVICE Range rangeOfTile(std::uint64_t tile, std::uint64_t tileElements, 
   return {begin, end};
 }
 
-/// The vectors of one thread in a tile: every kThreads-th, so that those of a warp are neighbours.
+/// The vectors of one thread in a tile: every kThreads-th, so that the threads of a warp read adjacent ones.
 template <bool kIsWhole>
 struct ThreadVectors {
   unsigned thread;
@@ -55,8 +55,8 @@ struct ThreadVectors {
   COARSE_DEVICE bool has(unsigned i) const { return kIsWhole || vector(i) < numVectors; }
 };
 
-/// Adds a shard's inputs in their order to `sums`, which count only if `hasSums`. @returns whether there are
-/// sums now.
+/// Adds a shard's inputs in order to `sums`, which are valid only if `hasSums`. @returns whether `sums` are
+/// valid now.
 template <class Element, class Op, bool kIsWhole>
 COARSE_DEVICE bool addInputs(
     void* const* arrays, unsigned numInputs, std::uint64_t begin, const ThreadVectors<kIsWhole>& own,
@@ -94,7 +94,7 @@ COARSE_DEVICE bool addInputs(
   return hasSums;
 }
 
-/// The result of a tile for one element. @pre there is an input or what was received.
+/// The result of a tile for one element. @pre the shard has an input or a received array.
 template <class Element, class Op>
 COARSE_DEVICE typename Element::Accumulator sumOfElement(const ReduceBatch& batch, const ReduceShard& shard,
                                                          std::uint64_t element) {
@@ -171,7 +171,7 @@ COARSE_DEVICE void reduceVectors(const ReduceBatch& batch, const ReduceShard& sh
   }
 }
 
-/// What one thread does to tile `tile` of the shard; all threads of a block together reduce it.
+/// One thread's work on tile `tile` of the shard; all threads of a block together reduce it.
 template <class Element, class Op, bool kIsRing>
 COARSE_DEVICE void reduceTile(const ReduceBatch& batch, const ReduceShard& shard, std::uint32_t tile,
                               unsigned thread) {

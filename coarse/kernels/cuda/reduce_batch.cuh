@@ -1,4 +1,4 @@
-// Kernels that reduce batches of shards, as macros: reduce.cu and ring.cu say for which types.
+// Kernels that reduce batches of shards, as macros: reduce.cu and ring.cu choose the types.
 #pragma once
 
 #include "reduce.cuh"
@@ -13,8 +13,7 @@ __device__ __forceinline__ void reduceBatch(const ReduceBatch& batch) {
   }
 }
 
-/// Blocks that a multiprocessor shall have registers for: as many as reductions can have without spilling
-/// any.
+/// Blocks for which a multiprocessor must have registers: the maximum without spilling in reductions.
 template <class Element, bool kIsRing>
 inline constexpr int kBlocks = !kIsRing && sizeof(typename Element::Stored) == 4 ? 4 : 3;
 

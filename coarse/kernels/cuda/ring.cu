@@ -1,4 +1,4 @@
-// Steps of rings of batches of shards: see batches.cuh.
+// Ring steps for batches of shards: see batches.cuh.
 #include "reduce_batch.cuh"
 
 COARSE_RING_KERNELS(float32, Plain<float>)

@@ -13,7 +13,7 @@ __device__ __forceinline__ void updateBatch(const UpdateBatch& batch) {
 
 }  // namespace coarse::cuda
 
-// Three blocks per multiprocessor: with the registers that all rules would like there is room for two.
+// Three blocks per multiprocessor: without this limit the rules' registers leave room for only two.
 #define COARSE_UPDATE_KERNEL(name, Element)                                    \
   extern "C" __global__ void __launch_bounds__(coarse::cuda::kThreads, 3)      \
       update_##name(const __grid_constant__ coarse::cuda::UpdateBatch batch) { \

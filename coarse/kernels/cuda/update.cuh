@@ -1,4 +1,4 @@
-// What one thread of a block does to one tile of a shard that is updated.
+// One thread's work on one tile of a shard that is updated.
 #pragma once
 
 #include "reduce.cuh"
@@ -12,7 +12,7 @@ inline constexpr unsigned kGroup = 4;
 inline constexpr unsigned kGroupsPerThread = kUpdateTileElements / kGroup / kThreads;
 static_assert(kGroupsPerThread * kGroup * kThreads == kUpdateTileElements, "tiles are whole");
 
-// Gradients under way at a time, beside the parameter and its states.
+// Gradients in flight at a time, in addition to the parameter and its states.
 inline constexpr unsigned kGradientsInFlight = 4;
 
 template <class Element>
@@ -28,7 +28,7 @@ struct ThreadGroups {
   COARSE_DEVICE bool has(unsigned i) const { return kIsWhole || thread + i * kThreads < numGroups; }
 };
 
-/// What an update is of: the arrays of a shard from the first element of a tile on.
+/// The arrays of an update: those of a shard, from the first element of a tile on.
 template <class Element>
 struct UpdateTile {
   using Stored = typename Element::Stored;
@@ -45,8 +45,7 @@ struct UpdateTile {
   }
 };
 
-/// The weight that is updated: a narrow parameter that is not the rounding of its master weight becomes that
-/// first.
+/// The weight to update: a narrow parameter that is not the rounding of its master weight first replaces it.
 template <class Element>
 COARSE_DEVICE float adopted(float master, typename Element::Stored parameter) {
   return Element::store(master) == parameter ? master : Element::load(parameter);
@@ -110,8 +109,8 @@ COARSE_DEVICE void addGradients(const UpdateTile<Element>& tile, const ThreadGro
   }
 }
 
-/// Adds the gradients of one thread's groups in their order, of which the first are `loaded`, and divides:
-/// the mean, rounded as it would lie in a slot.
+/// Adds the gradients of one thread's groups in order (the first ones are `loaded`) and divides: the mean,
+/// rounded as it would lie in a slot.
 template <class Element, bool kIsWhole>
 COARSE_DEVICE void meanOfGroups(const UpdateTile<Element>& tile, const ThreadGroups<kIsWhole>& own,
                                 GradientWords<Element>& loaded, float (&means)[kGroupsPerThread][kGroup]) {
@@ -202,7 +201,7 @@ COARSE_DEVICE void updateTileBy(const RuleSettings& settings, const UpdateTile<E
     updateElement<Element, kRule>(settings, tile, i);
 }
 
-/// What one thread does to tile `number` of the shard; all threads of a block together update it.
+/// One thread's work on tile `number` of the shard; all threads of a block together update it.
 template <class Element>
 COARSE_DEVICE void updateTile(const UpdateBatch& batch, const UpdateShard& shard, std::uint32_t number,
                               unsigned thread) {

@@ -1,4 +1,4 @@
-// Memory by 16 bytes at a time, and 8 where narrow elements go with wide ones.
+// Memory access by 16 bytes at a time, and by 8 if narrow elements accompany wide ones.
 #pragma once
 
 #include "elements.cuh"
@@ -17,7 +17,7 @@ struct alignas(kBytes) Words {
 template <unsigned kBytes>
 COARSE_DEVICE Words<kBytes> loadWords(const void* address) {
 #if defined(__CUDA_ARCH__)
-  // Word by word: of a copy by bitCast() compilers make loads of single bytes.
+  // Word by word: compilers turn a copy by bitCast() into loads of single bytes.
   if constexpr (kBytes == 16) {
     const uint4 loaded = *static_cast<const uint4*>(address);
     return {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -51,7 +51,7 @@ struct Lanes {
   Stored values[kCount];
 };
 
-/// Elements as they lie in memory, in registers.
+/// Converts elements from their form in memory to registers.
 template <class Element, unsigned kCount>
 COARSE_DEVICE void unpack(const Words<kCount * sizeof(typename Element::Stored)>& words,
                           typename Element::Accumulator (&values)[kCount]) {

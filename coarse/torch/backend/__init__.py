@@ -27,12 +27,11 @@ def create_backend(options: Any) -> Any:
         options: torch's DistributedBackendOptions: store, rank, size, time-out and name of the group.
 
     Returns:
-        A c10d Backend written in C++, compiled at first need; where that fails for any rank, a ProcessGroup in
-        Python on all, which is slower and says so.
+        A c10d Backend written in C++, compiled at first use.
 
     Raises:
         RendezvousError: If a rank is missing.
-        SettingsError: If COARSE_TORCH_BACKEND=native, and a rank cannot have it.
+        BackendBuildError: If a rank has no working C++ compiler.
         WorkerLostError: If one dies meanwhile.
     """
     timeout = (
@@ -49,10 +48,6 @@ def create_backend(options: Any) -> Any:
         options.store, prefix=prefix, rank=rank, size=size, timeout_s=settings.timeout_s
     ) as store:
         collectives, extension = open_group(store, rank=rank, size=size, settings=settings)
-    if extension is None:
-        from coarse.torch.backend.fallback import PythonProcessGroup
-
-        return PythonProcessGroup(collectives, rank=rank, size=size, timeout=timeout)
     return extension.create(collectives.capsule(), rank=rank, size=size, timeout=timeout)
 
 

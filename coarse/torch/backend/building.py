@@ -46,17 +46,12 @@ class BuildError(Exception):
     """The C++ backend cannot be had here."""
 
 
-def load_extension(kind: str = "auto") -> Any:
+def load_extension() -> Any:
     """The C++ backend as a module; compiled at the first call on this machine (about a minute).
 
-    Args:
-        kind: COARSE_TORCH_BACKEND: "python" refuses, "auto" and "native" compile.
-
     Raises:
-        BuildError: If there is no compiler, or it fails; with its messages. It is not tried again in this process.
+        BuildError: If no compiler is installed, or it fails; with its messages. This process does not try again.
     """
-    if kind == "python":
-        raise BuildError("COARSE_TORCH_BACKEND=python asks for it")
     extension = _built_and_loaded()
     if isinstance(extension, BuildError):
         raise extension

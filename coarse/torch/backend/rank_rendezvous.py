@@ -15,7 +15,7 @@ from coarse.local_sockets import peer_of
 from coarse.rendezvous import NodeMap, PeerWatch, WorkerAddress, gather_workers
 from coarse.settings import Settings
 from coarse.startup.node_links import NodeLinks, link_nodes
-from coarse.torch.backend.choosing import choose_extension
+from coarse.torch.backend.extension_agreement import agree_on_extension
 
 if TYPE_CHECKING:
     from coarse.kernels import _native
@@ -36,16 +36,15 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
     Args:
         store: Of this group alone.
         rank, size: Of this process in the group, and how many ranks it has.
-        settings: How long to wait for the others, what a node is, and which backend is wanted.
+        settings: Time-outs, and which node this is.
 
     Returns:
-        Its collectives, and what all ranks call them with: the C++ backend as a module, or None for the one in
-        Python.
+        Its collectives, and the C++ backend as a module, with which all ranks call them.
 
     Raises:
         RendezvousError: If a rank does not come in time, or there is another of the same number, or a node cannot be
             reached from another.
-        SettingsError: If the C++ backend is insisted on, and some rank cannot have it.
+        BackendBuildError: If some rank cannot compile the C++ backend.
         WorkerLostError: If one dies meanwhile.
     """
     identity = WorkerIdentity(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
@@ -58,7 +57,7 @@ def open_group(store: Store, *, rank: int, size: int, settings: Settings) -> tup
         if nodes.num_nodes > 1:
             watch.follow(store)
         with watch.telling():
-            extension = choose_extension(store, watch, rank=rank, size=size, settings=settings)
+            extension = agree_on_extension(store, watch, rank=rank, size=size, timeout_s=settings.timeout_s)
             fd = _share_memory(store, watch, here, rank=rank, size=size, timeout_s=settings.timeout_s)
             try:
                 with _links(nodes, rank, store, settings, watch) as links:

@@ -1,4 +1,4 @@
-"""What the workers of a job agree on before they save: when, and whether it has worked."""
+"""Agreement between the workers of a job on when to save and whether saves succeeded."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LEAVING_S = 5.0
 
 
 class Workers:
-    """The workers of the job, as far as checkpoints need them to agree.
+    """Lets the workers of the job agree on saves.
 
-    What they propose after one step is reduced while the next one runs, and known after it: all workers act on it at
-    the same step, and none waits.
+    Proposals after one step are reduced while the next step runs, and the result is available after that step. So all
+    workers act on it at the same step, and none waits.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Workers:
             timeout_s = Settings.from_environment().timeout_s
             timeout = timedelta(seconds=timeout_s)
             self._group = within(
-                timeout_s + _PATIENCE_S,  # torch's own error says more, if it comes
+                timeout_s + _PATIENCE_S,  # torch's own error, if raised in time, has more details
                 lambda: dist.new_group(backend="gloo", timeout=timeout),
                 "a worker that is to agree on checkpoints, or the process group's store,",
             )
@@ -53,7 +53,7 @@ class Workers:
         self._reducing: Any = None
 
     def propose(self, *, asks: bool, is_busy: bool, has_failed: bool) -> None:
-        """Says whether this worker asks for a save, has one under way, or has seen too many fail."""
+        """Proposes whether this worker asks for a save, has a running save, or had too many failures."""
         self._flags = torch.tensor([asks, is_busy, has_failed], dtype=torch.int32, device="cpu")
         if self._group is not None:
             self._reducing = dist.all_reduce(
@@ -61,7 +61,7 @@ class Workers:
             )
 
     def agreed(self) -> tuple[bool, bool, bool]:
-        """Whether any worker asked, was busy, or had failed, when all last proposed; told once.
+        """Returns, once, whether any worker's last proposal asked for a save, was busy, or had failed.
 
         Raises:
             WorkerLostError: If another worker is gone.
@@ -79,34 +79,34 @@ class Workers:
         return bool(asked), bool(busy), bool(failed)
 
     def flush(self, limit_s: float) -> None:
-        """Waits until others have taken what was proposed last, so long at most."""
+        """Waits until other workers have received the last proposal, at most `limit_s` seconds."""
         if self._reducing is not None and self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._reducing.wait(timedelta(seconds=limit_s))
 
     def told_by_first(self, *numbers: int) -> list[int]:
-        """The numbers of worker 0. Collective."""
+        """Returns the numbers of worker 0. Collective."""
         told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if self._group is not None:
             dist.broadcast(told, src=0, group=self._group)
         return [int(number) for number in told.tolist()]
 
     def how_many(self, of_this: bool) -> int:
-        """Of how many workers something is so. Collective."""
+        """Returns the number of workers that passed True. Collective."""
         count = torch.full((), int(of_this), dtype=torch.int64, device="cpu")
         if self._group is not None:
             dist.all_reduce(count, group=self._group)
         return int(count)
 
     def barrier(self) -> None:
-        """Returns when all workers are here."""
+        """Waits until all workers have called it."""
         self.how_many(False)
 
     def close(self, *, alone: bool) -> None:
-        """Gives the process group back. Idempotent.
+        """Releases the process group. Idempotent.
 
         Args:
-            alone: Whether others may be gone, or hang: then nothing is waited for.
+            alone: Whether other workers may be gone or hang; if so, close() does not wait.
         """
         if self._group is not None and dist.is_initialized():
             if alone:
@@ -118,13 +118,13 @@ class Workers:
 
 
 def _finish(workers: weakref.ref[Workers], owner_pid: int) -> None:
-    """At exit: others may still wait for what this worker has proposed last, if nobody has called close()."""
+    """Runs at exit, because without close() other workers may still wait for this worker's last proposal."""
     if (left := workers()) is not None and os.getpid() == owner_pid and not is_failing():
         left.flush(_LEAVING_S)
 
 
 class SaveSignal:
-    """Whether somebody sent SIGUSR1. What handled it before is told as well, and handles it again after close()."""
+    """Detects SIGUSR1. The previous handler is called as well, and is restored by close()."""
 
     def __init__(self, is_wanted: bool) -> None:
         self._arrived = False
@@ -136,12 +136,12 @@ class SaveSignal:
             logger.warning("SIGUSR1 does not save: the Checkpointer was not made in the main thread")
 
     def take(self) -> bool:
-        """Whether it came since the last call."""
+        """Whether the signal arrived since the last call."""
         arrived, self._arrived = self._arrived, False
         return arrived
 
     def close(self) -> None:
-        """Hands the signal back. Idempotent."""
+        """Restores the previous handler. Idempotent."""
         if self._is_installed:
             self._is_installed = False
             signal.signal(signal.SIGUSR1, self._previous or signal.SIG_DFL)

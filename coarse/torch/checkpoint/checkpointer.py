@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop: saved in the background, restored on any number of workers.
+"""Checkpoints of a training loop, saved in the background and restored on any number of workers.
 
 Example:
     >>> position = DataPosition()
@@ -61,37 +61,36 @@ _NO_CHECKPOINT, _UNREADABLE = -1, -2
 
 
 class Checkpointer:
-    """Saves and restores a training job: model, optimizer, and what else the user hands over.
+    """Saves and restores a training job: model, optimizer, and further state of each worker.
 
-    A save copies the state (worker 0 does) while the next gradients are computed, and writes it in the background.
-    One is under way at most: a save that is due meanwhile waits for its turn, and then saves the step that training
-    has reached. If the next one is due before that, it takes the place of the one that waits, and a warning tells
-    which `every` would have fitted. close() writes the one that still waits. Training goes on if the disk fails;
-    after `most_failures` failures in a row step() raises. SIGUSR1, sent to any worker, saves at one of the next
-    steps, or behind the save that is under way. Steps after the last save that was due are not saved: call save()
-    where they have to be on the disk.
+    For a save, worker 0 copies the state while the next gradients are computed, and writes it in the background. Only
+    one save runs at a time. If another save becomes due meanwhile, it waits, and then saves the step that training
+    has reached. If yet another becomes due before that, it replaces the waiting one, and a warning suggests a larger
+    `every`. close() writes a save that is still waiting. Training continues if the disk fails; after `most_failures`
+    failures in a row, step() raises. SIGUSR1, sent to any worker, saves at one of the next steps, or after the save
+    that is running. Steps after the last due save are not saved: call save() if they must be on the disk.
 
-    Every worker constructs it alike and makes the same calls; step(), save(), restore() and close() are collective
-    where there is more than one worker, through a process group of their own.
+    Every worker must construct it with the same arguments and make the same calls. With more than one worker, step(),
+    save(), restore() and close() are collective; they use a separate process group.
 
     Args:
-        folder: Of all checkpoints of this job; made if need be. On several nodes all must share it.
+        folder: Folder for all checkpoints of this job; created if necessary. On several nodes all must share it.
         model: Wrapped or not. Parameters and buffers are saved under the bare module's names.
-        optimizer: One of torch's, a DistributedOptimizer, or what a trainer has made of either; None to save the
-            model alone.
-        every: How many steps lie between two saves; 0 saves only on demand.
-        keep: How many of the newest checkpoints stay. Pinned ones stay as well.
-        state: What else belongs to each worker, by names: RandomState(), DataPosition(), a scheduler, a
-            loader with a state_dict().
-        most_failures: So many failed saves in a row are an error.
+        optimizer: One of torch's optimizers, a DistributedOptimizer, or a trainer's wrapper around either; None to
+            save only the model.
+        every: Steps between two saves; 0 saves only on demand.
+        keep: Number of newest checkpoints to keep. Pinned checkpoints are always kept.
+        state: Further state of each worker, by name: RandomState(), DataPosition(), a scheduler, a loader with a
+            state_dict().
+        most_failures: Number of failed saves in a row after which step() raises.
         options: How files are written.
-        on_signal: Whether SIGUSR1 saves; needs the main thread.
-        first_step: How many steps the training has taken before, if it is not restored from here.
+        on_signal: Whether SIGUSR1 triggers a save; needs the main thread.
+        first_step: Number of steps that the training has already taken, if it is not restored from this folder.
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If something of `state` has no state_dict() or load_state_dict().
-        OSError: If the folder cannot be made.
+        TypeError: If an object in `state` has no state_dict() or load_state_dict().
+        OSError: If the folder cannot be created.
     """
 
     def __init__(
@@ -127,8 +126,8 @@ class Checkpointer:
         self._has_folder = False
         if self._workers.rank == 0:
             self._tidy_up()
-        newest_step = self._find_newest_step()  # others go on when worker 0 has tidied up
-        # Steps that were taken before are of the training that these checkpoints are of.
+        newest_step = self._find_newest_step()  # also makes other workers wait until worker 0 has tidied up
+        # With `first_step`, this training is the one that saved these checkpoints.
         self._newest_left = _NO_CHECKPOINT if first_step else newest_step
         self._options = options or WriteOptions()
         self._snapshots: SnapshotSaves | None = None
@@ -139,28 +138,28 @@ class Checkpointer:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the training has taken, before and after a restore."""
+        """Number of steps of the training, before and after a restore."""
         return self._num_steps
 
     @property
     def counts(self) -> SaveCounts:
-        """What became of the saves; of worker 0 they are those of checkpoints."""
+        """Counts of completed and failed saves; on worker 0 they count checkpoints."""
         return self._saver.counts
 
     @property
     def is_saving(self) -> bool:
-        """Whether this worker has something to write for a save that is under way."""
+        """Whether this worker still writes data for a running save."""
         return self._saver.is_busy
 
     def step(self) -> bool:
-        """Counts a step of the training, and saves if it is time. Call it once after each optimizer.step().
+        """Counts a step of the training, and saves if a save is due. Call it once after each optimizer.step().
 
         Returns:
             Whether a save began.
 
         Raises:
-            CheckpointError: If too many saves have failed in a row, or the folder has newer checkpoints of a training
-                that this one did not go on from.
+            CheckpointError: If too many saves have failed in a row, or the folder has newer checkpoints from which
+                this training did not continue.
         """
         self._num_steps += 1
         if self._workers.world_size == 1:
@@ -189,13 +188,13 @@ class Checkpointer:
             wait: Whether to return only when the checkpoint is on the disk.
 
         Raises:
-            CheckpointError: If `wait`, and it could not be saved; on all workers.
+            CheckpointError: On all workers, if `wait` is True and the save failed.
         """
         self._saver.wait()
         failed_before = self.counts.num_failed
-        self._workers.agreed()  # whatever was asked for is saved now
+        self._workers.agreed()  # this save also answers all earlier requests
         start = self._take_state()
-        self._propose(is_busy=True)  # what was proposed before did not know of this save
+        self._propose(is_busy=True)  # earlier proposals did not include this save
         start()
         if not wait:
             return
@@ -208,16 +207,17 @@ class Checkpointer:
             )
 
     def restore(self, step: int | None = None) -> int:
-        """Loads the newest checkpoint of which every byte is right, or that of a step.
+        """Loads the newest checkpoint whose checksums are all correct, or the checkpoint of `step`.
 
-        Loading is strict: tensors that are missing, too many or of another shape are listed, and nothing is changed.
-        After an older one than the newest, nothing is saved beside those that are newer: a folder holds one training.
+        Loading is strict: if tensors are missing, unexpected or of another shape, the error lists them and nothing is
+        changed. After restoring a checkpoint that is not the newest, saving is refused until the newer ones are
+        removed, because a folder holds only one training.
 
         Returns:
-            How many steps the training had taken; 0 if the folder never had a checkpoint.
+            The number of steps that the training had taken; 0 if the folder has no checkpoint.
 
         Raises:
-            CheckpointError: If there are checkpoints but none is whole, or the one does not fit.
+            CheckpointError: If no checkpoint is complete although some exist, or the checkpoint does not fit.
         """
         self._saver.wait()
         with SaveProgress("restore") as progress:
@@ -228,12 +228,12 @@ class Checkpointer:
             with checkpoint:
                 states = self._worker_states(checkpoint)
                 if self._snapshots is not None:
-                    self._workers.barrier()  # parameters are loaded for all, of whom some may still use them
+                    self._workers.barrier()  # loading overwrites shared parameters, which some workers may still use
                 load_training_state(checkpoint, self._model, self._optimizer, progress)
                 for name, target in self._state.items():
                     if (
                         not states or name not in states[0]
-                    ):  # tensors that workers had in common when it was saved
+                    ):  # tensors that the workers shared when the checkpoint was saved
                         continue
                     load_resharded(
                         name,
@@ -258,13 +258,13 @@ class Checkpointer:
         return self._num_steps
 
     def wait(self) -> None:
-        """Returns when no save is under way."""
+        """Waits until no save is running."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Waits for the save that is under way, saves if one is still due, and hands SIGUSR1 back. Idempotent.
+        """Waits for the running save, saves if another is due, and restores SIGUSR1's handler. Idempotent.
 
-        A `with` block that ends by an exception saves nothing more: other workers may not be there.
+        A `with` block that ends by an exception does not begin another save, because other workers may be gone.
         """
         self._close(alone=False)
 
@@ -314,7 +314,10 @@ class Checkpointer:
         )
 
     def _take_state(self) -> Callable[[], object]:
-        """Holds the state of now still; returns what begins to write it, after which threads compete for Python."""
+        """Freezes the current state; returns the function that begins to write it.
+
+        Once writing has begun, its threads compete with training for Python.
+        """
         if self._newest_left >= self._num_steps:
             raise CheckpointError(
                 f"{self._parent.path} has a checkpoint of step {self._newest_left}, and this is step "
@@ -341,9 +344,9 @@ class Checkpointer:
         return lambda: None
 
     def _claim_folder(self) -> Exception | None:
-        """Why this job does not have the folder for itself; None from when it has. Collective until then.
+        """Claims the folder for this job; returns None, or the reason for a refusal. Collective until claimed.
 
-        Before that no worker may write there: it would be into what another job saves.
+        No worker may write to the folder before that, because another job may be saving there.
         """
         if self._has_folder:
             return None
@@ -360,11 +363,11 @@ class Checkpointer:
         return refusal if is_refused else None
 
     def _tidy_up(self) -> None:
-        """Removes what killed saves have left, unless somebody saves there, or it cannot be removed."""
+        """Removes the files of killed saves, unless another job saves there or they cannot be removed."""
         with contextlib.suppress(OSError, CheckpointError):
             if self._claim.take():
                 remove_unfinished(self._parent)
-        self._claim.release()  # who only restores leaves it to who saves
+        self._claim.release()  # a job that only restores does not block a job that saves
 
     def _start(self, writing: Writing, own_state: OwnState | None) -> None:
         if self._snapshots is None:
@@ -372,7 +375,7 @@ class Checkpointer:
         self._saver.start(writing, own_state)
 
     def _follow_optimizer(self) -> None:
-        """Saves from where the optimizer's parameters are now: they move when others come to them."""
+        """Makes saves use the current memory of the optimizer's parameters, which moves when parameters are added."""
         optimizer = self._optimizer
         offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
         if optimizer is None or offloaded is None:
@@ -420,7 +423,7 @@ class Checkpointer:
         )
 
     def _find_newest_step(self) -> int:
-        """Of all checkpoints in the folder, as worker 0 sees it. Collective."""
+        """The newest step of all checkpoints in the folder, as worker 0 finds them. Collective."""
         names = names_of(self._parent) if self._workers.rank == 0 else []
         newest_step = max((name.step for name in names), default=_NO_CHECKPOINT)
         return self._workers.told_by_first(newest_step)[0]
@@ -468,10 +471,10 @@ class Checkpointer:
         return open_verified(self._parent, attempts[-1] if attempts else CheckpointName(step), progress)
 
     def _worker_states(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-        """The state of each worker that there was.
+        """The saved state of each worker of the checkpoint's job.
 
         Raises:
-            CheckpointError: If it is not that of the same things.
+            CheckpointError: If its names differ from those of this worker's state.
         """
         states = [from_json(state, translate=from_small_tensor) for state in checkpoint.worker_states()]
         known, wanted = (set(each) - {OwnTensors.NAME} for each in (states[0] if states else (), self._state))
@@ -483,7 +486,7 @@ class Checkpointer:
 
 
 def _copies_beside(optimizer: torch.optim.Optimizer | None) -> tuple[HostCopies, Any]:
-    """Where states are copied to, and the hook that has the optimizer wait for it; None where nothing has to."""
+    """The host copies, and the hook by which the optimizer waits for them; None if it need not wait."""
     in_devices = isinstance(optimizer, DistributedOptimizer) and optimizer.runs_in_memory_devices
     if optimizer is None or in_devices:
         return HostCopies(waits_for_step=False), None

@@ -1,4 +1,4 @@
-"""Where a worker is in its data: which epoch, and how many batches of it it has used."""
+"""A worker's position in its data: the epoch and the number of batches that it has used."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Batch = TypeVar("Batch")
 
 
 class DataPosition:
-    """The place in any loader from which a restored worker goes on, for `Checkpointer(state=...)`.
+    """The position in any loader from which a restored worker continues, for `Checkpointer(state=...)`.
 
-    Batches that were used are loaded again and thrown away, with the random numbers that the epoch began with: so a
-    loader that shuffles gives the others, in their order. Loaders that can go on by themselves, because they have a
-    state_dict(), need it not.
+    Used batches are loaded again and discarded, with the random numbers from the beginning of the epoch. So a loader
+    that shuffles returns the remaining batches in their original order. Loaders with a state_dict() do not need it,
+    because they can continue by themselves.
 
-    Where another number of workers goes on, as many samples are skipped as all together had used.
+    If a different number of workers continues, each skips its share of the samples that all workers had used.
 
     Example:
         >>> position = DataPosition()
@@ -32,38 +32,38 @@ class DataPosition:
 
     def __init__(self) -> None:
         self.epoch = 0
-        """The one that training is in."""
+        """The current epoch."""
         self.num_batches = 0
-        """How many of its batches were used."""
-        self._generators: Any = None  # as the epoch began
+        """Number of batches of the epoch that were used."""
+        self._generators: Any = None  # at the beginning of the epoch
         self._is_restored = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The place behind the batch that batches() has given last."""
+        """The position after the last batch from batches()."""
         return {"epoch": self.epoch, "num_batches": self.num_batches, "generators": self._generators}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has batches() go on there."""
+        """Makes batches() continue at the saved position."""
         self.epoch, self.num_batches, self._generators = (
             state[name] for name in ("epoch", "num_batches", "generators")
         )
         self._is_restored = True
 
     def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
-        """Has batches() go on behind what all workers that there were have used together."""
+        """Makes batches() continue after the samples that all saved workers had used together."""
         self.load_state_dict(states[0])
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         self.num_batches = sum(state["num_batches"] for state in states) // world_size
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are not finished, of `count`."""
+        """Iterates over the unfinished epochs of `count` epochs."""
         for epoch in range(self.epoch, count):
             if epoch != self.epoch:
                 self.epoch, self.num_batches, self._generators = epoch, 0, None
             yield epoch
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of this epoch that were not used yet."""
+        """Iterates over the unused batches of this epoch."""
         was_restored, self._is_restored = self._is_restored, False
         now = _generators.state_dict()
         if not was_restored:

@@ -1,4 +1,4 @@
-"""Checkpoints as PyTorch's own: for torch.load, and for torch.distributed.checkpoint."""
+"""Exports checkpoints to PyTorch's formats: for torch.load and for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from coarse.torch.checkpoint.training_state import empty_tensor, from_small_tens
 def export_torch(checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None) -> None:
     """Writes one file for torch.load(weights_only=True): a dictionary of `model`, `optimizer` and `step`.
 
-    The optimizer's state dict numbers parameters as torch does, in the order of its groups, so that it loads into the
-    same optimizer of the same model.
+    The optimizer's state dict numbers parameters as torch does, in the order of its groups. So the same optimizer of
+    the same model can load it.
 
     Raises:
-        CheckpointError: If there is such a file, or the checkpoint is damaged.
+        CheckpointError: If the file exists, or the checkpoint is damaged.
     """
     with _whole(path) as unfinished:
         state = state_dicts(checkpoint, progress)
@@ -39,24 +39,24 @@ def export_torch(checkpoint: Checkpoint, path: Path, progress: Progress = lambda
 def export_dcp(checkpoint: Checkpoint, path: Path, progress: Progress = lambda done, total: None) -> None:
     """Writes a folder for torch.distributed.checkpoint: `model`, `optimizer` and `step`, parameters by their names.
 
-    That is what torch.distributed.checkpoint.state_dict.get_state_dict() has for the same model and optimizer.
+    torch.distributed.checkpoint.state_dict.get_state_dict() has the same content for this model and optimizer.
 
     Raises:
-        CheckpointError: If there is such a folder, or the checkpoint is damaged.
+        CheckpointError: If the folder exists, or the checkpoint is damaged.
     """
     with _whole(path) as unfinished, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is what no_dist asks for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist requests this
         dcp.save(state_dicts(checkpoint, progress), checkpoint_id=unfinished, no_dist=True)
 
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Where to write a new file or folder, which is at `path` when all of it is on the disk, and else nowhere."""
+    """Yields a temporary path for a new file or folder, which moves to `path` once all of it is on the disk."""
     if path.exists():
         raise CheckpointError(f"{path} is there already, and is not overwritten")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.tmp")
-    _remove(unfinished)  # of an export that was killed
+    _remove(unfinished)  # left by a killed export
     try:
         yield unfinished
         for each in (*unfinished.rglob("*"), unfinished):
@@ -84,7 +84,7 @@ def _flush(path: Path) -> None:
 
 
 def state_dicts(checkpoint: Checkpoint, progress: Progress = lambda done, total: None) -> dict[str, Any]:
-    """All of a checkpoint in memory: `model`, `optimizer` if there is one (parameters by name), and `step`.
+    """Loads a whole checkpoint into memory: `model`, `optimizer` if it has one (parameters by name), and `step`.
 
     Raises:
         CheckpointError: If the checkpoint is damaged.

@@ -16,14 +16,14 @@ from coarse.torch.gradients.stream_order import StreamOrder
 
 
 class HostCopies:
-    """Memory for copies of a state: one block, kept from save to save.
+    """Memory for copies of a state: one block, reused by all saves.
 
-    What only the optimizer changes is copied in the background; finish() must be called before it does. All else is
-    copied at once. Use it from the training thread; one copy at a time.
+    Tensors that only the optimizer changes are copied in the background; call finish() before the optimizer's next
+    update. All others are copied at once. Use it from the training thread, for one copy at a time.
 
     Args:
-        waits_for_step: Whether finish() will be called before the optimizer's next update; else all is copied at
-            once.
+        waits_for_step: Whether finish() will be called before the optimizer's next update; if not, all tensors are
+            copied at once.
     """
 
     def __init__(self, *, waits_for_step: bool) -> None:
@@ -35,12 +35,12 @@ class HostCopies:
     def take(
         self, step: int, tensors: Mapping[str, torch.Tensor], *, only_optimizer_changes: Collection[str]
     ) -> CopiedState:
-        """Takes hold of a state, for begin() to copy; the one before must have been written.
+        """Prepares a state, which begin() copies; the previous state must have been written.
 
         Args:
-            step: How many updates it has seen.
+            step: Number of updates that the state includes.
             tensors: The state by its names in the checkpoint.
-            only_optimizer_changes: Names of what stays as it is until the optimizer's next update.
+            only_optimizer_changes: Names of tensors that do not change before the optimizer's next update.
         """
         self.finish()
         later = () if self._executor is None else only_optimizer_changes
@@ -49,7 +49,7 @@ class HostCopies:
         return self._state
 
     def begin(self) -> None:
-        """Begins to copy; to be called before training goes on."""
+        """Begins to copy. Call it before training continues."""
         assert self._state is not None
         self._has_begun = True
         order = self._state.order()
@@ -59,7 +59,7 @@ class HostCopies:
             self._state.copy(order)
 
     def finish(self) -> None:
-        """Returns when what is being copied has been copied."""
+        """Waits until the running copy is complete."""
         if self._state is not None and self._has_begun:
             self._state.wait()
 
@@ -70,7 +70,7 @@ class HostCopies:
 
     def _block(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
-            self._memory = _host_memory(0)  # the old block goes before the new one comes
+            self._memory = _host_memory(0)  # frees the old block before the new one is allocated
             self._memory = _host_memory(num_bytes)
         return self._memory
 
@@ -80,7 +80,7 @@ def _host_memory(num_bytes: int) -> torch.Tensor:
 
 
 class CopiedState:
-    """A CheckpointSource over copies, which may still be on their way. Made by HostCopies."""
+    """A CheckpointSource over copies, which may still be incomplete. Created by HostCopies."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class CopiedState:
         self._copies = None
 
     def wait(self) -> None:
-        """Returns when the copies are there, or could not be made."""
+        """Waits until the copies are complete or have failed."""
         self._is_copied.wait()
 
     def _copied(self) -> ArraySource:
@@ -127,11 +127,11 @@ class CopiedState:
         return self._copies
 
     def order(self) -> StreamOrder:
-        """Has the state as it is now, for copy(); to be called by the thread that computes."""
+        """Returns the stream order of the current state, for copy(). Call it from the thread that computes."""
         return StreamOrder([*self._originals.values(), *self._early.values()])
 
     def copy(self, order: StreamOrder) -> None:
-        """Makes the copies; to be called once, from any thread. Failures are told to who reads."""
+        """Makes the copies. Call it once, from any thread. Failures are reported to the reader."""
         try:
             with order.followed():
                 self._copies = self._copy_all()
@@ -161,8 +161,8 @@ class CopiedState:
 
 
 def _differs(copy: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether an original in the host's memory was changed since, or while, it was copied.
+    """Whether an original in host memory was changed during or after the copy.
 
-    What is written to `.data`, as moving averages often are, torch does not count.
+    Compares values, because torch does not count writes to `.data`, which are common for moving averages.
     """
     return original.is_cpu and not torch.equal(as_bytes(copy), as_bytes(original))

@@ -1,4 +1,4 @@
-"""Checkpoints that torch.save or safetensors have written."""
+"""Loads checkpoints written by torch.save or safetensors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def load_state_dicts(
 ) -> None:
     """Loads a plain PyTorch checkpoint: a state dict, or a dictionary of them, saved by torch.save or safetensors.
 
-    Works before and after wrapping. Where the optimizer runs in the memory devices, every worker must load the same.
+    Works before and after wrapping. If the optimizer runs in the memory devices, every worker must load the same
+    file.
 
     Args:
         path: File of torch.save (read with weights_only=True, which runs no code), or `*.safetensors`.
-        model: What to load into, strictly.
-        optimizer: Likewise; None to load the model alone.
-        model_key: Where in a dictionary of state dicts the model's is; a bare state dict needs none.
-        optimizer_key: Where the optimizer's is.
+        model: Model to load into, strictly.
+        optimizer: Optimizer to load into; None to load only the model.
+        model_key: Key of the model's state dict in a dictionary of state dicts; unused for a bare state dict.
+        optimizer_key: Key of the optimizer's state dict.
 
     Raises:
-        CheckpointError: If the file has not what is wanted.
-        RuntimeError: As torch's load_state_dict(), if tensors are missing, too many or of another shape.
+        CheckpointError: If the file lacks a requested state dict.
+        RuntimeError: As torch's load_state_dict(), if tensors are missing, unexpected or of another shape.
     """
     saved = _read_plain(Path(path))
     state_dict = saved.get(model_key, saved)

@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer in the memory devices: a snapshot there, which the home device writes to disk."""
+"""Checkpoints of an optimizer in the memory devices: the home device writes a snapshot to disk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from coarse.wire.snapshots import KeptTensor, SentTensor, SnapshotContents, writ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What is the same in every request, as long as no parameter gets its first state.
+    """The constant part of requests, valid until another parameter gets its first state.
 
     Args:
         message: Its fields.
-        counted: Of which parameter and state each of the last tensors that are sent along is.
+        counted: Parameter and state of each update count; these tensors are sent last.
     """
 
     message: Message
@@ -38,12 +38,12 @@ class _Request:
 class SnapshotSaves:
     """Begins checkpoints from snapshots of one model's parameters and optimizer state.
 
-    What requests have in common is kept, so that training stands still for as short as possible.
+    The constant part of requests is cached, to pause training as briefly as possible.
 
     Args:
         offloaded: The parameters that the memory devices hold.
-        model: What they belong to; wrapped or not.
-        folder: Of all checkpoints.
+        model: The parameters' model; wrapped or not.
+        folder: Folder of all checkpoints.
         options: How to write.
 
     Raises:
@@ -56,7 +56,7 @@ class SnapshotSaves:
         self._offloaded = offloaded
         self._folder = folder
         self._options = options
-        self._names: dict[torch.nn.Parameter, list[str]] = {}  # several of one that is tied
+        self._names: dict[torch.nn.Parameter, list[str]] = {}  # a tied parameter has several
         for name, parameter in bare(model).named_parameters(remove_duplicate=False):
             self._names.setdefault(parameter, []).append(name)
         held = {f"{MODEL_PREFIX}{name}" for each in offloaded.parameters for name in self._names[each]}
@@ -69,29 +69,29 @@ class SnapshotSaves:
         return self._offloaded is offloaded
 
     def warm(self) -> None:
-        """Has the memory devices take the memory for a snapshot ahead, which they then keep. Returns at once."""
+        """Makes the memory devices allocate the memory for a snapshot in advance and keep it. Returns at once."""
         self._offloaded.warm_snapshots()
 
     def prepare(self) -> None:
-        """Does once, before a save, what takes longest; nothing if no parameter got its first state since."""
+        """Prepares the slowest part of a save in advance; does nothing if no parameter got its first state since."""
         which = self._offloaded.which_have_state()
         if which != self._prepared_for:
             self._prepared_for = which
             self._request(self._take_beside())
 
     def take_over_writes(self) -> None:
-        """Has the next snapshot hold what workers have written alike since the last update. Collective."""
+        """Includes equal writes by all workers since the last update in the next snapshot. Collective."""
         self._offloaded.take_over_writes()
 
     def begin(self, step: int, details: SaveDetails) -> SnapshotWriting:
-        """Takes a snapshot and has it written; between two steps.
+        """Takes a snapshot and returns the handle that writes it. Call it between two steps.
 
         Args:
-            step: How many updates the state has seen.
-            details: What belongs to it.
+            step: Number of updates that the state includes.
+            details: Further data of the save.
 
         Raises:
-            SnapshotsBusyError: If as many snapshots as there can be are held.
+            SnapshotsBusyError: If the largest possible number of snapshots exists already.
         """
         snapshot = self._offloaded.snapshot()
         try:
@@ -113,7 +113,7 @@ class SnapshotSaves:
         return SnapshotWriting(step, snapshot, ask)
 
     def _take_beside(self) -> dict[str, torch.Tensor]:
-        """What the memory devices do not hold, by names in the checkpoint: also the state of empty parameters."""
+        """Tensors that the memory devices do not hold, with the state of empty parameters, by checkpoint names."""
         beside = self._beside.take()
         for parameter, state in self._offloaded.empty.state():
             for name, value in state.items():
@@ -159,7 +159,7 @@ class SnapshotSaves:
         return [KeptTensor(saved=each, tensor=tensor, array=array, order=order) for each in saved]
 
     def _counts(self, request: _Request, numbers: Mapping[int, int]) -> list[bytes]:
-        """How often parameters were updated, for optimizers that count; most have the same number."""
+        """Update counts of parameters, for optimizers that count; most parameters have the same count."""
         encoded = {
             number: {
                 state: np.float32(value).tobytes() for state, value in self._offloaded.counted(number).items()
@@ -173,9 +173,9 @@ class SnapshotWriting:
     """A checkpoint that the home device writes: a Writing of coarse.checkpoint.saver.
 
     Args:
-        step: How many updates the state has seen.
+        step: Number of updates that the state includes.
         snapshot: The state.
-        ask: Asks the device to write it; called in the thread that waits for it.
+        ask: Asks the device to write it; called in the thread that waits for the result.
     """
 
     def __init__(self, step: int, snapshot: Snapshot, ask: Callable[[], SnapshotWrite]) -> None:
@@ -211,18 +211,18 @@ class SnapshotWriting:
 
 
 class _TensorsBeside:
-    """The tensors of a model's state dict that the memory devices do not hold: buffers, and what is not trained.
+    """The tensors of a model's state dict that the memory devices do not hold: buffers and untrained parameters.
 
     Args:
         model: Wrapped or not.
-        held: Names, in the checkpoint, of what the memory devices hold.
+        held: Checkpoint names of the tensors that the memory devices hold.
     """
 
     def __init__(self, model: torch.nn.Module, held: set[str]) -> None:
         self._model = model
         self._held = held
         tensors = self._look_up()
-        # Where a plain attribute is what the state dict has, the whole model need not be walked each time.
+        # Plain attributes are read directly, which avoids walking the whole model for each save.
         places = {name: _owner(bare(model), name.removeprefix(MODEL_PREFIX)) for name in tensors}
         self._places = {name: place for name, place in places.items() if place is not None}
         self._all_placed = len(self._places) == len(tensors)
@@ -242,7 +242,7 @@ class _TensorsBeside:
 
 
 def _owner(module: torch.nn.Module, key: str) -> tuple[torch.nn.Module, str] | None:
-    """The sub-module, and its attribute, that a key of the state dict means; None if it is no plain one."""
+    """The sub-module and its attribute for a key of the state dict; None if the attribute is not a plain one."""
     path, _, attribute = key.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -252,7 +252,7 @@ def _owner(module: torch.nn.Module, key: str) -> tuple[torch.nn.Module, str] | N
 
 
 def _order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions as they lie in memory, the slowest first."""
+    """Dimensions in memory order, the slowest first."""
     dimensions = range(parameter.dim())
     if parameter.is_contiguous():
         return tuple(dimensions)

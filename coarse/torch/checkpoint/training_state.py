@@ -38,7 +38,7 @@ DTYPE_OF: Mapping[str, torch.dtype] = {
 """torch's dtypes by safetensors' names."""
 
 _NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
-# States of torch's optimizers that have the shape of their parameter.
+# States of torch's optimizers that have their parameter's shape.
 _STATES_LIKE_PARAMETERS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "exp_inf", "master"}
 )
@@ -46,11 +46,11 @@ _STATES_LIKE_PARAMETERS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What a checkpoint holds of a model and its optimizer; the tensors are theirs, not copies.
+    """The contents of a checkpoint for a model and its optimizer; the tensors are the originals, not copies.
 
     Args:
         tensors: By their names in the checkpoint.
-        only_optimizer_changes: Names of those that nothing but the optimizer's update changes.
+        only_optimizer_changes: Names of the tensors that only the optimizer's update changes.
         optimizer: The optimizer's settings as JSON; None without an optimizer.
     """
 
@@ -60,16 +60,16 @@ class TrainingState:
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside of what distributes it."""
+    """The module inside its distributed wrapper."""
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     return model.module if isinstance(model, wrappers) else model
 
 
 def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainingState:
-    """Names everything that model and optimizer hold.
+    """Names all tensors and settings of model and optimizer.
 
     Raises:
-        CheckpointError: If the optimizer holds parameters of another model, or something that is no plain value.
+        CheckpointError: If the optimizer holds parameters of another model, or a value that is not plain.
     """
     tensors = model_tensors(model)
     if optimizer is None:
@@ -101,11 +101,11 @@ def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def optimizer_settings(optimizer: DistributedOptimizer, names: Sequence[str]) -> Any:
-    """The settings of an optimizer whose state is in the memory devices, as training_state() has them.
+    """The settings of an optimizer whose state is in the memory devices, in the form of training_state().
 
     Args:
-        optimizer: Whose they are.
-        names: Of its parameters, in the order of its groups: names_of_parameters().
+        optimizer: The optimizer.
+        names: Names of its parameters, in the order of its groups: names_of_parameters().
     """
     numbers = iter(range(len(names)))
     numbered = [
@@ -118,7 +118,7 @@ def names_of_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer
     """Names of the optimizer's parameters, in the order in which its state dict numbers them.
 
     Raises:
-        CheckpointError: If some are not the model's.
+        CheckpointError: If some parameters are not the model's.
     """
     return _names_of_parameters(dict(bare(model).named_parameters()), optimizer)
 
@@ -127,7 +127,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by their names in a checkpoint.
 
     Raises:
-        CheckpointError: If the state dict holds something else.
+        CheckpointError: If the state dict holds other values.
     """
     found: dict[str, torch.Tensor] = {}
     for key, value in bare(model).state_dict().items():
@@ -141,7 +141,7 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def described(name: str, tensor: torch.Tensor) -> SavedTensor:
-    """A tensor as a checkpoint describes it.
+    """A checkpoint's description of a tensor.
 
     Raises:
         CheckpointError: If its dtype or layout cannot be saved.
@@ -159,13 +159,13 @@ def load_training_state(
     optimizer: torch.optim.Optimizer | None,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Loads a checkpoint into model and optimizer; nothing is changed unless everything fits.
+    """Loads a checkpoint into model and optimizer; changes nothing unless everything fits.
 
-    Without an optimizer, an optimizer's state in the checkpoint is left alone. Parameters that memory devices hold
-    are loaded there, into the memory that all workers share: every worker has to do so at the same time.
+    Without an optimizer, an optimizer's state in the checkpoint is ignored. Parameters that memory devices hold are
+    loaded into the memory that all workers share: every worker must do so at the same time.
 
     Raises:
-        CheckpointError: If tensors or settings are missing, are too many or have another shape: all are listed.
+        CheckpointError: If tensors or settings are missing, unexpected or of another shape; lists all of them.
         OSError: If the disk cannot read it.
     """
     offloaded = optimizer.offloaded if isinstance(optimizer, DistributedOptimizer) else None
@@ -193,21 +193,21 @@ def load_training_state(
 
 
 def _keep_snapshots(*holders: Any) -> None:
-    """Has snapshots that are being written copy what is going to be overwritten, where memory devices have it."""
+    """Makes unfinished snapshots copy memory-device contents before they are overwritten."""
     for holder in holders:
         if isinstance(holder, (DistributedDataParallel, DistributedOptimizer)):
             holder.keep_snapshots()
 
 
 def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Has the model take its own tensors, which were filled in place: by this it hears of it, and so do its hooks."""
+    """Loads the model's own tensors, which were filled in place, so that the model's load hooks run."""
     module = bare(model)
     own = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     loaded = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
-    # What is itself is not copied.
+    # torch copies no tensor onto itself.
     module.load_state_dict(
         {
             name: own[name] if name in own and own[name].is_set_to(tensor) else tensor
@@ -217,7 +217,7 @@ def _tell_loaded(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _empty_state(tensor: SavedTensor, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
-    """Memory of the host for a state of an optimizer, in the order of its parameter's if it has the shape of that."""
+    """Host memory for an optimizer state, in its parameter's memory order if the shapes are equal."""
     parameter = parameters.get(tensor.name.removeprefix(OPTIMIZER_PREFIX).partition(".")[2])
     if parameter is None or tuple(parameter.shape) != tensor.shape:
         return empty_tensor(tensor)
@@ -225,7 +225,7 @@ def _empty_state(tensor: SavedTensor, parameters: Mapping[str, torch.nn.Paramete
 
 
 def as_small_tensor(value: Any) -> Any:
-    """A torch tensor as a plain value of a checkpoint; anything else as it is."""
+    """A torch tensor as a plain value of a checkpoint; other values are unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     tensor = described("a tensor among settings", value)
@@ -234,7 +234,7 @@ def as_small_tensor(value: Any) -> Any:
 
 
 def from_small_tensor(value: SmallTensor) -> torch.Tensor:
-    """The torch tensor of a plain value, in the host's memory."""
+    """The torch tensor of a plain value, in host memory."""
     if not value.data:
         return torch.empty(value.shape, dtype=DTYPE_OF[value.dtype], device="cpu")
     flat = torch.frombuffer(bytearray(value.data), dtype=DTYPE_OF[value.dtype])
@@ -242,7 +242,7 @@ def from_small_tensor(value: SmallTensor) -> torch.Tensor:
 
 
 def _beside(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state dict has that torch's own optimizers have not."""
+    """Entries of a state dict that torch's own optimizers do not have."""
     return {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
 
 
@@ -256,11 +256,11 @@ def _settings(
     """An optimizer's settings as JSON.
 
     Args:
-        optimizer: Whose they are.
+        optimizer: The optimizer.
         numbered: Its groups, with parameters by number.
-        names: Of the parameters, by number.
-        values: What its state has beside tensors.
-        beside: What its state dict has beside state and groups.
+        names: Names of the parameters, by number.
+        values: Entries of its state that are not tensors.
+        beside: Entries of its state dict in addition to state and groups.
     """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in numbered]
     settings = {"class": _kind(optimizer), "param_groups": groups, "values": values}
@@ -287,7 +287,7 @@ def _names_of_parameters(
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Name of the optimizer's class, wherever it runs."""
+    """Name of the optimizer's class, also if it runs in the memory devices."""
     return type(optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer).__name__
 
 
@@ -304,10 +304,10 @@ def _optimizer_state_dict(
     optimizer: torch.optim.Optimizer,
     states: Mapping[SavedTensor, torch.Tensor],
 ) -> dict[str, Any]:
-    """The checkpoint's state dict as `optimizer` numbers its parameters.
+    """The checkpoint's state dict, with the parameter numbers of `optimizer`.
 
     Raises:
-        CheckpointError: If it is that of an optimizer of another kind or grouping, or of other parameters.
+        CheckpointError: If the checkpoint's optimizer has another class, grouping or set of parameters.
     """
     if checkpoint.manifest.optimizer is None:
         raise CheckpointError(f"{checkpoint.path} holds no optimizer; restore the model alone, without one")
@@ -365,7 +365,7 @@ def load_tensors(
 ) -> None:
     """Fills tensors in place.
 
-    Only those that do not lie in a row in host memory pass through a copy.
+    Only tensors that are not contiguous in host memory need an intermediate copy.
     """
     staged = {
         tensor: memory if memory.is_cpu and memory.is_contiguous() else empty_tensor(tensor)
@@ -381,7 +381,7 @@ def load_tensors(
 
 
 def _once(tensor: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
-    """Those elements of `tensor` that have memory of their own in `repeats`, which may be an expanded one."""
+    """The elements of `tensor` that have separate memory in `repeats`, which may be an expanded tensor."""
     for dimension, stride in enumerate(repeats.stride()):
         if stride == 0 and repeats.size(dimension) > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -389,7 +389,7 @@ def _once(tensor: torch.Tensor, repeats: torch.Tensor) -> torch.Tensor:
 
 
 def empty_tensor(tensor: SavedTensor) -> torch.Tensor:
-    """Memory of the host for a tensor."""
+    """Host memory for a tensor."""
     return torch.empty(tensor.shape, dtype=DTYPE_OF[tensor.dtype], device="cpu")
 
 

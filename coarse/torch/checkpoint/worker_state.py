@@ -1,4 +1,4 @@
-"""What else than model and optimizer belongs to a worker, and is saved and restored with them."""
+"""State of a worker that is saved and restored in addition to model and optimizer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _METHODS = ("state_dict", "load_state_dict")
 
 
 class WorkerState(Protocol):
-    """Something of a worker that belongs to a checkpoint: torch's schedulers, GradScaler and stateful loaders fit.
+    """An object of a worker to save in a checkpoint, such as torch's schedulers, GradScaler and stateful loaders.
 
-    If it also has `load_state_dicts(states)`, that is called instead where another number of workers goes on, with
-    the states of all workers that there were.
+    If a different number of workers continues, `load_state_dicts(states)` is called instead if the object has it,
+    with the states of all workers that saved.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Numbers, strings, bytes, lists, tuples, dictionaries, tensors and arrays."""
+        """Returns numbers, strings, bytes, lists, tuples, dictionaries, tensors and arrays."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes what state_dict() returned."""
+        """Restores the result of state_dict()."""
 
 
 @runtime_checkable
@@ -38,12 +38,12 @@ class _Reshards(Protocol):
 class RandomState:
     """The state of the random number generators of torch, numpy and Python, for `Checkpointer(state=...)`.
 
-    Where another number of workers goes on, those that there were keep their generators; new ones keep what they
-    have.
+    If a different number of workers continues, workers that existed before restore their generators; new workers
+    keep their current ones.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states; those of all CUDA devices if there are any in use."""
+        """The generators' states, including those of all CUDA devices if CUDA is in use."""
         state = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),
@@ -62,22 +62,22 @@ class RandomState:
             torch.cuda.set_rng_state_all(state_dict["cuda"])
 
     def load_state_dicts(self, states: list[Mapping[str, Any]]) -> None:
-        """Sets the generators where this worker was there before."""
+        """Sets the generators if this worker existed when the states were saved."""
         rank = rank_here()
         if rank < len(states):
             self.load_state_dict(states[rank])
 
 
 class OwnTensors:
-    """What of a model each worker has of its own: buffers that are not broadcast, and what is left alone.
+    """Tensors of a model that differ between workers: buffers that are not broadcast, and ignored tensors.
 
     Args:
-        model: Wrapped.
-        names: Of the tensors, in the module that it wraps.
+        model: The wrapped model.
+        names: Names of the tensors in the inner module.
     """
 
     NAME = "tensors of each worker"
-    """Among the states of a worker."""
+    """Name of this entry among a worker's states."""
 
     def __init__(self, model: torch.nn.parallel.DistributedDataParallel, names: Collection[str]) -> None:
         self._module = model.module
@@ -85,7 +85,7 @@ class OwnTensors:
 
     @classmethod
     def of(cls, model: torch.nn.Module, world_size: int) -> dict[str, WorkerState]:
-        """By name; nothing where all workers have the same."""
+        """The state by name; empty if all workers have the same tensors."""
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel) or world_size == 1:
             return {}
         are_broadcast = getattr(model, "forward_sync_buffers", getattr(model, "broadcast_buffers", True))
@@ -96,18 +96,18 @@ class OwnTensors:
         return {cls.NAME: cls(model, names)} if names else {}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of them, in the host's memory."""
+        """Copies of the tensors, in host memory."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Writes to those that there are."""
+        """Restores the tensors that exist."""
         with torch.no_grad():
             for name, tensor in self._tensors():
                 if name in state_dict:
                     tensor.copy_(state_dict[name])
 
     def load_state_dicts(self, states: list[Mapping[str, torch.Tensor]]) -> None:
-        """Writes to them where this worker was there before; new workers have worker 0's."""
+        """Restores the tensors; workers that did not exist before use worker 0's."""
         rank = rank_here()
         if rank < len(states):
             self.load_state_dict(states[rank])
@@ -123,10 +123,10 @@ def rank_here() -> int:
 
 
 def checked(state: Mapping[str, WorkerState] | None) -> dict[str, WorkerState]:
-    """Returns what a user handed over as state, by names.
+    """Returns the user's `state` argument as a dictionary.
 
     Raises:
-        TypeError: If something of it has no state to save.
+        TypeError: If an object in it has no state to save.
     """
     for name, each in (state or {}).items():
         lacking = [f"{method}()" for method in _METHODS if not callable(getattr(each, method, None))]
@@ -139,7 +139,7 @@ def checked(state: Mapping[str, WorkerState] | None) -> dict[str, WorkerState]:
 
 
 def load_resharded(name: str, target: WorkerState, states: list[Any], *, rank: int, world_size: int) -> None:
-    """Gives a worker its part of the state that `len(states)` workers saved."""
+    """Restores a worker's part of the state that `len(states)` workers saved."""
     if len(states) == world_size:
         target.load_state_dict(states[rank])
     elif isinstance(target, _Reshards):

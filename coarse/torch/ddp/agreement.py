@@ -12,7 +12,7 @@ from coarse.session import Session
 
 
 def describe(name: str, tensor: torch.Tensor) -> str:
-    """One line with all that must agree between workers. Strides count: they are the order in memory."""
+    """One line with all properties that must agree between workers, including strides: the order in memory."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     trainable = ", trainable" if tensor.requires_grad else ""
     return f"{name}: {dtype} {list(tensor.shape)}, strides {list(tensor.stride())}{trainable}"
@@ -34,7 +34,7 @@ def check_same_tensors(session: Session, lines: Sequence[str]) -> None:
 
 
 def _first_difference(expected: list[str], actual: list[str], rank: int) -> str:
-    """What differs first, or "" if nothing does."""
+    """The first difference, or "" if there is none."""
     if expected == actual:
         return ""
     for theirs, ours in zip(expected, actual, strict=False):
@@ -51,7 +51,7 @@ def _first_difference(expected: list[str], actual: list[str], rank: int) -> str:
 
 
 def broadcast_text(session: Session, text: str, *, root: int) -> str:
-    """The text of worker `root`. Collective."""
+    """Returns the text of worker `root`. Collective."""
     encoded = text.encode()
     length = np.array([len(encoded)], np.int64)
     session.broadcast(length, root=root)

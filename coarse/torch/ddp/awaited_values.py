@@ -11,17 +11,17 @@ from coarse.torch.ddp.module_hooks import OwnHook
 
 
 class AwaitedValues:
-    """Gives a module that has tensors on the meta device memory of the host, of which no page is taken yet.
+    """Moves a module's meta-device tensors to host memory whose pages are not allocated yet.
 
-    The tensors stay the same objects, so that an optimizer which has them already keeps them. Until release() the
-    module neither runs nor gives a state dict: it would be of zeros.
+    The tensors remain the same objects, so that an existing optimizer keeps them. Until release(), running the module
+    and reading its state dict raise an error, because all values would be zero.
 
     Args:
-        module: Of which tensors may be on the meta device; None for one that is left alone.
-        ignored: Names of parameters and buffers to leave alone.
+        module: Module with possible tensors on the meta device; None to do nothing.
+        ignored: Names of parameters and buffers to ignore.
 
     Raises:
-        ValueError: If something else refers to a parameter's innards, as hooks do.
+        ValueError: If something else, such as a hook, refers to a parameter's internals.
     """
 
     def __init__(self, module: torch.nn.Module | None, ignored: Collection[str]) -> None:
@@ -46,18 +46,18 @@ class AwaitedValues:
         ]
 
     def release(self) -> None:
-        """The values have come. Idempotent."""
+        """Marks the values as received. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     @property
     def are_missing(self) -> bool:
-        """Whether the module is without values still."""
+        """Whether the module still has no values."""
         return bool(self._handles)
 
     def check(self) -> None:
-        """Raises RuntimeError if the module is without values still."""
+        """Raises RuntimeError if the module still has no values."""
         if not self.are_missing:
             return
         raise RuntimeError(

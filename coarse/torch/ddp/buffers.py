@@ -24,8 +24,8 @@ _DIRECT_BYTES = 1 << 20
 def broadcast_tensors(session: Session, tensors: Iterable[torch.Tensor], *, root: int = 0) -> None:
     """Overwrites `tensors` on every worker with those of worker `root`. Collective.
 
-    Large contiguous tensors in host memory are broadcast where they are; all others go through staging memory
-    of at most 32 MiB (or the size of the largest of them), many to a call.
+    Large contiguous tensors in host memory are broadcast in place. All others go through staging memory, many per
+    call; it has at most 32 MiB, or the size of the largest of these tensors.
     """
     batch: list[torch.Tensor] = []
     batch_bytes = 0
@@ -61,12 +61,12 @@ def _broadcast_batch(session: Session, tensors: list[torch.Tensor], root: int) -
 class BufferBroadcast:
     """Copies a model's buffers from one worker to the others before each forward, in one exchange.
 
-    Those on a GPU are copied by its streams, behind what computes them, and the stream of the forward waits for them.
+    Streams copy buffers on a GPU after the work that computes them, and the forward's stream waits for the copies.
 
     Args:
-        session: Where to register; collective.
-        name: Of the registration, the same on every worker.
-        buffers: The model's buffers when it is wrapped. Later ones may be other tensors of the same shapes.
+        session: The session to register with; registration is collective.
+        name: Name of the registration, the same on every worker.
+        buffers: The model's buffers when it is wrapped. Later calls may pass other tensors of the same shapes.
     """
 
     def __init__(self, session: Session, name: str, buffers: Sequence[torch.Tensor]) -> None:
@@ -80,11 +80,11 @@ class BufferBroadcast:
     def run(self, buffers: Sequence[torch.Tensor], *, root: int) -> None:
         """Overwrites `buffers` with those of worker `root`. Collective.
 
-        The version counters of the buffers stay: as in torch's DDP, several forwards may come before a
-            backward.
+        The version counters of the buffers do not change: as in torch's DDP, several forwards may precede a
+        backward.
 
         Raises:
-            SyncTimeoutError: If another worker does not come.
+            SyncTimeoutError: If another worker does not participate in time.
             ValueError: If number, shapes or dtypes of the buffers changed since the model was wrapped.
         """
         if not self._packing.fits(buffers):
@@ -119,7 +119,7 @@ class BufferBroadcast:
 
 
 class HostExchange:
-    """A broadcast of a group's one tensor, in whose slot `memory` is."""
+    """Broadcasts a group's only tensor; `memory` is in its slot."""
 
     def __init__(self, group: AnyTensorGroup) -> None:
         self._group = group
@@ -132,10 +132,10 @@ class HostExchange:
 
 
 class GpuExchange:
-    """The same of a tensor on a GPU, by its streams.
+    """Broadcasts a group's only tensor on a GPU, by its streams.
 
     Raises:
-        CudaError: If the GPU cannot do it.
+        CudaError: If the GPU does not support it.
     """
 
     def __init__(self, group: TensorGroup, gpu: gpu_gradients.Gpu) -> None:
@@ -145,7 +145,7 @@ class GpuExchange:
         self.memory = torch.empty(group.specs[0].nbytes, dtype=torch.uint8, device=gpu.device)
 
     def run(self, *, is_root: bool) -> None:
-        """Has the current stream go on when `memory` is the root's."""
+        """Makes the current stream wait until `memory` contains the root's values."""
         stream, address = self._gpu.current_stream(), self.memory.data_ptr()
         tensor = (0, _native.PRESENT, address, 0, 0) if is_root else (0, 0, 0, address, 0)
         self._transfers.push([tensor], stream)

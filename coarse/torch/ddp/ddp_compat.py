@@ -1,4 +1,4 @@
-"""Stand-ins for torch DDP's `reducer` and `logger`, for libraries that reach for them."""
+"""Stand-ins for torch DDP's `reducer` and `logger`, for libraries that access them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Facade:
 
 
 class ReducerFacade(_Facade):
-    """The few methods of torch's Reducer that training loops with their own backward call."""
+    """The methods of torch's Reducer that training loops with a custom backward call."""
 
     _torch_name = "reducer"
 
     def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
+        """Does nothing."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
         """Averages gradients in the next backward through `outputs`."""
@@ -50,19 +50,19 @@ class ReducerFacade(_Facade):
         self._model._remove_autograd_hooks()
 
     def _delay_all_reduce(self) -> None:
-        """Nothing to delay: in the first backward of a static graph, too, gradients are averaged as it ends."""
+        """Does nothing: the first backward of a static graph also averages gradients at its end."""
 
     def _set_static_graph(self) -> None:
         self._model._set_static_graph()
 
 
 class LoggerFacade(_Facade):
-    """What torch's Logger tells about the construction of a model."""
+    """Reports the data of torch's Logger about the construction of a model."""
 
     _torch_name = "logger"
 
     def data(self) -> dict[str, Any]:
-        """Under torch's names; figures of buckets and of torch's timers are left out."""
+        """The data under torch's names, without figures of buckets and of torch's timers."""
         model = self._model
         return {
             "module_name": type(model.module).__name__,

@@ -60,60 +60,62 @@ _COPIED_SETTINGS = (
 class DistributedDataParallel(RemoteOptimizer):
     """Trains replicas of `module` on all workers of a process group, averaging their gradients.
 
-    Takes the arguments of torch.nn.parallel.DistributedDataParallel and keeps its semantics; `isinstance`
-    with it holds. Where torch's class fills buckets and all-reduces them, each gradient here is pushed to the
-    memory devices by itself as soon as it is ready, and pulled back at the end of backward.
+    Takes the arguments of torch.nn.parallel.DistributedDataParallel, keeps its semantics, and passes `isinstance`
+    checks against it. torch's class fills buckets and all-reduces them. This class pushes each gradient to the
+    memory devices separately, as soon as it is ready, and pulls the averages at the end of backward.
 
-    The gradient of a large torch.nn.Embedding never exists anywhere else: backward adds its rows to the slot. With
-    sparse=True only the rows that were looked up travel, and `.grad` is sparse as under torch's class.
+    A large torch.nn.Embedding never has a separate gradient: backward adds the rows directly to the slot. With
+    sparse=True only the rows that were looked up are transferred, and `.grad` is sparse as under torch's class.
 
-    Workers other than the first may build the module on the meta device (`with torch.device("meta")`, accelerate's
-    init_empty_weights()) if worker 0 has it in host memory: they take no memory for it. Worker 0's values come
-    with DistributedOptimizer, by way of the memory devices, else with the first forward that has gradients, which all
-    workers call then. Buffers come at once.
+    If worker 0 has the module in host memory, the other workers may build it on the meta device
+    (`with torch.device("meta")`, accelerate's init_empty_weights()) and then need no memory for it. They receive
+    worker 0's values through the memory devices when DistributedOptimizer is constructed. Without a
+    DistributedOptimizer they receive them in the first forward with gradients, which all workers must then call.
+    Buffers are copied at construction.
 
-    All workers must wrap the same models in the same order. Construction is collective. Without a process
-    group one is made from the launcher's variables. With a single worker nothing is registered and nothing
-    costs.
+    All workers must wrap the same models in the same order. Construction is collective. If no process group exists,
+    construction creates one from the launcher's variables. With a single worker, nothing is registered and there is
+    no overhead.
 
     Differences from torch's class:
         - `gradient_as_bucket_view` is True by default: after backward, `.grad` is memory shared with the
-          memory devices, overwritten by the next averaging. With False each gradient is held twice.
-        - A parameter that is in the graph but receives no gradient at all counts as unused.
-        - Under find_unused_parameters, what a parameter accumulated under no_sync is averaged even if no
-          worker uses it in the iteration that averages.
+          memory devices, and the next averaging overwrites it. With False, each gradient is stored twice.
+        - A parameter that is in the graph but receives no gradient counts as unused.
+        - Under find_unused_parameters, gradients that a parameter accumulated under no_sync are averaged even if no
+          worker uses the parameter in the iteration that averages.
         - A layer that is thawed after wrapping (requires_grad_(True), on all workers) is averaged from the next
           forward on; torch's class never averages it.
-        - A copy, deep or pickled, averages nothing before its first forward with gradients, which is collective as
-          wrapping is: whoever keeps one for its weights alone costs nothing, on one worker or all.
+        - A copy, deep or pickled, is registered in its first forward with gradients. That forward is collective, as
+          wrapping is. A copy that is kept only for its weights costs nothing, on one worker or on all.
 
     Args:
         module: The module to train. Parameters and buffers named in its attribute
-            `_ddp_params_and_buffers_to_ignore` are left alone.
-        device_ids: None, or the one accelerator of the module; inputs are moved there.
-        output_device: As in torch; only remembered.
+            `_ddp_params_and_buffers_to_ignore` are ignored.
+        device_ids: None, or the module's one accelerator; inputs are moved there.
+        output_device: As in torch; stored, otherwise unused.
         dim: As in torch; only used by scatter() and gather().
         broadcast_buffers: Older name of `forward_sync_buffers`, which also applies to the initial broadcast.
         init_sync: Whether to compare the models of all workers and copy worker 0's to the others.
         process_group: Workers to average with; default all.
         bucket_cap_mb, bucket_cap_mb_list, batched_grad_copy: Accepted; COARSE plans its own shards. The first
             one still sets where torch.compile splits graphs.
-        find_unused_parameters: Whether backward may leave out parameters, also different ones on each worker.
-        check_reduction: Accepted, without effect as in torch.
+        find_unused_parameters: Whether a backward may leave parameters unused, possibly different ones on each
+            worker.
+        check_reduction: Accepted; no effect, as in torch.
         gradient_as_bucket_view: Whether `.grad` is the registered memory itself.
         static_graph: Whether all iterations use the same parameters equally often. Allows re-entrant and
             repeated checkpointing.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: Accepted; no gradient delays another, so that
-            these are averaged like all others.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Accepted; no gradient delays another, so these
+            are averaged like all others.
         mixed_precision: Refused; use torch.autocast.
         device_mesh: One-dimensional mesh of the workers to average with.
-        skip_all_reduce_unused_params: Accepted; parameters that nobody used cost no transfer anyway.
+        skip_all_reduce_unused_params: Accepted; parameters that no worker used are never transferred.
         forward_sync_buffers: Whether each forward starts with worker 0's buffers; default True.
 
     Raises:
         SchemaMismatchError: If the models of the workers differ; names the first difference.
         RendezvousError: If workers cannot find each other.
-        ValueError: For arguments and modules that are not supported; says what to do instead.
+        ValueError: For unsupported arguments and modules; suggests an alternative.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class DistributedDataParallel(RemoteOptimizer):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        # torch's own constructor would build a Reducer, whose hooks would average a second time.
+        # torch's constructor would build a Reducer, whose hooks would average a second time.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         broadcast_initially = True
@@ -222,7 +224,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
-        # Read by torch.compile, which splits graphs there so that averaging overlaps with backward.
+        # torch.compile reads this size and splits graphs at it, so that averaging overlaps with backward.
         self.bucket_bytes_cap = int(max(bucket_cap_mb, 1) * _MIB)
         self.broadcast_bucket_size = 250 * _MIB
         self.forward_sync_buffers = forward_sync_buffers
@@ -242,7 +244,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self._bucket_hook: BucketHook | None = None
         self._has_hook = False
         self._num_registrations = Counter()
-        self._may_run_out = False  # of inputs, before others
+        self._may_run_out = False  # whether some workers may run out of inputs before others
         self._suspended: list[DeviceOptimizer] = []
         self._awaits_values = False
 
@@ -270,10 +272,10 @@ class DistributedDataParallel(RemoteOptimizer):
         self._watch_saves()
 
     def _check_awaited(self, *, init_sync: bool) -> None:
-        """Notes whether any worker awaits values from worker 0. Collective.
+        """Records whether any worker awaits values from worker 0. Collective.
 
         Raises:
-            ValueError: On all workers, if they cannot come.
+            ValueError: On all workers, if worker 0 cannot provide the values.
         """
         is_missing, is_first = self._awaited.are_missing, dist.get_rank(self.process_group) == 0
         is_on_gpu = self.device_type != "cpu"
@@ -294,7 +296,7 @@ class DistributedDataParallel(RemoteOptimizer):
             )
 
     def _bring_values(self, *, but: Collection[torch.nn.Parameter] = ()) -> None:
-        """Copies worker 0's parameters to workers that built theirs on the meta device. Collective where any did."""
+        """Copies worker 0's parameters to workers that built theirs on the meta device. Collective if any did."""
         if not self._awaits_values:
             return
         there = set(but)
@@ -305,14 +307,16 @@ class DistributedDataParallel(RemoteOptimizer):
         self._awaited.release()
 
     def _watch_saves(self) -> None:
-        """Has no state dict hold parameters that a GPU has updated by what a lost memory device did not average, and
-        none put others in their place."""
+        """Blocks saving while parameters may contain unaveraged gradients, and loading that replaces parameters.
+
+        A GPU may already have updated parameters with gradients that a lost memory device did not average.
+        """
         reference = weakref.ref(self)  # the module may outlive this wrapper
         self.module.register_state_dict_pre_hook(OwnHook(lambda: _confirm_averages(reference)))
         self.module.register_load_state_dict_post_hook(OwnHook(lambda: _check_parameters(reference)))
 
     def check_parameters(self) -> None:
-        """Raises RuntimeError if the module has other parameters than when it was wrapped: none would be averaged."""
+        """Raises RuntimeError if the module's parameters were replaced after wrapping: they would not be averaged."""
         if self._closed:
             return
         held = set(self.module.parameters())
@@ -325,29 +329,28 @@ class DistributedDataParallel(RemoteOptimizer):
             )
 
     def ensure_registered(self) -> None:
-        """Has a copy of a wrapped model average gradients too. Collective, as wrapping is. Idempotent."""
+        """Registers a copy of a wrapped model for averaging. Collective, as wrapping is. Idempotent."""
         if self._world_size > 1 and self._gradients is None:
             self._register(init_sync=True, broadcast_buffers=self.forward_sync_buffers)
 
     def _named_states(self, *, buffers: bool, parameters: bool = True) -> list[tuple[str, torch.Tensor]]:
-        """Everything that must be equal on all workers at the start."""
+        """Parameters and buffers that must be equal on all workers at the start."""
         states = list(self.module.named_parameters()) if parameters else []
         if buffers:
             states += self.module.named_buffers()
         return [(name, tensor) for name, tensor in states if name not in self.parameters_to_ignore]
 
     def close(self) -> None:
-        """Stops averaging and gives the registered memory back. Idempotent; all workers should call it.
+        """Stops averaging and releases the registered memory. Idempotent; all workers should call it.
 
-        Dropping the last reference has the same effect when the next model is wrapped. The module stays
-        usable.
+        After the last reference is dropped, wrapping the next model has the same effect. The module remains usable.
         """
         self._closed = True
         if self._gradients is not None:
             self._gradients.remove_hooks()
             with contextlib.suppress(
                 CoarseError
-            ):  # the others may wait for an update that is not on its way yet
+            ):  # the other workers may be waiting for an update that has not started yet
                 self._gradients.finish_updates()
             self._gradients.finish_saves()
             self._gradients.release_parameters()
@@ -356,11 +359,11 @@ class DistributedDataParallel(RemoteOptimizer):
                 self._buffers_broadcast.group.close()
 
     def average_gradients(self) -> None:
-        """Averages the gradients that parameters have now, in place, as the end of a backward does. Collective.
+        """Averages the parameters' current gradients in place, as the end of a backward does. Collective.
 
-        For those that no hook has seen: of a replayed CUDA graph, which was captured under no_sync(), or of whoever
-        writes `.grad` itself. A parameter that has none on this worker takes no part; where others have one, its
-        gradient becomes their average.
+        Call it for gradients that did not trigger a hook: those of a replayed CUDA graph that was captured under
+        no_sync(), and those that the caller writes to `.grad`. A parameter without a gradient on this worker
+        contributes nothing; if other workers have a gradient for it, this worker receives their average.
 
         Raises:
             RuntimeError: If the optimizer updates during backward, or a backward is unfinished.
@@ -370,19 +373,19 @@ class DistributedDataParallel(RemoteOptimizer):
             self._gradients.average()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Has gradients be rounded before they travel, or a hook of one's own average them. Collective.
+        """Rounds gradients before transfer, or replaces averaging by a user-defined hook. Collective.
 
-        torch's fp16_compress_hook and bf16_compress_hook have memory devices average rounded gradients: that halves
-        what crosses networks and links, and the memory of slots; `.grad` then has memory of its own, and the averages
-        have been rounded twice. torch's allreduce_hook changes nothing. Any other, as torch's powerSGD_hook, is given
-        buckets as under torch's class and averages in place of the memory devices, by whatever process group it has.
-        Buckets hold parameters from the last to the first, in every iteration. With a hook no optimizer runs in the
+        With torch's fp16_compress_hook and bf16_compress_hook, memory devices average rounded gradients. This halves
+        the transferred bytes and the memory of slots. `.grad` then has separate memory, and the averages are rounded
+        twice. torch's allreduce_hook changes nothing. Any other hook, such as torch's powerSGD_hook, receives buckets
+        as under torch's class and averages them in place of the memory devices, with its own process group. Buckets
+        contain parameters from the last to the first, in every iteration. With a hook, no optimizer runs in the
         memory devices.
 
         Raises:
-            TypeError: If it cannot be called.
-            ValueError: If the model has sparse gradients, and the hook averages.
-            RuntimeError: If there is a hook already, or an optimizer in the memory devices, or a backward is
+            TypeError: If `hook` is not callable.
+            ValueError: If the model has sparse gradients and the hook averages.
+            RuntimeError: If the model already has a hook or an optimizer in the memory devices, or a backward is
                 unfinished.
         """
         if not callable(hook):
@@ -418,7 +421,7 @@ class DistributedDataParallel(RemoteOptimizer):
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module; arranges that gradients are averaged by the backward of what it returns."""
+        """Runs the module; the backward of its output averages gradients."""
         if self._world_size == 1 and not self.device_ids and not self._join_config.enable:
             return self.module(*inputs, **kwargs)
         inputs, kwargs = self._before_forward(inputs, kwargs)
@@ -463,10 +466,10 @@ class DistributedDataParallel(RemoteOptimizer):
         return moved[0], moved_kwargs[0]
 
     def average_thawed(self) -> None:
-        """Registers the gradients of layers that were frozen, and require gradients now. Collective if there are any.
+        """Registers the gradients of thawed layers, which were frozen before. Collective if any layer was thawed.
 
         Raises:
-            RuntimeError: Within join(), where a worker without inputs would not take part.
+            RuntimeError: Within join(), where a worker without inputs would not participate.
             SchemaMismatchError: If workers have thawed different layers; names the first difference.
             SyncTimeoutError: If another worker has thawed none.
         """
@@ -504,7 +507,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self.prepare_for_backward(output)
 
     def prepare_for_backward(self, output: Any) -> None:
-        """Arranges that the next backward through `output` averages gradients, unless under no_sync."""
+        """Makes the next backward through `output` average gradients, unless under no_sync."""
         averages = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = averages
         if averages and self._gradients is not None:
@@ -514,7 +517,7 @@ class DistributedDataParallel(RemoteOptimizer):
 
     @property
     def session(self) -> Session | None:
-        """That of the workers and their memory devices, which says what was decided; None in a job of one worker."""
+        """The session of the workers and their memory devices, with its decisions; None in a job of one worker."""
         self.ensure_registered()
         return self._session if self._world_size > 1 else None
 
@@ -528,7 +531,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self.forward_sync_buffers = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward starts with a broadcast of buffers: not after one without averaging."""
+        """Whether the next forward starts with a broadcast of buffers; False after a forward without averaging."""
         return (
             self.require_forward_param_sync
             and bool(self.forward_sync_buffers)
@@ -542,7 +545,7 @@ class DistributedDataParallel(RemoteOptimizer):
             self._buffers_broadcast.run(self.modules_buffers, root=root)
 
     def _assign_buffers(self) -> None:
-        # Looked up again before each use, because modules may replace their buffers.
+        # Buffers are looked up before each use, because modules may replace them.
         self.named_module_buffers = {
             name: buffer
             for name, buffer in self.module.named_buffers()
@@ -553,7 +556,7 @@ class DistributedDataParallel(RemoteOptimizer):
     # Uneven inputs. `no_sync`, `join`, `scatter`, `gather` and `to_kwargs` are torch's.
 
     def join_hook(self, **kwargs: Any) -> UnevenInputsHook:
-        """What torch.distributed.algorithms.join runs on a worker without further inputs."""
+        """Returns the hook that torch.distributed.algorithms.join runs on a worker without further inputs."""
         if self._bucket_hook is not None:
             raise ValueError(
                 "join() does not go with a communication hook that averages: a worker without inputs would not call "
@@ -570,9 +573,9 @@ class DistributedDataParallel(RemoteOptimizer):
         return UnevenInputsHook(self, divide_by_initial_world_size=self._divide_by_initial_world_size)
 
     def run_optimizers_on_workers(self) -> None:
-        """Has workers run the optimizers of the memory devices, for one without inputs makes no step. Collective.
+        """Moves optimizers from the memory devices to the workers until resume_optimizers(). Collective; idempotent.
 
-        Until join() ends: resume_optimizers(). Idempotent.
+        Necessary within join(), because a worker without inputs makes no step.
         """
         if not self._may_run_out or self._gradients is None or self._suspended:
             return
@@ -582,7 +585,7 @@ class DistributedDataParallel(RemoteOptimizer):
         self._gradients.expect_uneven_inputs()
 
     def resume_optimizers(self, root: int) -> None:
-        """Has the memory devices run them again, with the state of worker `root`. Collective."""
+        """Moves the optimizers back to the memory devices, with the state of worker `root`. Collective."""
         self._may_run_out = False
         suspended, self._suspended = self._suspended, []
         for optimizer in suspended:
@@ -593,19 +596,19 @@ class DistributedDataParallel(RemoteOptimizer):
         return [owner for owner in owners if owner is not None]
 
     def agree_on_rank(self, *, candidate: bool) -> int:
-        """The highest rank that is a candidate. Collective."""
+        """Returns the highest rank that is a candidate. Collective."""
         vote = torch.tensor([dist.get_rank(self.process_group) if candidate else -1], device=self.device)
         self._vote(vote, dist.ReduceOp.MAX)
         return int(vote.item())
 
     def agree_on_averaging(self, *, wants: bool) -> bool:
-        """Whether any worker averages gradients in this iteration. Collective."""
+        """Returns whether any worker averages gradients in this iteration. Collective."""
         vote = torch.tensor([float(wants)], device=self.device)
         self._vote(vote, dist.ReduceOp.SUM)
         return bool(vote.item())
 
     def _vote(self, vote: torch.Tensor, op: Any) -> None:
-        """Reduces a vote, in place and in COARSE_TIMEOUT_S, whatever the group's own time-out."""
+        """Reduces a vote in place. Its time-out is COARSE_TIMEOUT_S, not the process group's."""
         timeout_s = Settings.from_environment().timeout_s
         work = dist.all_reduce(vote, op=op, group=self.process_group, async_op=True)
         try:
@@ -617,12 +620,12 @@ class DistributedDataParallel(RemoteOptimizer):
             ) from error
 
     def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
-        """Takes part in one averaging without gradients."""
+        """Participates in one averaging without gradients."""
         if self._gradients is not None:
             self._gradients.shadow(divide_by_initial_world_size=divide_by_initial_world_size)
 
     def broadcast_model(self, root: int) -> None:
-        """Overwrites parameters, and synchronised buffers, with those of worker `root`. Collective."""
+        """Overwrites parameters and synchronised buffers with those of worker `root`. Collective."""
         if self._gradients is not None:
             self._gradients.finish_shadow()
             states = self._named_states(buffers=bool(self.forward_sync_buffers))
@@ -631,10 +634,10 @@ class DistributedDataParallel(RemoteOptimizer):
     # Saving, loading and copying.
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """As torch's class, copies belong to the default process group.
+        """Copies belong to the default process group, as with torch's class.
 
         Raises:
-            RuntimeError: If this one does not.
+            RuntimeError: If this model belongs to another process group.
         """
         if self.process_group is not dist.group.WORLD:
             raise RuntimeError(
@@ -659,10 +662,10 @@ class DistributedDataParallel(RemoteOptimizer):
         self.__dict__.update(state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict of this wrapper, or one of the bare module (keys without "module.").
+        """Loads a state dict of this wrapper, or of the bare module (keys without "module.").
 
         Raises:
-            ValueError: With assign=True, which would replace the parameters that are registered.
+            ValueError: With assign=True, which would replace the registered parameters.
         """
         if assign:
             raise ValueError(
@@ -672,7 +675,7 @@ class DistributedDataParallel(RemoteOptimizer):
         state_dict = with_wrapper_prefix(state_dict, own_keys=self.state_dict().keys())
         return super().load_state_dict(state_dict, strict=strict)
 
-    # What libraries call on torch's class.
+    # Private methods of torch's class that libraries call.
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self.logger.data()
@@ -704,10 +707,11 @@ def _copy_of(
     devices: tuple[Sequence[Any] | None, Any],
     settings: dict[str, Any],
 ) -> DistributedDataParallel:
-    """A wrapper of a copied module, which is registered when it first averages.
+    """Returns a wrapper of a copied module; it is registered when it first averages.
 
     Raises:
-        RuntimeError: In a job of several workers, before it has a process group: who unpickles may be none of them.
+        RuntimeError: In a job of several workers without a process group, because the process that unpickles may not
+            be a worker.
     """
     if not dist.is_initialized() and WorkerIdentity.from_environment().world_size > 1:
         raise RuntimeError(
@@ -726,7 +730,7 @@ def _copy_of(
 
 
 def _check_parameters(reference: weakref.ref[DistributedDataParallel]) -> None:
-    """Raises if the module has other parameters than those whose gradients are averaged."""
+    """Raises if the module's parameters were replaced after wrapping."""
     if (model := reference()) is not None:
         model.check_parameters()
 

@@ -1,4 +1,4 @@
-"""Hooks of a wrapped module that are its own alone: copies of the module are free of them."""
+"""Hooks that belong only to one wrapped module; in copies of the module they do nothing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 class OwnHook:
-    """Calls a function, whatever the hook is given; a copy of it, pickled or deep, does nothing.
+    """Calls a function without the hook's arguments; a copy of the hook, pickled or deep, does nothing.
 
     Args:
-        function: What to call; None for nothing.
+        function: The function to call, or None.
     """
 
     def __init__(self, function: Callable[[], object] | None = None) -> None:
         self._function = function
 
     def __call__(self, *_: Any) -> None:
-        """As whatever kind of hook it is."""
+        """Calls the function; accepts the arguments of every kind of hook."""
         if self._function is not None:
             self._function()
 

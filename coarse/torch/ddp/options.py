@@ -1,4 +1,4 @@
-"""Checks the arguments of DistributedDataParallel, and what kinds of modules it takes."""
+"""Checks the arguments of DistributedDataParallel and whether it supports the module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch._utils import _get_device_index
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """Where the module lives, and where inputs are moved to.
+    """The devices of the module and of its inputs.
 
     Args:
         first: Device of the module's first parameter.
-        device_ids: None unless the module is on one accelerator and the user named it.
+        device_ids: The one accelerator of the module if the user named it, otherwise None.
         output_device: Index of that accelerator, or None.
     """
 
@@ -31,7 +31,7 @@ def find_devices(
     """Applies torch DDP's rules for `device_ids` and `output_device`.
 
     Raises:
-        ValueError: If they do not fit the devices of `parameters`, or these are of several types.
+        ValueError: If they do not match the devices of `parameters`, or the devices have several types.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can be None or name one device, not {list(device_ids)}")
@@ -53,11 +53,12 @@ def find_devices(
 
 
 def check_module(module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Refuses modules whose gradients cannot be averaged as they are.
+    """Refuses modules whose gradients cannot be averaged.
 
     Raises:
-        RuntimeError: For uninitialised (lazy) parameters, or none that is trainable.
-        ValueError: For SyncBatchNorm on the CPU, distributed tensors, parameters without memory, and what is wrapped.
+        RuntimeError: For uninitialised (lazy) parameters, or if no parameter is trainable.
+        ValueError: For SyncBatchNorm on the CPU, distributed tensors, parameters without memory, and modules that are
+            already wrapped.
     """
     averaged = set(parameters)
     for layer in module.modules():
@@ -119,7 +120,7 @@ def check_unsupported(
 def trainable_parameters(
     module: torch.nn.Module, ignored: Collection[str]
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters that require a gradient, in module order, tied ones once, ignored and empty ones left out."""
+    """Parameters that require a gradient, in module order; tied ones once, without ignored and empty ones."""
     seen: set[torch.nn.Parameter] = set()
     for module_name, layer in module.named_modules():
         for parameter_name, parameter in layer.named_parameters(recurse=False):

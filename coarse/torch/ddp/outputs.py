@@ -1,4 +1,4 @@
-"""Tensors in what a module returned."""
+"""Finds the tensors in a module's output."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StaticGraph:
-    """How often each gradient comes per iteration: counted in the first one, checked in later ones."""
+    """Number of arrivals of each gradient per iteration: counted in the first iteration, checked in later ones."""
 
     def __init__(self, num_parameters: int) -> None:
         self.is_counting = True
@@ -25,7 +25,7 @@ class StaticGraph:
         return not self._expected[index]
 
     def is_last(self, index: int, names: Sequence[str]) -> bool:
-        """Notes that a gradient came; whether it was the last one of this iteration."""
+        """Counts an arrival of a gradient; returns whether it was the last one of this iteration."""
         if self.is_counting:
             self._expected[index] += 1
             return False

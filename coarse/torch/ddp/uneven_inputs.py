@@ -1,4 +1,4 @@
-"""What a worker does for the others after its inputs are exhausted (torch.distributed.algorithms.join)."""
+"""Keeps a worker in the collectives of the others after its inputs are exhausted (torch's algorithms.join)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class _JoinedModel(Protocol):
     require_forward_param_sync: bool
 
     def run_optimizers_on_workers(self) -> None:
-        """Workers make the updates from now on."""
+        """Moves the updates to the workers."""
 
     def resume_optimizers(self, root: int) -> None:
-        """Memory devices make them again, from the state of worker `root`."""
+        """Moves the updates back to the memory devices, with the state of worker `root`."""
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts buffers."""
@@ -34,18 +34,18 @@ class _JoinedModel(Protocol):
         """Whether any worker averages gradients."""
 
     def shadow_averaging(self, *, divide_by_initial_world_size: bool) -> None:
-        """Takes part in an averaging without gradients."""
+        """Participates in an averaging without gradients."""
 
 
 class UnevenInputsHook(JoinHook):  # type: ignore[misc]
-    """Takes part in the exchanges of the workers that still have inputs.
+    """Participates in the exchanges of the workers that still have inputs.
 
-    `main_hook` mirrors one forward and backward of the others, exchange by exchange in the same order:
-    buffers, whether gradients are averaged, gradients.
+    `main_hook` mirrors one forward and backward of the others, with the same exchanges in the same order: buffers,
+    whether gradients are averaged, gradients.
 
     Args:
         model: The wrapped model.
-        divide_by_initial_world_size: Whether averages still count this worker (with zeros) or leave it out.
+        divide_by_initial_world_size: Whether averages still count this worker, with zeros.
     """
 
     def __init__(self, model: _JoinedModel, *, divide_by_initial_world_size: bool) -> None:
@@ -60,7 +60,7 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
         if model.will_sync_module_buffers():
             model.broadcast_module_buffers(model.agree_on_rank(candidate=False))
         averages = model.agree_on_averaging(wants=False)
-        # An iteration under no_sync is followed by a forward without a broadcast of buffers.
+        # After an iteration under no_sync, the next forward does not broadcast buffers.
         model.require_forward_param_sync = averages
         if averages:
             model.shadow_averaging(divide_by_initial_world_size=self._divide_by_initial_world_size)
@@ -75,12 +75,12 @@ class UnevenInputsHook(JoinHook):  # type: ignore[misc]
 def check_joinable(
     *, offloaded: Collection[torch.nn.Parameter], has_tables: bool, keeps_devices: bool
 ) -> None:
-    """Refuses join() where a worker without inputs could not take part.
+    """Refuses join() if a worker without inputs could not participate.
 
     Args:
-        offloaded: What optimizers in the memory devices update: within join() workers do.
+        offloaded: Parameters that optimizers in the memory devices update; within join() the workers update them.
         has_tables: Whether the model has sparse gradients.
-        keeps_devices: Whether the memory devices outlive workers that crash.
+        keeps_devices: Whether the memory devices outlive crashed workers.
 
     Raises:
         ValueError: Names the reason and the alternative.

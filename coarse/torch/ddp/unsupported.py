@@ -1,4 +1,4 @@
-"""What torch's DistributedDataParallel can do and COARSE's refuses."""
+"""Features of torch's DistributedDataParallel that COARSE's refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class UnsupportedFeatures(torch.nn.parallel.DistributedDataParallel):  # type: ignore[misc]
-    """Raises for each method that would need torch's buckets; every message says what to do instead."""
+    """Raises in each method that would need torch's buckets; every message suggests an alternative."""
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -33,10 +33,10 @@ class UnsupportedFeatures(torch.nn.parallel.DistributedDataParallel):  # type: i
         _refuse("changing the process group", "Wrap model.module again with the new process group")
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        """Nothing to set: rows travel with their numbers."""
+        """Does nothing: rows are transferred with their numbers."""
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing to set: outputs are neither cloned nor wrapped here."""
+        """Does nothing: outputs are neither cloned nor wrapped."""
 
 
 def _refuse(what: str, alternative: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which tensors were written to, or given other memory."""
+"""Detects tensors that were written to or whose memory was replaced."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 
 class WatchedTensors:
-    """Tells changes of tensors by torch's version counters and by their addresses.
+    """Detects changes of tensors by torch's version counters and by their addresses.
 
-    What is written to `tensor.data` torch does not count; a tensor that is assigned to `.data` is noticed.
+    Writes to `tensor.data` are not detected, because torch does not count them. Assigning a tensor to `.data` is
+    detected.
 
     Args:
-        tensors: To watch, from now on.
+        tensors: Tensors to watch from now on.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -21,16 +22,16 @@ class WatchedTensors:
         self._seen = [_seen(tensor) for tensor in tensors]
 
     def note(self, indices: Iterable[int]) -> None:
-        """Takes these as they are now for unchanged."""
+        """Treats the current contents of these tensors as unchanged."""
         for index in indices:
             self._seen[index] = _seen(self._tensors[index])
 
     def note_all(self) -> None:
-        """Takes all as they are now for unchanged."""
+        """Treats the current contents of all tensors as unchanged."""
         self.note(range(len(self._tensors)))
 
     def changed(self) -> list[int]:
-        """The indices of those that have changed since they were noted."""
+        """The indices of tensors that have changed since they were noted."""
         pairs = zip(self._tensors, self._seen, strict=True)
         return [index for index, (tensor, seen) in enumerate(pairs) if _seen(tensor) != seen]
 

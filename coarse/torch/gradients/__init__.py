@@ -1,1 +1,1 @@
-"""The way of gradients from backward to their slots and back."""
+"""The path of gradients from backward to their slots and back."""

@@ -1,4 +1,4 @@
-"""What the backward pass does that runs the calling hook."""
+"""Inspects and extends the backward pass that runs the calling hook."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch.autograd import Variable
 
 
 def current_backward() -> int:
-    """Its number: each call of backward() has another, also one within another."""
+    """The number of the running backward; every call of backward() has a different one, also a nested call."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_end(call: Callable[[], object]) -> None:
-    """Has something called as this backward ends, after all that was asked for before."""
+    """Calls a function at the end of this backward, after all functions registered before."""
     Variable._execution_engine.queue_callback(call)
 
 
 def finish_in_order(place: int, finish: Callable[[], object]) -> None:
-    """Called as a backward ends: has the averaging of a model finished when all models have given away gradients.
+    """Called at the end of a backward: finishes a model's averaging after all models have pushed their gradients.
 
-    Workers may end the backward of two models in different orders. If one waited for the first model before it gave
-    away all gradients of the second, all would wait for ever; so they would if they finished in different orders.
+    Workers may end the backward of two models in different orders. If a worker waited for the first model before it
+    pushed all gradients of the second, all workers would wait forever. The same would happen if workers finished
+    models in different orders.
 
     Args:
-        place: Models that several workers share have places of the same order on all of these.
+        place: Position of the model; models that several workers share have the same order on all of them.
         finish: Waits for averages.
     """
     _unfinished.of_backward(current_backward()).append((place, finish))
@@ -36,14 +37,14 @@ def finish_in_order(place: int, finish: Callable[[], object]) -> None:
 
 
 class _Unfinished(threading.local):
-    """What the backward that ends in this thread has to finish."""
+    """The models that the backward ending in this thread must finish."""
 
     def __init__(self) -> None:
         self._backward = -1
         self._calls: list[tuple[int, Callable[[], object]]] = []
 
     def of_backward(self, number: int) -> list[tuple[int, Callable[[], object]]]:
-        """The list of this one. An earlier one that has left something in it failed as it ended."""
+        """The list of this backward. Entries left by an earlier backward, which failed at its end, are dropped."""
         if number != self._backward:
             self._backward, self._calls = number, []
         return self._calls
@@ -61,10 +62,10 @@ def _finish_all() -> None:
 
 
 def may_accumulate(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether it adds to the gradients of `parameters`, as far as the hook of an output can see.
+    """Whether this backward may add to the gradients of `parameters`, as far as an output's hook can detect.
 
-    torch.autograd.grad() does not, nor backward(inputs=) of other tensors. One whose graph has none of them may:
-    they are in a part that is checkpointed, or this worker uses none.
+    torch.autograd.grad() does not, and backward(inputs=) of other tensors does not. A backward whose graph contains
+    none of the parameters may: they can be in a checkpointed part, or this worker does not use any.
     """
     nodes = set()
     for parameter in parameters:
@@ -75,7 +76,7 @@ def may_accumulate(parameters: Iterable[torch.nn.Parameter]) -> bool:
             if torch._C._will_engine_execute_node(node):
                 return True
         except RuntimeError as error:
-            if "autograd.grad" in str(error):  # it was asked for the gradient of this very parameter
+            if "autograd.grad" in str(error):  # the gradient of this parameter was requested
                 return False
             raise
         nodes.add(node)
@@ -83,7 +84,7 @@ def may_accumulate(parameters: Iterable[torch.nn.Parameter]) -> bool:
 
 
 def _leads_to(nodes: Collection[Any], start: Any) -> bool:
-    """Whether one of `nodes` is in the graph behind `start`."""
+    """Whether one of `nodes` is reachable from `start` in the graph."""
     seen, ahead = {start}, [start]
     while ahead:
         for node, _ in ahead.pop().next_functions:

@@ -1,12 +1,11 @@
 """Averages gradients while the backward pass runs: hooks push each one as soon as it is ready.
 
-One backward goes through these states; `expecting` is set by a forward under which gradients are to be
-averaged:
+One backward goes through these states. A forward sets `expecting` if its gradients will be averaged:
 
     forward -> expecting -> (first gradient, or gradient of an output) armed -> ... hooks push ...
-            -> end of backward: push what is left -> pull all, `.grad` holds averages -> not expecting
+            -> end of backward: push the rest -> pull all, `.grad` holds averages -> not expecting
 
-Gradients that come while not expecting (under no_sync, or from a second backward of one forward) accumulate
+Gradients that arrive while not expecting (under no_sync, or from a second backward of one forward) accumulate
 locally, as in torch's DDP.
 """
 
@@ -41,40 +40,40 @@ from coarse.torch.gradients.used_up_gradients import UsedUpGradient
 from coarse.torch.optimizer.remote_parameters import RemoteParameters
 from coarse.torch.optimizer.update_tracker import UpdateTracker
 
-_LEAST_WAITING_BYTES = 16 << 20  # of gradients that may wait for slots, however small the model is
+_LEAST_WAITING_BYTES = 16 << 20  # smallest bound on the gradients that may wait for slots
 
-# Registrations are collective, so that workers make what they share in the same order.
+# Registrations are collective, so workers create shared models in the same order.
 _places = itertools.count()
 
 
 class GradientSynchroniser:
     """The gradients of one wrapped model, registered with the memory devices.
 
-    Gradients are matched between workers by parameter, never by the order in which they come. Hooks may run
-    in any autograd thread; a lock admits one at a time.
+    Gradients are matched between workers by parameter, never by order of arrival. Hooks may run in any autograd
+    thread; a lock admits one at a time.
 
     Args:
-        session: Where to register; collective.
-        name: Of the registration, the same on every worker.
+        session: The session to register with; registration is collective.
+        name: Name of the registration, the same on every worker.
         parameters: Trainable parameters with their names, none twice, none empty, in the same order on every
             worker.
-        gradient_as_view: Whether `.grad` becomes the registered slot itself; otherwise it keeps its own
-            memory and averages are copied back at the end of backward, as always outside host memory.
-        find_unused: Whether parameters without a gradient at the end of a backward count as unused, instead
-            of being waited for.
-        static_graph: Whether every iteration uses the same parameters equally often; the first one counts.
-        state_names: Of what an optimizer in the memory devices keeps for each parameter; None without one.
+        gradient_as_view: Whether `.grad` becomes the registered slot itself. Otherwise, and always outside host
+            memory, it keeps separate memory, and averages are copied back at the end of backward.
+        find_unused: Whether parameters without a gradient at the end of a backward count as unused; otherwise they
+            are waited for.
+        static_graph: Whether every iteration uses the same parameters equally often; the first iteration counts.
+        state_names: Names of an optimizer's states for each parameter in the memory devices; None without one.
         measures: Whether memory devices measure the averages, for measured(); only with an optimizer.
         shares_slots: Whether gradients take turns in fewer slots, because each is used up during backward; only with
             update_in_backward().
         tables: Parameters whose gradients are sparse.
-        hook: What averages in place of the memory devices; None for these.
-        moves: Whether this worker's parameters in host memory move to the memory devices, and are freed.
-        travel_dtype: Type to which wider gradients are rounded before they are averaged, where no optimizer is in the
-            memory devices; None for their own.
+        hook: Hook that averages in place of the memory devices; None if memory devices average.
+        moves: Whether this worker's parameters in host memory move to the memory devices and are freed.
+        travel_dtype: Type to which wider gradients are rounded before averaging, if no optimizer is in the memory
+            devices; None to keep their type.
 
     Raises:
-        ValueError: If a parameter's dtype cannot be averaged, or there are tables and rows cannot travel.
+        ValueError: If a parameter's dtype cannot be averaged, or if tables exist and rows cannot be transferred.
     """
 
     def __init__(
@@ -110,13 +109,11 @@ class GradientSynchroniser:
             hook=hook,
         )
         self.group, self._path, self._tables = registered.group, registered.path, registered.tables
-        del (
-            registered
-        )  # this frame may live on: in tracebacks of what torch.compiler.disable() imports at first
+        del registered  # tracebacks from imports by torch.compiler.disable() may keep this frame alive
         self._failpoints = session.failpoints
         self._updates: UpdateTracker | None = None
-        self._updates_in_backward: UpdateTracker | None = None  # the same, if backward makes them
-        self._used_up: list[UsedUpGradient] = []  # of each parameter, in that case
+        self._updates_in_backward: UpdateTracker | None = None  # the same tracker, if backward updates
+        self._used_up: list[UsedUpGradient] = []  # one per parameter, in that case
         self._kind = UpdateKind.MEASURE if measures else UpdateKind.NONE
         self._delivered: list[tuple[int, int] | None] = []
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -130,10 +127,10 @@ class GradientSynchroniser:
         self._static = StaticGraph(len(parameters)) if static_graph else None
         self._lock = threading.Lock()
         self._expecting = False
-        self._armed_in: int | None = None  # which backward
+        self._armed_in: int | None = None  # number of the armed backward
         self._is_shadowing = False
         self.has_local = False
-        """Whether `.grad` holds what came of a backward that did not average, and of none that did since."""
+        """Whether `.grad` holds local gradients: from a backward that did not average, with no averaging since."""
         self._restart()
         self._averagers = [averagers_of(parameter) for parameter in self._parameters]
         for averagers in self._averagers:
@@ -148,7 +145,7 @@ class GradientSynchroniser:
         self._place = next(_places)
 
     def _most_waiting_bytes(self) -> int | None:
-        """How many bytes of gradients may wait for slots: half of what slots have. On GPUs streams wait."""
+        """Largest number of gradient bytes that may wait for slots: half the slots' size. On GPUs, streams wait."""
         if not all(parameter.is_cpu for parameter in self._parameters):
             return None
         assert isinstance(self.group, TensorGroup)
@@ -163,11 +160,11 @@ class GradientSynchroniser:
         waits: bool,
         waits_here: bool,
     ) -> UpdateTracker:
-        """From now on memory devices update these parameters by their gradients: push_update().
+        """From now on, memory devices update these parameters by their gradients: push_update().
 
         Args:
             offloaded: The parameters.
-            before_backward, waits, waits_here: Of UpdateTracker. Where backward updates, no `.grad` remains.
+            before_backward, waits, waits_here: As for UpdateTracker. If backward updates, no `.grad` remains.
         """
         self._updates = UpdateTracker(
             offloaded,
@@ -184,43 +181,43 @@ class GradientSynchroniser:
         return self._updates
 
     def end_step(self) -> None:
-        """Admits the next update that a backward makes."""
+        """Permits the next backward to update."""
         if self._updates_in_backward is not None:
             self._updates_in_backward.is_step_due = False
         self._drop_used_up()
 
     def reserve(self) -> None:
-        """Takes the memory of the slots, before the first push. Later calls do nothing.
+        """Allocates the memory of the slots before the first push. Later calls do nothing.
 
         Raises:
-            OutOfDeviceMemoryError: If it is not to be had.
+            OutOfDeviceMemoryError: If the memory is not available.
         """
         if isinstance(self.group, TensorGroup):
             self.group.reserve_slots()
 
     def settle(self) -> None:
-        """Waits for the averages of what was pushed."""
+        """Waits for the averages of all pushed gradients."""
         self._path.settle()
 
     @property
     def num_updates(self) -> int:
-        """Of the optimizer in the memory devices, with the one under way."""
+        """Number of updates of the optimizer in the memory devices, including a running one."""
         return 0 if self._updates is None else self._updates.count
 
     def finish_update(self) -> int:
-        """Waits for the updates that this worker has pushed; returns how many there were."""
+        """Waits for the updates that this worker has pushed; returns their number."""
         if self._updates is not None:
             self._updates.finish()
         return self.num_updates
 
     def measured(self, *, num_changes: int = 0, are_unscaled: bool = False) -> list[MeasuredGradient]:
-        """The averaged gradients of the last backward, those that there are, as memory devices measured them.
+        """The existing averaged gradients of the last backward, as measured by the memory devices.
 
-        Gradients that were replaced or changed since then are measured here and now.
+        Gradients that were replaced or changed since then are measured on this worker.
 
         Args:
-            num_changes: How often torch counts each of them as changed in place where it has the values that it had.
-            are_unscaled: Whether they were changed by GradScaler, which torch need not count.
+            num_changes: Number of in-place changes that torch counts for a gradient with unchanged values.
+            are_unscaled: Whether GradScaler has changed them; torch may not count this change.
         """
         assert isinstance(self.group, TensorGroup)
         self._path.settle()
@@ -242,7 +239,7 @@ class GradientSynchroniser:
         ]
 
     def bring_to_slots(self) -> list[bool]:
-        """Begins an update: has the slots hold the `.grad` of every parameter; returns which parameters have one.
+        """Begins an update: copies every parameter's `.grad` to its slot; returns which parameters have one.
 
         Raises:
             RuntimeError: As check_finished().
@@ -261,10 +258,10 @@ class GradientSynchroniser:
         return [parameter.grad is not None for parameter in self._parameters]
 
     def push_update(self, present: Sequence[bool]) -> None:
-        """Has the memory devices update each parameter by its slot, which holds the same on every worker.
+        """Starts the memory devices' update of each parameter by its slot, whose contents all workers share.
 
         Args:
-            present: As bring_to_slots() returned it.
+            present: Result of bring_to_slots().
         """
         assert self._updates is not None
         for index, has_gradient in enumerate(present):
@@ -277,7 +274,8 @@ class GradientSynchroniser:
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A new tensor over the slot of `parameter`, for a backward that writes the whole gradient there.
 
-        None unless this gradient will be averaged, and nothing else has come of it yet or may hold on to it.
+        None if the gradient will not be averaged, if a part of it has arrived already, or if other code may keep a
+        reference to it.
         """
         index = self._index_of.get(id(parameter), -1)
         if index < 0 or parameter.grad is not None or parameter._backward_hooks:
@@ -293,23 +291,23 @@ class GradientSynchroniser:
         return same_memory(self._path.slot(index))
 
     def use_static_graph(self) -> None:
-        """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
+        """Counts each gradient's arrivals in the next iteration, and relies on the counts from then on."""
         if self._static is None:
             self._static = StaticGraph(len(self._parameters))
 
     def check(self) -> None:
-        """Raises what has gone wrong since the last call, on a GPU; called before each forward."""
+        """Raises errors on a GPU since the last call; called before each forward."""
         self._path.check()
 
     def confirm(self) -> None:
-        """Raises if what has updated the parameters since the last forward were no averages; may wait for them."""
+        """Raises if gradients that were not averaged have updated parameters since the last forward; may wait."""
         self._path.confirm()
 
     def check_finished(self) -> None:
         """Called before gradients are averaged or used.
 
         Raises:
-            RuntimeError: If the previous backward left gradients waiting; names the parameters and the
+            RuntimeError: If gradients of the previous backward are incomplete; names the parameters and the
                 remedies.
         """
         if self.has_begun and (missing := self.missing()):
@@ -317,29 +315,29 @@ class GradientSynchroniser:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a gradient has come since the last forward whose backward averages."""
+        """Whether a gradient has arrived since the last forward whose backward averages."""
         return self._num_pushed > 0
 
     def missing(self) -> list[str]:
-        """Names of the parameters whose gradients backward has yet to bring."""
+        """Names of the parameters whose gradients have not arrived yet."""
         if not self._expecting:
             return []
         return [name for name, pushed in zip(self._names, self._pushed, strict=True) if not pushed]
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether memory devices update the parameters during backward, which leaves no gradients."""
+        """Whether memory devices update the parameters during backward, so that no gradients remain."""
         return self._updates_in_backward is not None
 
     def expect(self, outputs: object) -> None:
-        """Called after a forward whose backward shall average gradients.
+        """Prepares averaging in the next backward; called after its forward.
 
         Args:
-            outputs: What forward() returned. The end of a backward is noticed through the tensors found in
-                it, so that it belongs to the outermost backward also where checkpointing runs others inside.
+            outputs: Result of forward(). Its tensors serve to detect the end of the outermost backward, also if
+                checkpointing runs nested ones.
 
         Raises:
-            RuntimeError: As check_finished(); no forward of the model need come before, as with accelerate's
+            RuntimeError: As check_finished(). Possible without a forward before, as with accelerate's
                 trigger_sync_in_backward().
         """
         self.check_finished()
@@ -356,7 +354,7 @@ class GradientSynchroniser:
                 tensor.register_hook(self._untraced_on_output)
 
     def average(self) -> None:
-        """Averages what `.grad` of each parameter holds now, where it is; None takes no part. Collective.
+        """Averages the current `.grad` of each parameter in place; None contributes nothing. Collective.
 
         Raises:
             RuntimeError: If an optimizer updates during backward, or as check_finished().
@@ -382,7 +380,7 @@ class GradientSynchroniser:
         self._keep_in_place(gradients)
 
     def _keep_in_place(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Has `.grad` be the tensors that it was, with the values of now: a CUDA graph writes to these again."""
+        """Restores the earlier `.grad` tensors with the current values, because a CUDA graph writes to them again."""
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             if gradient is not None and parameter.grad is not gradient and index not in self._tables:
                 assert parameter.grad is not None
@@ -390,15 +388,15 @@ class GradientSynchroniser:
                 parameter.grad = gradient
 
     def expect_uneven_inputs(self) -> None:
-        """From now on workers may run out of inputs: shadow(). Collective."""
+        """From now on, workers may run out of inputs: shadow(). Collective."""
         if isinstance(self.group, TensorGroup):
             self._path.settle()
             self.group.nccl.stop("after join() a worker without inputs would not take part")
 
     def shadow(self, *, divide_by_initial_world_size: bool) -> None:
-        """Takes part in one averaging without gradients, for a worker whose inputs are exhausted.
+        """Participates in one averaging without gradients, for a worker whose inputs are exhausted.
 
-        Does not wait for the result, so that a worker that shadows several models blocks none of the others.
+        Does not wait for the result, so that a worker that shadows several models does not block the others.
         """
         self.finish_shadow()
         self._path.settle()
@@ -412,7 +410,7 @@ class GradientSynchroniser:
         self.group.flush()
 
     def finish_shadow(self) -> None:
-        """Waits for what shadow() took part in; the slots belong to this worker again."""
+        """Waits for the averaging of shadow(); afterwards this worker may use the slots again."""
         if self._is_shadowing:
             self.group.pull_all()
             self._is_shadowing = False
@@ -427,38 +425,38 @@ class GradientSynchroniser:
         self._drop_used_up()
 
     def _drop_used_up(self) -> None:
-        """Takes away what stands in the place of gradients that an overlapped backward has used up."""
+        """Removes the placeholders of gradients that an overlapped backward has used up."""
         for parameter, used_up in zip(self._parameters, self._used_up, strict=False):
             if parameter.grad is used_up:
                 parameter.grad = None
 
     def release(self) -> None:
-        """Gives its memory up, but for what `.grad` refers to, at once: nothing waits for the garbage collector.
+        """Releases its memory at once, without waiting for the garbage collector, except memory used by `.grad`.
 
         Only remove_hooks() may be called after that.
         """
         self.remove_hooks()
         self.group.close()
-        # The slots are theirs, and methods of this object that it holds itself keep it alive until a collection.
+        # These own the slots. This object holds bound methods of itself, so only garbage collection would free it.
         del self._path, self._tables, self._turns
 
     def _make_hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
         def on_gradient(_: torch.nn.Parameter) -> None:
             self._on_gradient(index)
 
-        # Where a user compiles a function that calls backward(), hooks would be traced.
+        # Otherwise a compiled user function that calls backward() would trace the hooks.
         hook: Callable[[torch.nn.Parameter], None] = torch.compiler.disable(on_gradient)
         return hook
 
     def _put_hooks_last(self) -> None:
-        """What a user's hook makes of a gradient is averaged, also where it was registered after this one."""
+        """Moves this object's hooks behind the user's, so that results of hooks registered later are averaged."""
         for parameter, handle in zip(self._parameters, self.handles, strict=True):
             hooks = parameter._post_accumulate_grad_hooks
             if len(hooks) > 1:
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def is_averaging(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient of this parameter is under way."""
+        """Whether the gradient of this parameter is being averaged."""
         return self._expecting and bool(self._pushed[self._index_of[id(parameter)]])
 
     def _restart(self) -> None:
@@ -470,16 +468,16 @@ class GradientSynchroniser:
         if self._turns is not None:
             self._turns.restart()
 
-    # What follows runs inside backward.
+    # The methods below run inside backward.
 
     def _on_output(self, _: torch.Tensor) -> None:
         with self._lock:
-            # One that failed before its first gradient can be repeated.
+            # A backward that failed before its first gradient can be repeated.
             if self._expecting and self._armed_in != current_backward() and may_accumulate(self._parameters):
                 self._arm()
 
     def _on_gradient(self, index: int) -> None:
-        """The hot path: runs once per parameter and backward."""
+        """Handles a ready gradient; hot path, once per parameter and backward."""
         if not self._expecting:
             self.has_local = True
             return
@@ -517,9 +515,9 @@ class GradientSynchroniser:
             self._take_turn(index)
 
     def _replace_undefined(self, index: int) -> torch.Tensor | None:
-        """What stands for a gradient of which an operation has said that there is none.
+        """The replacement for a gradient that an operation returned as undefined.
 
-        Zeros, as in torch's class; or None, of a parameter that counts as unused where these are looked for.
+        Zeros, as in torch's class; None with find_unused, so that the parameter counts as unused.
         """
         parameter = self._parameters[index]
         if len(parameter._post_accumulate_grad_hooks) > 1:
@@ -551,14 +549,14 @@ class GradientSynchroniser:
             self._path.send(index, gradient, self._kind)
 
     def _end_of_backward(self) -> None:
-        """Runs as the outermost backward ends; a second call in one iteration finds nothing left to do."""
+        """Runs at the end of the outermost backward; a second call in one iteration does nothing."""
         with self._lock:
             self._armed_in = None
             if not self._expecting:
                 return
             if self._num_pushed < len(self._parameters):
                 self._push_remaining()
-            self._flush()  # of some another backward may bring the rest; meanwhile let others have these
+            self._flush()  # another backward may add the remaining gradients; send the finished ones now
             if self._num_pushed == len(self._parameters):
                 finish_in_order(self._place, self._untraced_finish)
 
@@ -566,11 +564,11 @@ class GradientSynchroniser:
         try:
             self._path.flush()
         except BaseException:
-            self._expecting = False  # the next forward begins anew
+            self._expecting = False  # until the next forward
             raise
 
     def _finish_backward(self) -> None:
-        """Brings the averages. All models of this backward have pushed, so that waiting for other workers ends."""
+        """Delivers the averages. All models of this backward have pushed, so waiting for other workers ends."""
         with self._lock:
             if not self._expecting:
                 return
@@ -600,14 +598,14 @@ class GradientSynchroniser:
             self._delivered = fingerprints([p.grad for p in self._parameters])
 
     def _push_remaining(self) -> None:
-        """Pushes what may be left over: unused parameters, and a static graph's first iteration."""
+        """Pushes the remaining gradients: of unused parameters, and of a static graph's first iteration."""
         counted = self._static is not None and self._static.is_counting
         for index, parameter in enumerate(self._parameters):
             if self._pushed[index]:
                 continue
             unused = self._find_unused or (self._static is not None and self._static.is_unused(index))
             if parameter.grad is not None and (counted or unused):
-                # An unused one may still hold what accumulated under no_sync.
+                # An unused parameter may still hold gradients accumulated under no_sync.
                 self._push(index, parameter.grad)
             elif counted or unused:
                 self._pushed[index] = 1

@@ -1,4 +1,4 @@
-"""Gradients that a user's communication hook averages, in buckets as torch's DistributedDataParallel has them."""
+"""Gradients that a user's communication hook averages, in buckets as in torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHook:
-    """What averages gradients in place of the memory devices.
+    """A user's hook that averages gradients in place of the memory devices.
 
     Args:
-        call: Given `state` and a bucket; returns a torch.futures.Future of the bucket's averages.
-        state: Whatever `call` needs.
-        bucket_bytes: How much a bucket holds; the first holds less, as torch's, and one larger tensor makes one.
+        call: Receives `state` and a bucket; returns a torch.futures.Future of the bucket's averages.
+        state: The user's state for `call`.
+        bucket_bytes: Size of a bucket. As in torch, the first bucket is smaller; a larger tensor is a bucket of its
+            own.
     """
 
     call: Callable[[Any, Any], Any]
@@ -32,14 +33,14 @@ class BucketHook:
 
 
 class GradientBucket:
-    """What torch.distributed.GradBucket offers to a hook.
+    """A bucket with the methods of torch.distributed.GradBucket.
 
     Args:
-        index: Of the bucket; those of the last parameters come first.
-        num_buckets: How many there are.
-        parameters: Of one type and device.
-        layout: Of the gradients of all parameters.
-        members: The numbers of `parameters` there.
+        index: Number of the bucket; buckets of the last parameters come first.
+        num_buckets: Number of buckets.
+        parameters: The bucket's parameters, all of one type and device.
+        layout: Layout of the gradients of all parameters.
+        members: The numbers of `parameters` in `layout`.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class GradientBucket:
         )
         self._buffer = self._flat
         self.slots = self.views(self._flat)
-        """Where gradients are put."""
+        """Views into which gradients are copied."""
         self.num_missing = len(members)
-        """How many are still to come in this iteration."""
+        """Number of gradients that have not arrived in this iteration."""
 
     def index(self) -> int:
         """Number of the bucket, the same in every iteration."""
@@ -75,23 +76,23 @@ class GradientBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of buffer() that are like the parameters."""
+        """Views of buffer() with the shapes of the parameters."""
         return self.views(self._buffer)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Whose gradients they are."""
+        """The parameters of gradients()."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether this is the last one of an iteration."""
+        """Whether this is the last bucket of an iteration."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Has buffer() and gradients() be of another tensor, of as many elements."""
+        """Replaces the tensor of buffer() and gradients() by one with the same number of elements."""
         self._buffer = buffer
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each gradient in a tensor of all."""
+        """Views of the gradients in a flat tensor."""
         found, offset = [], flat.storage_offset()
         for parameter, member in zip(self._parameters, self.members, strict=True):
             found.append(flat.as_strided(parameter.shape, self._layout.strides(member), offset))
@@ -105,13 +106,13 @@ class GradientBucket:
 
 
 class BucketHookGradients:
-    """A GradientPath to a hook, which is called for one bucket after the other as they fill; the order is fixed.
+    """A GradientPath to a hook, which is called for each bucket when it is full, in a fixed order.
 
     Args:
-        session: In which workers tell each other what they have used.
-        names: Of the parameters.
-        parameters: Those of the model.
-        hook: What averages.
+        session: The session in which workers exchange which parameters they have used.
+        names: Names of the parameters.
+        parameters: The model's parameters.
+        hook: The hook that averages.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class BucketHookGradients:
             self._futures.append(self._hook.call(self._hook.state, self._buckets[len(self._futures)]))
 
     def flush(self) -> None:
-        pass  # the hook was called for what is complete
+        pass  # the hook was already called for all complete buckets
 
     def is_late(self, index: int) -> bool:
         raise NotImplementedError("no gradients take turns with a hook")
@@ -202,7 +203,7 @@ class BucketHookGradients:
         pass  # collect() has waited
 
     def check(self) -> None:
-        pass  # every call tells at once
+        pass  # every call reports errors at once
 
     def confirm(self) -> None:
         pass  # collect() has waited

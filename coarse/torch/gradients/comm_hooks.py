@@ -1,4 +1,4 @@
-"""Which of torch's communication hooks have a counterpart here: those that say in what type gradients travel."""
+"""torch's communication hooks that have a counterpart in COARSE: those that choose the transfer type of gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def rounds_only(hook: Any) -> bool:
 
 
 def travel_dtype(hook: Any) -> torch.dtype | None:
-    """The type in which gradients travel under a hook, or a dist.BuiltinCommHookType; None for their own.
+    """The transfer type of gradients under a hook or a dist.BuiltinCommHookType; None to keep their type.
 
     Raises:
-        NotImplementedError: If it does something else; says what to do instead.
+        NotImplementedError: If the hook does something else; suggests an alternative.
     """
     for each, dtype in _DTYPES:
         if _is_same(hook, each):

@@ -1,4 +1,4 @@
-"""Gradients that travel in a narrower type than backward computes them in."""
+"""Gradients that are transferred in a narrower type than backward's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 def stand_ins(
     parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype, tables: Collection[torch.nn.Parameter]
 ) -> list[torch.nn.Parameter]:
-    """What a GradientPath takes for `parameters`: tensors like them of type `dtype`, without memory.
+    """Placeholders for `parameters` in a GradientPath: tensors of the same layout and type `dtype`, without memory.
 
-    Those that are no wider than `dtype`, complex ones, and `tables`, are themselves.
+    Complex parameters, `tables` and parameters no wider than `dtype` are returned unchanged.
     """
     return [
         p if p.itemsize <= dtype.itemsize or p.is_complex() or p in tables else _stand_in(p, dtype)
@@ -35,15 +35,15 @@ def _stand_in(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Par
 
 
 class CompressedGradients:
-    """A GradientPath that rounds gradients as it sends them, and widens averages as it delivers them.
+    """A GradientPath that rounds gradients when it sends them, and widens averages when it delivers them.
 
-    Slots, and so what crosses links and networks, are of the narrower type; `.grad` has memory of its own.
+    Slots, and thus transfers over links and networks, have the narrower type; `.grad` has separate memory.
 
     Args:
-        names: Of the parameters.
-        parameters: Those of the model.
+        names: Names of the parameters.
+        parameters: The model's parameters.
         narrow: Their stand_ins().
-        path: Of `narrow`.
+        path: The path for `narrow`.
     """
 
     def __init__(

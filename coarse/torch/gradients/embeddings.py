@@ -1,9 +1,9 @@
-"""Gradients of embedding tables, written where they are averaged.
+"""Gradients of embedding tables, written directly to their slots.
 
-The gradient of a table is zero but for the rows that were looked up. autograd makes a new dense tensor of it in
-every backward, which would then be copied to its slot: for BERT's words 89 MiB more per worker, at the moment
-when all other gradients are there. Here backward clears the slot and adds the rows to it, in the same order, so
-that no bit differs.
+A table's gradient is zero except in the rows that were looked up. autograd creates a new dense tensor for it in every
+backward, which would then be copied to its slot. For BERT's words, this needs 89 MiB more per worker, while all other
+gradients are in memory. Here, backward clears the slot and adds the rows to it in the same order, so the result is
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 _SMALLEST_TABLE_BYTES = 1 << 20
 
 SlotOf = Callable[[torch.nn.Parameter], torch.Tensor | None]
-"""A new tensor over the slot of a parameter whose whole gradient may be written there now; None if not."""
+"""Returns a new tensor over a parameter's slot; None if the whole gradient cannot be written there now."""
 
 
 class EmbeddingGradients:
-    """Has the large embedding tables of a module write their gradients into slots.
+    """Makes the large embedding tables of a module write their gradients to slots.
 
-    Nothing of it stays on the module between forward passes, so that it can be copied and pickled as before.
+    Its hooks do not stay on the module between forward passes, so the module can be copied and pickled as before.
 
     Args:
-        module: Where to look for tables, once.
-        slot_of: Asked in backward, in whatever thread runs it.
+        module: Searched once for tables.
+        slot_of: Called in backward, in the thread that runs it.
     """
 
     def __init__(self, module: torch.nn.Module, slot_of: SlotOf) -> None:
@@ -36,8 +36,8 @@ class EmbeddingGradients:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Lookups within the block have gradients that go to their slots."""
-        # Before the user's own hooks, which see the output as it will be.
+        """Lookups within the block write their gradients to slots."""
+        # Registered before the user's hooks, so that these see the final output.
         handles = [
             table.register_forward_hook(self._on_lookup, prepend=True, with_kwargs=True)
             for table in self._tables
@@ -58,7 +58,7 @@ class EmbeddingGradients:
         if torch.compiler.is_compiling() or output.grad_fn is None or output._is_view():
             return None
         indices = arguments[0] if arguments else keywords["input"]
-        # The tensor itself changes hands: from the table's own node in the graph to the one below.
+        # The same tensor moves from the table's own node of the graph to the node below.
         output.detach_()
         found: torch.Tensor = _Lookup.apply(table.weight, output, indices, table.padding_idx, self._slot_of)
         return found
@@ -79,7 +79,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
         ctx.mark_dirty(found)
         ctx.weight, ctx.slot_of = weight, slot_of
         ctx.padding_idx = -1 if padding_idx is None else padding_idx
-        # Not saved as autograd would: checkpointing counts saved tensors, and its second forward has no _Lookup.
+        # Not saved by autograd: checkpointing counts saved tensors, and its second forward has no _Lookup.
         ctx.indices, ctx.version = indices, indices._version
         return found
 
@@ -91,7 +91,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
                 "its gradient needs them as they were"
             )
         slot = None
-        # Differentiable gradients, and those that do not go to .grad, must not lie where the next ones come.
+        # Differentiable gradients, and gradients that do not go to .grad, must not be in memory that is overwritten.
         if not torch.is_grad_enabled() and _is_accumulated(ctx.next_functions[0][0]):
             slot = ctx.slot_of(ctx.weight)
         if slot is None or slot.dtype is not gradient.dtype or slot.shape != ctx.weight.shape:
@@ -104,7 +104,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _is_accumulated(accumulate: Any) -> bool:
-    """Whether the running backward takes a gradient to `.grad`, and does not return it."""
+    """Whether the running backward accumulates a gradient into `.grad` instead of returning it."""
     try:
         return bool(torch._C._will_engine_execute_node(accumulate))
     except RuntimeError:  # torch.autograd.grad()

@@ -1,7 +1,7 @@
-"""Gradients in the memory of one GPU: they go to their slots and come back while the GPU computes.
+"""Gradients in the memory of one GPU: they are copied to their slots and back while the GPU computes.
 
-Nobody waits but streams. A failure is therefore told by the next call after it: then the update under way has used
-gradients that were not averaged, and parameters are to be restored from a checkpoint (docs/design/gpu-workers.md).
+Only streams wait, not the processor. So the next call reports a failure. By then the running update has used
+gradients that were not averaged, and parameters must be restored from a checkpoint (docs/design/gpu-workers.md).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Gpu:
         self.context = _native.CudaContext(device.index)
 
     def current_stream(self) -> int:
-        """Handle of the stream to which torch gives the device's work in this thread."""
+        """Handle of torch's current stream of the device in this thread."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
 
 def find_gpu(tensors: Sequence[torch.Tensor]) -> Gpu | None:
-    """The one GPU that has all of them; None if there is no such."""
+    """The GPU that holds all tensors; None if no single GPU does."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1 or not tensors[0].is_cuda or torch.version.hip is not None:
         return None
@@ -45,17 +45,17 @@ def find_gpu(tensors: Sequence[torch.Tensor]) -> Gpu | None:
 
 
 class GpuGradients:
-    """A GradientPath whose collect() has the current stream wait.
+    """A GradientPath whose collect() makes the current stream wait.
 
     Args:
-        group: Has a slot for each parameter; those in the host's memory get pinned.
-        names: Of the parameters.
+        group: Has a slot for each parameter; slots in host memory are pinned.
+        names: Names of the parameters.
         parameters: In the order of the group, all on `gpu`.
-        gpu: Where gradients are.
-        waits: Have collect() return when results are there, or raise, so that no update uses what is not averaged.
+        gpu: The GPU of the gradients.
+        waits: Whether collect() waits for the results, or raises, so that no update uses unaveraged gradients.
 
     Raises:
-        CudaError: If the GPU cannot do it.
+        CudaError: If the GPU does not support it.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class GpuGradients:
         self._batch_stream = 0
         self._mirror: MirroredParameters | None = None
         self._updated: list[int] = []
-        # The allocator must not give their memory away: averages come back to the ones, the others only leave.
+        # The allocator must not reuse memory of gradients in transfer: held ones receive averages, leaving ones do not.
         self._held: list[torch.Tensor] = []
         self._next_to_leave: list[torch.Tensor] = []
         self._leaving: deque[tuple[int, list[torch.Tensor]]] = deque()
         self._brought: list[GpuTensor] = []
         self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker does not have
+        self._others: dict[int, torch.Tensor] = {}  # averages of gradients that this worker lacks
 
     def can_write_in_place(self, index: int) -> bool:
         return False
@@ -119,7 +119,7 @@ class GpuGradients:
             return self._add((index, flags, 0, *self._mirrored(index)), self._nbytes[index])
         if present:
             return self._add((index, flags, 0, 0, 0), 0)
-        # Others may have one, and then .grad will be the average.
+        # Other workers may have this gradient; then .grad becomes the average.
         self._others[index] = average = self._layout.empty(index, self._gpu.device)
         self._add((index, flags, 0, average.data_ptr(), 0), self._nbytes[index])
 
@@ -149,7 +149,7 @@ class GpuGradients:
         self.flush()
         self._transfers.join(self._gpu.current_stream())
         self._wanted_bytes = self._transfers.batch_bytes
-        self._leaving.clear()  # whatever gets their memory comes behind
+        self._leaving.clear()  # later users of their memory are ordered behind the copies
         contributors = self._group.pull_all() if counts or self._pulls_each_step else ()
         if self._waits:
             self._group.nccl.settle()
@@ -167,7 +167,7 @@ class GpuGradients:
         self._held.clear()
 
     def settle(self) -> None:
-        if not self._pulls_each_step:  # else collect() has waited
+        if not self._pulls_each_step:  # otherwise collect() has waited
             self._group.pull_all()
 
     def check(self) -> None:
@@ -195,14 +195,14 @@ class GpuGradients:
             self.flush()
 
     def _plain(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient whose bytes are those of its slot: the same, or a copy."""
+        """A gradient in the layout of its slot: the same tensor or a copy."""
         if self._layout.is_plain(index, gradient) and gradient.device == self._gpu.device:
             return gradient
         self._layout.check(index, gradient)
         return self._layout.empty(index, self._gpu.device).copy_(gradient.detach())
 
     def _let_go(self) -> None:
-        """Frees what has left."""
+        """Releases gradients whose transfer is complete."""
         if self._next_to_leave:
             self._leaving.append((self._transfers.num_pushed, self._next_to_leave))
             self._next_to_leave = []
@@ -210,7 +210,7 @@ class GpuGradients:
             self._leaving.popleft()
 
     def _mirrored(self, index: int) -> tuple[int, int]:
-        """Where the result of an update is copied to, and from; zeros where parameters are used as they lie."""
+        """Addresses to and from which an update's result is copied; zeros if parameters are not mirrored."""
         if self._mirror is None:
             return 0, 0
         return self._mirror.address(index), self._updated[index]
@@ -219,7 +219,7 @@ class GpuGradients:
 def try_gpu(
     group: TensorGroup, names: Sequence[str], parameters: Sequence[torch.nn.Parameter], *, waits: bool
 ) -> GpuGradients | None:
-    """Their path, if all parameters are on one GPU, and that can wait for the host's memory; else None."""
+    """The path, if all parameters are on one GPU that can wait for host memory; otherwise None."""
     try:
         gpu = find_gpu(parameters)
         return None if gpu is None else GpuGradients(group, names, parameters, gpu, waits=waits)

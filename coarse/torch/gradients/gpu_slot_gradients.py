@@ -1,4 +1,4 @@
-"""Gradients on the GPU on which their slots lie: `.grad` is the slot, and nothing leaves the GPU."""
+"""Gradients on the same GPU as their slots: `.grad` is the slot, and no data leaves the GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from coarse.torch.gradients.layout import SlotViews, slot_tensor
 
 
 class GpuSlotGradients(GpuGradients):
-    """A GradientPath whose collect() has the current stream wait, as its base; results are in the slots.
+    """A GradientPath whose collect() makes the current stream wait, as in the base class; results are in the slots.
 
     Args:
-        group: Its slots lie on a GPU, where this worker sees them.
-        names: Of the parameters.
+        group: Its slots are on a GPU and mapped in this worker.
+        names: Names of the parameters.
         parameters: In the order of the group, all on that GPU.
         gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back.
-        keeps_gradients: False where the slot takes the gradient's place, and no `.grad` remains.
-        waits: As for the base.
+        keeps_gradients: False if the slot replaces the gradient and no `.grad` remains.
+        waits: As for the base class.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class GpuSlotGradients(GpuGradients):
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         self._copy_to_slot(index, gradient)
         if kind is UpdateKind.UPDATE or not self._keeps_gradients:
-            self._parameters[index].grad = None  # it lies in the slot now
+            self._parameters[index].grad = None  # the gradient is in the slot now
         elif self._is_view:
             self._parameters[index].grad = self._views[index]
         else:
@@ -86,7 +86,7 @@ class GpuSlotGradients(GpuGradients):
         self._sent.clear()
 
     def _copy_to_slot(self, index: int, gradient: torch.Tensor) -> None:
-        """On the current stream."""
+        """Copies on the current stream."""
         if not self._views.hold(index, gradient):
             self._layout.check(index, gradient)
             self._slots[index].copy_(gradient.detach())

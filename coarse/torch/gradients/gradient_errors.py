@@ -1,4 +1,4 @@
-"""What a training loop can do wrong between forward and step, each with its remedy."""
+"""Errors for mistakes of a training loop between forward and step, each with its remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST_NAMES = 20
 
 
 def unfinished(rank: int, missing: Sequence[str], *, num_parameters: int) -> RuntimeError:
-    """The parameters `missing` got no gradient in the last backward."""
+    """The parameters `missing` received no gradient in the last backward."""
     shown = ", ".join(missing[:_MOST_NAMES])
     if len(missing) > _MOST_NAMES:
         shown += f" and {len(missing) - _MOST_NAMES} more"
@@ -22,7 +22,7 @@ def unfinished(rank: int, missing: Sequence[str], *, num_parameters: int) -> Run
 
 
 def came_twice(rank: int, name: str) -> RuntimeError:
-    """The gradient of the parameter `name` was complete, and came again."""
+    """The gradient of the parameter `name` was complete, and arrived again."""
     return RuntimeError(
         f"worker {rank}: parameter {name!r} got a gradient twice in one backward. "
         "It is used by several checkpointed segments or re-entrant backward passes, or outside of "
@@ -33,7 +33,7 @@ def came_twice(rank: int, name: str) -> RuntimeError:
 
 
 def taken_away(rank: int, name: str) -> RuntimeError:
-    """Somebody else's hook left no gradient of the parameter `name`."""
+    """Another hook removed the gradient of the parameter `name`."""
     return RuntimeError(
         f"worker {rank}: a hook of parameter {name!r} has set its .grad to None before it was averaged. "
         "Remove it; what is to run after averaging belongs between backward() and step()."
@@ -41,7 +41,7 @@ def taken_away(rank: int, name: str) -> RuntimeError:
 
 
 def averaged_elsewhere(rank: int, name: str) -> RuntimeError:
-    """The gradient of the parameter `name` is under way to the memory devices for another model."""
+    """The gradient of the parameter `name` is being averaged for another model."""
     return RuntimeError(
         f"worker {rank}: another DistributedDataParallel, of which parameter {name!r} is part too, averages "
         "its gradient in this same backward. Wrap one module that has all parts, with no wrapped module "
@@ -50,7 +50,7 @@ def averaged_elsewhere(rank: int, name: str) -> RuntimeError:
 
 
 def step_is_due(rank: int) -> RuntimeError:
-    """Another backward is going to update parameters during backward, and the last one had no step()."""
+    """A backward would update parameters, but step() was not called after the last one."""
     return RuntimeError(
         f"worker {rank}: overlap=True updates parameters in each backward() that averages gradients, and the "
         "last one did so without a step() after it. Call step() after each; gather gradients of several "
@@ -60,7 +60,7 @@ def step_is_due(rank: int) -> RuntimeError:
 
 
 def updated_in_backward(rank: int) -> RuntimeError:
-    """Gradients that backward would have used up are to be averaged by hand."""
+    """average_gradients() was called for gradients that backward uses up."""
     return RuntimeError(
         f"worker {rank}: average_gradients() with overlap=True, where backward updates parameters and keeps no "
         "gradients. Make the DistributedOptimizer with overlap=False."

@@ -1,4 +1,4 @@
-"""The gradients of a wrapped model, in parts: one for each optimizer in the memory devices, and one for the rest."""
+"""The gradients of a wrapped model: one part for each optimizer in the memory devices, and one for the rest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 class DeviceOptimizer(Protocol):
-    """What a model asks of an optimizer that the memory devices run. Every method is collective."""
+    """The methods that a model calls on an optimizer in the memory devices. Every method is collective."""
 
     def take_thawed(self) -> None:
-        """Has the memory devices hold what the optimizer has and they do not, and is trained now."""
+        """Moves the optimizer's newly trainable parameters to the memory devices."""
 
     def run_on_workers(self) -> None:
-        """Takes parameters and state back from the memory devices."""
+        """Moves parameters and state from the memory devices back to the workers."""
 
     def run_in_memory_devices_again(self, root: int) -> None:
-        """Moves them there again, after run_on_workers(); the state is worker `root`'s."""
+        """Reverses run_on_workers(), with the state of worker `root`."""
 
 
 @dataclass(eq=False, kw_only=True)
 class GradientPart:
-    """Parameters whose gradients are registered together, and that workers update.
+    """Parameters whose gradients are registered together and that workers update.
 
     Args:
         named: The parameters with their names, in the order of the module.
@@ -57,7 +57,7 @@ class GradientPart:
         """Gives every parameter memory of its own again. Idempotent."""
 
     def release(self) -> None:
-        """Gives its memory up at once; nothing else may be called after that."""
+        """Releases its memory at once; nothing else may be called afterwards."""
         self.gradients.release()
 
 
@@ -66,10 +66,10 @@ class OffloadedPart(GradientPart):
     """Parameters that an optimizer in the memory devices updates.
 
     Args:
-        optimizer: That was given to DistributedOptimizer.
-        offloaded: The parameters, and the optimizer's state.
-        owner: What has taken the optimizer's place; None if that is gone.
-        cached: Copies that this worker trains with, where they may be some updates old.
+        optimizer: The optimizer given to DistributedOptimizer.
+        offloaded: The parameters and the optimizer's state.
+        owner: Returns the DistributedOptimizer; None if it was deleted.
+        cached: Copies with which this worker trains, if parameters may be stale.
     """
 
     optimizer: torch.optim.Optimizer
@@ -78,10 +78,10 @@ class OffloadedPart(GradientPart):
     cached: CachedParameters | None = None
 
     def update(self, *, gradient_scale: float = 1.0) -> None:
-        """Has the memory devices update the parameters by their gradients, which are the same on every worker.
+        """Starts the memory devices' update of the parameters by their gradients, which all workers share.
 
         Args:
-            gradient_scale: What gradients are multiplied with, the same on every worker.
+            gradient_scale: Factor for the gradients, the same on every worker.
         """
         # All slots and all settings are written before the first push, so that memory devices that have begun a step
         # can finish it without any worker (docs/design/recovery.md).
@@ -107,10 +107,10 @@ class OffloadedPart(GradientPart):
 
 
 class GradientParts:
-    """What a model's forward and backward ask of all its parts. One caller at a time.
+    """All parts of a model, for its forward and backward. One caller at a time.
 
     Args:
-        rank: Of this worker, for messages.
+        rank: This worker's rank, for messages.
     """
 
     def __init__(self, rank: int) -> None:
@@ -119,20 +119,20 @@ class GradientParts:
 
     @property
     def rest(self) -> GradientPart | None:
-        """The parameters of no optimizer in the memory devices; None if there are none."""
+        """The parameters without an optimizer in the memory devices; None if there are none."""
         return next((part for part in self._parts if not isinstance(part, OffloadedPart)), None)
 
     @property
     def offloaded(self) -> list[OffloadedPart]:
-        """Those of optimizers in the memory devices, in the order in which they came."""
+        """The parts of optimizers in the memory devices, in the order of their addition."""
         return [part for part in self._parts if isinstance(part, OffloadedPart)]
 
     def add(self, part: GradientPart) -> None:
-        """From now on this one is averaged too."""
+        """Adds a part, which is averaged from now on."""
         self._parts.append(part)
 
     def release(self, *parts: GradientPart | None) -> None:
-        """Gives up these, whose gradients were registered, before others take their place."""
+        """Releases registered parts before others replace them."""
         for part in parts:
             if part is not None:
                 self._parts.remove(part)
@@ -140,21 +140,21 @@ class GradientParts:
 
     @property
     def has_local(self) -> bool:
-        """Whether `.grad` holds what came of a backward that did not average, and of none that did since."""
+        """Whether `.grad` holds local gradients: from a backward that did not average, with no averaging since."""
         return any(part.gradients.has_local for part in self._parts)
 
     def slot_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """As of the GradientSynchroniser that averages the gradient of `parameter`."""
+        """As slot_of() of the GradientSynchroniser that averages the gradient of `parameter`."""
         slots = (part.gradients.slot_of(parameter) for part in self._parts)
         return next((slot for slot in slots if slot is not None), None)
 
     def check(self) -> None:
-        """Raises what has gone wrong since the last call, on a GPU; called before each forward."""
+        """Raises errors on a GPU since the last call; called before each forward."""
         for part in self._parts:
             part.gradients.check()
 
     def confirm(self) -> None:
-        """Raises if what has updated the parameters since the last forward were no averages; may wait for them."""
+        """Raises if gradients that were not averaged have updated parameters since the last forward; may wait."""
         for part in self._parts:
             part.gradients.confirm()
 
@@ -162,7 +162,7 @@ class GradientParts:
         """Called before a forward with gradients enabled.
 
         Raises:
-            RuntimeError: If the previous backward left gradients waiting; names the parameters and the remedies.
+            RuntimeError: If gradients of the previous backward are incomplete; names the parameters and the remedies.
         """
         if any(part.gradients.has_begun for part in self._parts):
             missing = [name for part in self._parts for name in part.gradients.missing()]
@@ -171,7 +171,7 @@ class GradientParts:
                 raise gradient_errors.unfinished(self._rank, missing, num_parameters=num_parameters)
 
     def expect(self, outputs: object) -> None:
-        """Called after a forward whose backward shall average gradients, with what it returned.
+        """Prepares averaging in the next backward; called after its forward, with the forward's outputs.
 
         Raises:
             RuntimeError: As check_finished().
@@ -181,7 +181,7 @@ class GradientParts:
             part.gradients.expect(outputs)
 
     def average(self) -> None:
-        """Averages what `.grad` of each parameter holds now. Collective.
+        """Averages the current `.grad` of each parameter. Collective.
 
         Raises:
             RuntimeError: If an optimizer updates during backward, or as check_finished().
@@ -193,22 +193,22 @@ class GradientParts:
             part.gradients.average()
 
     def use_static_graph(self) -> None:
-        """Counts in the next iteration how often each gradient comes, and relies on it from then on."""
+        """Counts each gradient's arrivals in the next iteration, and relies on the counts from then on."""
         for part in self._parts:
             part.gradients.use_static_graph()
 
     def expect_uneven_inputs(self) -> None:
-        """From now on workers may run out of inputs: shadow(). Collective."""
+        """From now on, workers may run out of inputs: shadow(). Collective."""
         for part in self._parts:
             part.gradients.expect_uneven_inputs()
 
     def shadow(self, *, divide_by_initial_world_size: bool) -> None:
-        """Takes part in one averaging without gradients, for a worker whose inputs are exhausted."""
+        """Participates in one averaging without gradients, for a worker whose inputs are exhausted."""
         for part in self._parts:
             part.gradients.shadow(divide_by_initial_world_size=divide_by_initial_world_size)
 
     def finish_shadow(self) -> None:
-        """Waits for what shadow() took part in; the slots belong to this worker again."""
+        """Waits for the averaging of shadow(); afterwards this worker may use the slots again."""
         for part in self._parts:
             part.gradients.finish_shadow()
 
@@ -223,12 +223,12 @@ class GradientParts:
             part.wait()
 
     def read_cached(self) -> None:
-        """Called before a forward uses parameters, of which some workers may have copies."""
+        """Called before a forward uses parameters; refreshes stale copies."""
         for part in self._parts:
             part.read_cached()
 
     def finish_updates(self) -> None:
-        """Waits for the updates that this worker has pushed, also where parameters are its own again."""
+        """Waits for the updates that this worker has pushed, even if it holds the parameters itself again."""
         for part in self._parts:
             part.gradients.finish_update()
 
@@ -248,6 +248,6 @@ class GradientParts:
             part.close()
 
     def close_groups(self) -> None:
-        """Gives the registered memory back."""
+        """Releases the registered memory."""
         for part in self._parts:
             part.gradients.group.close()

@@ -1,4 +1,4 @@
-"""The way of a model's gradients to their slots, and of averages back to `.grad`."""
+"""The path of a model's gradients to their slots, and of averages back to `.grad`."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 
 class GradientPath(Protocol):
-    """One for the host's memory, one for that of a GPU. One caller at a time."""
+    """Implemented for host memory and for GPU memory. One caller at a time."""
 
     def can_write_in_place(self, index: int) -> bool:
-        """Whether backward may write a gradient straight into its slot."""
+        """Whether backward may write a gradient directly to its slot."""
 
     def slot(self, index: int) -> torch.Tensor:
         """The slot of a gradient."""
 
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
-        """Contributes a gradient, which nobody else changes before deliver()."""
+        """Contributes a gradient, which must not change before deliver()."""
 
     def take_part(self, index: int, kind: UpdateKind, *, present: bool) -> None:
-        """Contributes what is where memory devices read it already, or nothing."""
+        """Contributes data that memory devices can already read, or nothing if not `present`."""
 
     def flush(self) -> None:
-        """Holds nothing back any more of what was sent."""
+        """Flushes pending sends."""
 
     def is_late(self, index: int) -> bool:
-        """Whether the result of a gradient that was sent is not there yet."""
+        """Whether the result of a sent gradient has not arrived yet."""
 
     def bring(self, index: int, gradient: torch.Tensor) -> None:
-        """Has a gradient copied to its slot, if it is not there."""
+        """Copies a gradient to its slot, if it is not there yet."""
 
     def finish_bringing(self) -> None:
-        """Has all gradients that were brought be in their slots before any that is contributed later."""
+        """Orders all bring() copies before later contributions."""
 
     def mirror(self, parameters: MirroredParameters) -> bool:
-        """Has the results of updates be copied to these; returns False if they are to be pulled instead."""
+        """Copies the results of updates to `parameters`; returns False if the caller must pull them instead."""
 
     def collect(self, *, counts: bool) -> Sequence[int]:
-        """Waits for all averages: the processor does, or the current stream.
+        """Waits for all averages, on the processor or on the current stream.
 
         Args:
-            counts: Whether contributors are asked for, for which the processor has to wait.
+            counts: Whether to return contributors, for which the processor must wait.
 
         Returns:
-            How many workers had each gradient; nothing if not asked for.
+            Number of workers that had each gradient; empty without `counts`.
         """
 
     def deliver(self, absent: Collection[int], contributors: Sequence[int]) -> None:
-        """Has `.grad` of each parameter that any worker used hold the average.
+        """Sets `.grad` of each parameter that any worker used to the average.
 
         Args:
             absent: Gradients that this worker did not have.
-            contributors: As collect() returned them; needed if any is absent.
+            contributors: Result of collect(); needed if a gradient is absent.
         """
 
     def settle(self) -> None:
-        """Waits until slots are this worker's again, after deliver()."""
+        """Waits until this worker may use the slots again, after deliver()."""
 
     def check(self) -> None:
-        """Raises what has gone wrong since the last call; called before a forward."""
+        """Raises errors since the last call; called before a forward."""
 
     def confirm(self) -> None:
-        """Waits until all averages have come, whatever streams do with them; raises why they will not."""
+        """Waits on the processor until all averages have arrived; raises the error if they will not."""
 
 
 def is_lazy(gradient: torch.Tensor) -> bool:
-    """Whether its bytes are those of the other sign, or of complex conjugates."""
+    """Whether torch stores the gradient with a pending negation or complex conjugation."""
     return bool(gradient.is_neg() or gradient.is_conj())
 
 
 class GradientLayout:
-    """What gradients have to be like: those of the parameters when the model was wrapped.
+    """The required layout of gradients: that of the parameters when the model was wrapped.
 
     Args:
-        names: Of the parameters.
+        names: Names of the parameters.
         parameters: In the order of their slots.
     """
 
@@ -98,23 +98,23 @@ class GradientLayout:
         self._num_elements = [parameter.numel() for parameter in parameters]
 
     def is_plain(self, index: int, gradient: torch.Tensor) -> bool:
-        """Whether the bytes of a gradient are those of its slot, one after the other."""
+        """Whether a gradient has the memory layout of its slot."""
         return (
             gradient.layout is torch.strided
             and gradient.dtype is self._dtypes[index]
             and gradient.numel() == self._num_elements[index]
-            # Asked for every gradient of a step; most need no tuple of strides.
+            # Runs for every gradient of a step; most need no tuple of strides.
             and (
                 gradient.is_contiguous()
                 if self._is_contiguous[index]
                 else gradient.stride() == self._strides[index]
             )
             and not gradient.requires_grad
-            and not is_lazy(gradient)  # one that was put in place after backward
+            and not is_lazy(gradient)  # such a gradient may be assigned after backward
         )
 
     def strides(self, index: int) -> tuple[int, ...]:
-        """Of a plain gradient."""
+        """Strides of a plain gradient."""
         return tuple(self._strides[index])
 
     def empty(self, index: int, device: torch.device) -> torch.Tensor:
@@ -124,7 +124,7 @@ class GradientLayout:
         )
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
-        """Refuses what cannot be copied to the slot.
+        """Refuses gradients that cannot be copied to the slot.
 
         Raises:
             ValueError: Names the parameter and the remedy.

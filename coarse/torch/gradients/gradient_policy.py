@@ -1,4 +1,4 @@
-"""What an optimizer does about the norm of all gradients, and about NaN and Inf in them."""
+"""An optimizer's handling of the gradient norm, and of NaN and Inf in gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MOST_NAMES_IN_MESSAGE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredGradient:
-    """The averaged gradient of one parameter, as it was measured: alike on every worker.
+    """Measurements of one parameter's averaged gradient, equal on every worker.
 
     Args:
-        name: Of the parameter.
-        sum_of_squares: Of its elements.
-        first_nonfinite: The first worker that had NaN or Inf in its own gradient; EVERYBODY if it is not known or
-            none had; None if the average is finite.
+        name: Name of the parameter.
+        sum_of_squares: Sum over its elements.
+        first_nonfinite: The first worker that had NaN or Inf in its own gradient; EVERYBODY if it is unknown or no
+            worker had; None if the average is finite.
     """
 
     name: str
@@ -34,12 +34,12 @@ class MeasuredGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPolicy:
-    """How gradients are treated before an update.
+    """Treatment of gradients before an update.
 
     Args:
-        max_norm: Longer gradients (the 2-norm over all parameters) are scaled down to it; None for none.
-        on_nonfinite: What NaN or Inf in an averaged gradient lead to: "ignore" updates all the same, "raise"
-            raises NonFiniteGradientError on every worker, "skip" leaves parameters and state as they are.
+        max_norm: Longer gradients (the 2-norm over all parameters) are scaled down to it; None for no limit.
+        on_nonfinite: Reaction to NaN or Inf in an averaged gradient: "ignore" updates regardless, "raise" raises
+            NonFiniteGradientError on every worker, "skip" leaves parameters and state unchanged.
 
     Raises:
         ValueError: If a value is out of range.
@@ -56,14 +56,14 @@ class GradientPolicy:
 
     @property
     def needs_measures(self) -> bool:
-        """Whether anything must be known of the gradients."""
+        """Whether the policy needs measurements of the gradients."""
         return self.max_norm is not None or self.on_nonfinite != "ignore"
 
     def admits(self, gradients: Sequence[MeasuredGradient]) -> bool:
         """Whether to update; False skips the step.
 
         Raises:
-            NonFiniteGradientError: If a gradient is not finite and that is an error; names worker and parameter.
+            NonFiniteGradientError: If a gradient is not finite and the policy is "raise"; names worker and parameter.
         """
         if self.on_nonfinite == "ignore":
             return True
@@ -73,7 +73,7 @@ class GradientPolicy:
         return not wrong
 
     def scale(self, norm: float) -> float:
-        """By how much gradients of this 2-norm are multiplied."""
+        """Factor for gradients with this 2-norm."""
         if self.max_norm is None:
             return 1.0
         scale = self.max_norm / (norm + _EPSILON)
@@ -81,7 +81,7 @@ class GradientPolicy:
 
 
 def total_norm(gradients: Sequence[MeasuredGradient]) -> float:
-    """The 2-norm over all gradients. The order of the additions is fixed, so that all workers get the same bits."""
+    """The 2-norm over all gradients. The order of additions is fixed, so all workers get bitwise equal results."""
     return math.sqrt(sum(gradient.sum_of_squares for gradient in gradients))
 
 

@@ -1,4 +1,4 @@
-"""Gradients in the host's memory, and what is not on one GPU alone: slots are written and read by this processor."""
+"""Gradients that are not all on one GPU, such as those in host memory: the processor writes and reads the slots."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from coarse.torch.optimizer.mirrored_parameters import MirroredParameters
 
 
 class HostGradients:
-    """A GradientPath whose collect() returns when results are in the slots, of which `.grad` may be views.
+    """A GradientPath whose collect() returns when results are in the slots; `.grad` may be views of slots.
 
     Args:
         group: Has a slot for each parameter.
-        names: Of the parameters.
+        names: Names of the parameters.
         parameters: In the order of the group.
         gradient_as_view: Whether `.grad` becomes the slot; otherwise averages are copied back. Gradients outside host
             memory are always copied.
-        keeps_gradients: False where the slot takes the gradient's place, and no `.grad` remains.
-        tables: Those that have no slot, and are none of this one's business but take_part().
+        keeps_gradients: False if the slot replaces the gradient and no `.grad` remains.
+        tables: Parameters without a slot; only take_part() handles them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HostGradients:
     def send(self, index: int, gradient: torch.Tensor, kind: UpdateKind) -> None:
         self._push(index, kind, source=self._source(index, gradient))
         if not self._keeps_gradients:
-            self._parameters[index].grad = None  # it lies in the slot now
+            self._parameters[index].grad = None  # the gradient is in the slot now
         elif self._is_view[index] and not self._views.hold(index, gradient):
             self._parameters[index].grad = self._views[index]
 
@@ -113,7 +113,7 @@ class HostGradients:
         pass  # collect() has waited
 
     def check(self) -> None:
-        pass  # every call tells at once
+        pass  # every call reports errors at once
 
     def confirm(self) -> None:
         pass  # collect() has waited

@@ -31,86 +31,90 @@ _STAND_INS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Distrib
 
 
 def stand_in_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The DistributedOptimizer that has taken an optimizer's place in memory devices; itself if none has."""
+    """Returns the DistributedOptimizer that replaces `optimizer`; `optimizer` itself if none does."""
     stand_in = _STAND_INS.get(optimizer)
     return (stand_in() if stand_in is not None else None) or optimizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """Runs an optimizer's update in the memory devices, where parameters and its state then live once for all.
+    """Runs an optimizer's update in the memory devices, which store one copy of parameters and state for all workers.
 
-    Takes the optimizer's place: `step()`, `zero_grad()`, learning-rate schedulers, GradScaler, `state_dict()` and
-    `load_state_dict()` work as before, and checkpoints are the optimizer's own. Every worker must construct it
-    alike, between two steps; that is collective. The parameters of a node's first worker win.
+    Replaces the optimizer: `step()`, `zero_grad()`, learning-rate schedulers, GradScaler, `state_dict()` and
+    `load_state_dict()` work as before, and checkpoints have the optimizer's own format. Every worker must construct
+    it with the same arguments, between two steps. Construction is collective. Training starts from the parameters of
+    a node's first worker.
 
-    Memory devices run torch's SGD, Adam, AdamW, Adagrad and SparseAdam and coarse.torch.optim.Lion, on parameters
-    of float32, bfloat16 and float16 in host memory or all on one GPU, on one node or several, where gradients are
-    reduced by `auto`, `direct` or `gather`; of sparse gradients SGD without momentum, Adagrad and SparseAdam, which
-    update their rows alone.
-    Anything else runs on the workers as usual; a warning says so and why, and `runs_in_memory_devices` is False.
+    Memory devices run torch's SGD, Adam, AdamW, Adagrad and SparseAdam and coarse.torch.optim.Lion. Parameters may be
+    float32, bfloat16 or float16, in host memory or all on one GPU. The job may have one node or several, and must
+    reduce gradients by `auto`, `direct` or `gather`. For sparse gradients, memory devices run SGD without momentum,
+    Adagrad and SparseAdam, and update only the gradients' rows.
+    Anything else runs on the workers as usual; a warning gives the reason, and `runs_in_memory_devices` is False.
 
-    State is float32. A 16-bit parameter is the rounding of float32 master weights, which are what is updated; what
-    somebody writes to the parameter becomes its master weight.
+    State is float32. A 16-bit parameter is the rounded copy of float32 master weights, which the update changes. A
+    value written to the parameter becomes its master weight.
 
-    What differs where it does run in memory devices:
-        - Every parameter is a view of memory that the workers of the node share. What a worker writes to it between
-          two steps (load_state_dict(), weights that are swapped for an evaluation, `parameter.data = tensor` of the
-          same shape and type) it alone sees, until the next step goes on with what all workers have written
-          alike, as they do under torch's class; until then it takes as much more memory. Where they have written
-          unlike values, that step is refused; what was put back before it counts as not written. Linux tells what
-          was written from 6.7 on. With older ones, where userfaultfd is forbidden, and where parameters lie on a GPU
-          of all workers, every worker of the node sees at once what any of them writes (docs/design/optimizer.md).
-        - Parameters are whole and constant between the end of a worker's step() and the beginning of its next one
-          (with overlap=True: of its next backward()). A thread of its own that reads during step() may see some
-          tensors, or parts of one, from before and some from after.
-        - What `parameter.data` was before a tensor was assigned is not kept apart: updates go on writing to it.
-        - Where a model is on a GPU, and parameters do not lie there, all workers have copies instead, which every
-          update brings anew. What is written to them between two steps has to be written by all workers alike, and
-          not in place to `parameter.data`, which torch does not count.
-        - step() expects equal gradients on all workers, as backward() leaves them; it takes those of the first one.
+    Differences when the optimizer runs in memory devices:
+        - Every parameter is a view of memory that the workers of the node share. A worker may write to it between
+          two steps: by load_state_dict(), by swapping weights for an evaluation, or by `parameter.data = tensor` of
+          the same shape and type. Only that worker sees the written values, which need additional memory, until the
+          next step. If all workers wrote the same values, that step continues from them, as under torch's class. If
+          they wrote different values, it raises an error. Values restored before the step count as not written.
+          Detecting writes needs Linux 6.7 or newer. On older kernels, where userfaultfd is forbidden, and where all
+          workers share parameters on one GPU, a write is visible to every worker of the node at once
+          (docs/design/optimizer.md).
+        - Parameters are complete and constant between the end of a worker's step() and the beginning of its next
+          step() (with overlap=True: of its next backward()). Another thread that reads during step() may see a mix of
+          old and new tensors, or of old and new parts of one tensor.
+        - After a tensor is assigned to `parameter.data`, updates continue to overwrite the previous `parameter.data`.
+        - If the model is on a GPU and its shared parameters are not, all workers have copies, which every update
+          refreshes. Between two steps, all workers must write the same values to these copies. They must not write
+          in place to `parameter.data`, because torch does not count such writes.
+        - step() expects equal gradients on all workers, as backward() leaves them; it uses those of the first worker.
         - GradScaler's step() leaves unscaling to the update, so that float16 gradients can be scaled too.
-        - `state` has copies of the state, as state_dict() does; what is written to them is lost, and a mapping that
-          is assigned to `state` takes its place.
-        - add_param_group() is collective, and so is the forward after requires_grad_(True) of a parameter that the
-          optimizer holds: parameters and state are registered anew. Until that is done, the node's first worker has
-          them a second time.
-        - Within DistributedDataParallel.join() workers have parameters and state of their own and make the updates,
-          also with overlap=True. As it ends, those of a worker with the most inputs go to the memory devices.
+        - `state` returns copies of the state, as state_dict() does. Writes to a copy from before the last step() are
+          lost; a mapping that is assigned to `state` replaces the state.
+        - add_param_group() is collective. So is the forward after requires_grad_(True) of a parameter that the
+          optimizer holds. Both register parameters and state again; meanwhile the node's first worker holds a second
+          copy of them.
+        - Within DistributedDataParallel.join(), workers have their own parameters and state and run the updates, also
+          with overlap=True. At its end, one of the workers with the most inputs provides the values for the memory
+          devices.
 
-    A model may have several, each of some of its parameters, and others that workers update. With overlap=True each
-    backward then updates whatever it reaches: where one loss reaches the parameters of two optimizers and is for one
-    of them, as in a GAN of one model, leave overlap out.
+    A model may have several DistributedOptimizers, each for some of its parameters, and other optimizers on the
+    workers. With overlap=True, each backward updates every parameter that it reaches. Do not use overlap if one loss
+    reaches the parameters of two optimizers but must update only one of them, as in a GAN of one model.
 
     Args:
-        optimizer: Holds trainable parameters of `model`, all or some. From now on use this one instead: of the other
-            one settings are read, state dicts are those of this one, and step() raises. State that it has is taken
-            over.
-        model: Whose gradients it is for.
+        optimizer: Holds all or some of the trainable parameters of `model`. Use the DistributedOptimizer instead from
+            now on, which also takes over the existing state. The original optimizer still provides the settings; its
+            state dicts are those of the DistributedOptimizer, and its step() raises.
+        model: The model whose gradients the optimizer uses.
         overlap: Whether each parameter is updated during backward(), as soon as all workers have its gradient,
-            instead of in step(). Saves a pass over all gradients and hides the rest behind the computation, but
-            no `.grad` remains after backward(), so that nothing can clip, unscale or look at it; and there must be
-            one averaging backward() for each step(). Settings are those at the beginning of backward(). Parameters
-            that it does not use are left alone, after zero_grad(set_to_none=False) too.
-        max_grad_norm: Averaged gradients whose 2-norm over all of the optimizer's parameters is longer are scaled
-            down to it, as by torch.nn.utils.clip_grad_norm_, but within the update; the norm comes from the
-            reduction, and costs no pass over memory. After GradScaler it is that of the unscaled gradients. What is
-            written to a gradient's `.data` is not seen, as torch does not count it; write to the gradient itself.
-        on_nonfinite: What NaN or Inf in an averaged gradient leads to: "ignore" updates all the same, as torch does;
-            "raise" has step() raise NonFiniteGradientError on every worker, which names the worker and parameter;
-            "skip" leaves parameters and state as they are, on every worker.
-        staleness: How many updates the parameters of a forward may not know of. With 0 they are exact. Else every
-            worker has copies of its own, which it pulls again when they are older; with overlap=True it does not
-            wait for an update before the end of its next forward, and so not for slower workers. pull() makes
-            copies exact, as does state_dict() of the model; do so before evaluating.
+            instead of in step(). This saves a pass over all gradients and overlaps the updates with computation. But
+            no `.grad` remains after backward() to clip, unscale or read, and each step() needs exactly one averaging
+            backward(). Settings are read at the beginning of backward(). Parameters that it does not use are not
+            updated, even after zero_grad(set_to_none=False).
+        max_grad_norm: Largest 2-norm of the averaged gradients over all of the optimizer's parameters. Longer
+            gradients are scaled down to it, as by torch.nn.utils.clip_grad_norm_, but within the update. The
+            reduction computes the norm without an additional pass over memory. After GradScaler it is the norm of the
+            unscaled gradients. Write to the gradient itself: writes to its `.data` are not detected, because torch
+            does not count them.
+        on_nonfinite: Reaction to NaN or Inf in an averaged gradient. "ignore" updates regardless, as torch does.
+            "raise" makes step() raise NonFiniteGradientError on every worker; it names the worker and the parameter.
+            "skip" leaves parameters and state unchanged on every worker.
+        staleness: Number of recent updates that the parameters of a forward may lack. With 0 they are exact.
+            Otherwise every worker has copies, which it pulls again when they are older. With overlap=True, a worker
+            waits for no update, and thus for no slower worker, before the end of its next forward. pull() and the
+            model's state_dict() make copies exact; call one of them before evaluating.
 
     Raises:
         TypeError: If the model is not wrapped.
-        ValueError: If an option of the optimizer cannot be offloaded, it holds trainable parameters that are not the
-            model's, or memory devices are to be kept and it does not hold all that are, or staleness is above 0; or
-            they have replicas and overlap is True.
+        ValueError: If an option of the optimizer cannot be offloaded, or the optimizer holds trainable parameters
+            that are not the model's. Also if memory devices are to be kept and the optimizer lacks some of the
+            model's trainable parameters or staleness is above 0, and if they have replicas and overlap is True.
         RuntimeError: If another DistributedOptimizer has some of its parameters.
-        SchemaMismatchError: If workers construct different ones. By a later step(), or backward() with overlap=True:
-            if they differ in settings, or have written unlike values to parameters.
+        SchemaMismatchError: If workers construct different optimizers. A later step(), or backward() with
+            overlap=True, raises it if workers differ in settings or have written different values to parameters.
         OutOfDeviceMemoryError: If parameters and state do not fit into device memory.
     """
 
@@ -143,9 +147,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._part: OffloadedPart | None = None
         self._before_update: list[Callable[[], None]] = []
         self._has_warned = False
-        self._refusal = -1  # which of the step pre-hooks of the optimizer that was given
+        self._refusal = -1  # number of the step pre-hook by which the given optimizer refuses step()
         self._share_groups()
-        self._taken: dict[str, Any] = {}  # of a state dict that is being loaded
+        self._taken: dict[str, Any] = {}  # the state dict that is being loaded
         model.ensure_registered()
         rule = find_rule(optimizer)
         reason = model.agree_on_obstacle(_obstacle(optimizer, rule, model))
@@ -161,7 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._stand_in_for(optimizer)
 
     def _offload(self, rule: UpdateRule) -> None:
-        """Has the memory devices hold all trainable parameters of the optimizer. Collective."""
+        """Moves all trainable parameters of the optimizer to the memory devices. Collective."""
         self._part = self._model.offload(
             self._optimizer,
             rule,
@@ -176,7 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._not_held = _frozen_parameters(self._optimizer, self._model)
 
     def take_thawed(self) -> None:
-        """Has the memory devices hold what the optimizer has and they do not, and is trained now. Collective."""
+        """Moves the optimizer's newly trainable parameters to the memory devices. Collective."""
         if self._part is None or len(_members(self._optimizer, self._model)) == len(self._part.named):
             return
         rule = find_rule(self._optimizer)
@@ -191,19 +195,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._offload(rule)
 
     def run_on_workers(self) -> None:
-        """Takes parameters and state back from the memory devices. Collective.
+        """Moves parameters and state from the memory devices back to the workers. Collective.
 
-        DistributedDataParallel.join() does: a worker without inputs makes no step.
+        Used by DistributedDataParallel.join(), because a worker without inputs makes no step.
         """
         if self._part is not None:
             part, self._part = self._part, None
             self._model.take_back(part)
 
     def run_in_memory_devices_again(self, root: int) -> None:
-        """Moves them there again. Collective.
+        """Moves parameters and state to the memory devices again. Collective.
 
         Args:
-            root: The worker that has the state that counts.
+            root: The worker that provides the state.
         """
         rule = find_rule(self._optimizer)
         assert self._model.session is not None
@@ -213,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by GradScaler before it calls step(); where this is true it hands scale and found_inf to it."""
+        """Whether GradScaler passes scale and found_inf to step(); GradScaler reads it before it calls step()."""
         if self.overlaps:
             raise RuntimeError(
                 "overlap=True has updated the parameters during backward(), by gradients of the scaled loss, which "
@@ -223,16 +227,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def runs_in_memory_devices(self) -> bool:
-        """Whether memory devices run the update, or the workers as usual."""
+        """Whether memory devices run the update; False if the workers do, as usual."""
         return self._part is not None
 
     @property
     def offloaded(self) -> RemoteParameters | None:
-        """What the memory devices hold; None if the optimizer runs on the workers."""
+        """Parameters and state in the memory devices; None if the optimizer runs on the workers."""
         return None if self._part is None else self._part.offloaded
 
     def keep_snapshots(self) -> None:
-        """Has snapshots copy what they refer to, before anything but an update writes to parameters or state."""
+        """Makes snapshots copy their contents; called before any write to parameters or state except an update."""
         if self.offloaded is not None:
             self.offloaded.keep_snapshots()
 
@@ -240,18 +244,18 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def state(self) -> MutableMapping[Any, Any]:
         """The state of each parameter, as torch's.
 
-        Where memory devices have it, this is a copy, whose changes the next update takes over: assigning, taking out,
-        putting in and writing in place count, if every worker does the same. Read it anew after each step().
+        If memory devices hold the state, this is a copy. The next update applies changes to it (assigning, removing,
+        adding and writing in place) if every worker makes the same changes. Read `state` again after each step().
 
         Raises:
-            RuntimeError: By the next update, if something was put in that memory devices cannot keep.
+            RuntimeError: By the next update, if memory devices cannot store an added entry.
         """
         return self._optimizer.state if self.offloaded is None else self.offloaded.lend()
 
     @state.setter
     def state(self, state: MutableMapping[Any, Any]) -> None:
         if not hasattr(self, "_optimizer"):
-            return  # torch's constructor has begun: the state is that of the optimizer that was given
+            return  # torch's constructor is running: the state is that of the given optimizer
         if self.offloaded is None:
             self._optimizer.state = state
         else:
@@ -259,13 +263,13 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.offloaded.adopt_state(state)
 
     def pull(self) -> None:
-        """Makes this worker's parameters exact, once the last update is complete; without staleness they are."""
+        """Waits for the last update and makes this worker's parameters exact; without staleness they always are."""
         if self._part is not None and self._part.cached is not None:
             self._part.cached.pull()
 
     @property
     def cache_statistics(self) -> CacheStatistics | None:
-        """How often this worker could go on with the parameters it had; None without staleness."""
+        """How often this worker could continue with its cached parameters; None without staleness."""
         cached = None if self._part is None else self._part.cached
         return None if cached is None else cached.statistics()
 
@@ -276,23 +280,23 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def gradient_norm(self) -> float | None:
-        """2-norm of all gradients in the last step(), unscaled and before clipping; None if nobody asked for it."""
+        """2-norm of all gradients in the last step(), unscaled and before clipping; None if it was not requested."""
         return self._gradient_norm
 
     @property
     def is_kept(self) -> bool:
-        """Whether parameters and state outlive this worker in the memory devices, if it crashes."""
+        """Whether parameters and state in the memory devices survive a crash of this worker."""
         return self._part is not None and self._model.keeps_devices
 
     @property
     def recovered_step(self) -> int:
-        """The update after which parameters and state were kept for this restarted worker; 0 if they were not."""
+        """The last update that this restarted worker's parameters and state include; 0 if none were kept."""
         return 0 if self.offloaded is None else self.offloaded.recovered_step
 
     def before_update(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called in each step() that is not skipped, before memory devices can begin the update.
+        """Registers a callback that runs in each step() that is not skipped, before memory devices begin the update.
 
-        With overlap=True in each backward() that averages, as it begins.
+        With overlap=True, it runs at the beginning of each backward() that averages.
         """
         self._before_update.append(callback)
 
@@ -309,16 +313,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Updates the parameters by their gradients; returns when this worker can read them. Collective.
 
         Args:
-            closure: Called once before the update, as torch's optimizers do; what it returns is returned.
+            closure: Called once before the update, as torch's optimizers do. step() returns its result.
 
         Raises:
-            RuntimeError: With overlap=True, if there are gradients that no averaging backward() has used; if a
-                parameter has one that did not require it when the model was wrapped.
+            RuntimeError: With overlap=True, if no averaging backward() has used some gradients; also if a parameter
+                has a gradient but did not require one when the model was wrapped.
             NonFiniteGradientError: With on_nonfinite="raise", for NaN or Inf; nothing was updated on any worker.
         """
         if self._part is None:
             return self._step_on_worker(closure)
-        # Of the optimizer itself, whose own step() is not called; torch calls those of this one.
+        # The given optimizer's hooks, because its step() is not called. torch calls the hooks of this one.
         for number, pre_hook in self._optimizer._optimizer_step_pre_hooks.items():
             if number != self._refusal:
                 pre_hook(self._optimizer, (), {})
@@ -326,7 +330,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._update(self._part)
         for post_hook in self._optimizer._optimizer_step_post_hooks.values():
             post_hook(self._optimizer, (), {})
-        self._optimizer._opt_called = True  # for schedulers, which warn of an order else
+        self._optimizer._opt_called = True  # otherwise schedulers warn about the order of calls
         return loss
 
     def _update(self, part: OffloadedPart) -> None:
@@ -347,11 +351,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             empty.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dict, with a copy of the state; it loads into the bare optimizer too.
+        """Returns the optimizer's state dict with a copy of the state; the bare optimizer can load it too.
 
-        State is float32 whatever the parameter's dtype, and that of a 16-bit parameter has its master weights as
-        "master", so that training goes on with the same bits. torch's load_state_dict() rounds the one to the
-        parameter's dtype, and leaves the other unused.
+        State is float32 for every parameter dtype. The state of a 16-bit parameter includes its master weights as
+        "master", so that training continues with the same bits. torch's load_state_dict() rounds state to the
+        parameter's dtype and does not use "master".
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -361,9 +365,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return state_dict
 
     def _stand_in_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has state dicts of the optimizer that was given hold the state in the memory devices, and go there.
+        """Redirects state dicts of the given optimizer to the state in the memory devices, for saving and loading.
 
-        Its step() raises: every worker would make an update of its own to the parameters that all share.
+        Its step() raises, because every worker would separately update the parameters that all share.
         """
         _STAND_INS[optimizer] = weakref.ref(self)
         refusal = _refusal_of_steps(self._model)
@@ -385,7 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if self.offloaded is None:
             return state_dict
         self._taken = state_dict
-        return {**state_dict, "state": {}}  # torch would round it, and copy it to the parameters' device
+        return {**state_dict, "state": {}}  # torch would round state and copy it to the parameters' device
 
     def _adopt_state(self, optimizer: torch.optim.Optimizer) -> None:
         self._share_groups()
@@ -395,9 +399,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.offloaded.adopt_state(_state_by_parameter(optimizer, taken))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this or of the bare optimizer. Every worker must load the same.
+        """Loads a state dict of this or of the bare optimizer. Every worker must load the same one.
 
-        Where it has no master weights for a 16-bit parameter, the parameter's value becomes them.
+        If it has no master weights for a 16-bit parameter, they are set to the parameter's value.
         """
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = _replaced(state_dict, pre_hook(self, state_dict))
@@ -407,16 +411,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             post_hook(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters of the model, as torch's. Collective where memory devices run the optimizer.
+        """Adds parameters of the model, as torch's optimizers do. Collective if memory devices run the optimizer.
 
-        Those that are frozen come to the memory devices in the first forward after requires_grad_(True).
+        Frozen parameters move to the memory devices in the first forward after requires_grad_(True).
 
         Raises:
-            ValueError: If they are not the model's, or memory devices cannot take them or are to be kept; nothing
-                was added.
-            RuntimeError: If another DistributedOptimizer has them; likewise.
+            ValueError: If the parameters are not the model's, or memory devices cannot take them or are to be kept.
+                Nothing was added.
+            RuntimeError: If another DistributedOptimizer has the parameters. Nothing was added.
         """
-        if not hasattr(self, "_optimizer"):  # torch's constructor has begun
+        if not hasattr(self, "_optimizer"):  # torch's constructor is running
             super().add_param_group(param_group)
             return
         self._optimizer.add_param_group(param_group)
@@ -433,12 +437,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._not_held = _frozen_parameters(self._optimizer, self._model)
 
     def _share_groups(self) -> None:
-        # The same objects, so that schedulers may be given either optimizer.
+        # Both optimizers share the same objects, so that a scheduler works with either.
         self.param_groups = self._optimizer.param_groups
 
     def _gradient_scale(self, part: OffloadedPart) -> float | None:
-        """What the update multiplies gradients with, the same on every worker; None if there is to be no update."""
-        # GradScaler sets both for the time of step(); found_inf is of averages, and so alike on all workers.
+        """The update's factor for gradients, equal on every worker; None if the update must be skipped."""
+        # GradScaler sets both during step(). found_inf refers to averages, so it is equal on all workers.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if found_inf is not None and float(found_inf):
             self._gradient_norm = math.inf if self._policy.needs_measures else None
@@ -448,7 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return unscale
         gradients = self._model.measured_gradients(
             part,
-            # Looking for Inf, GradScaler multiplies gradients by 1.
+            # GradScaler multiplies gradients by 1 when it searches for Inf.
             num_changes=0 if loss_scale is None else changes_by_scaler(loss_scale.device),
             are_unscaled=found_inf is not None and loss_scale is None,
         )
@@ -509,7 +513,7 @@ def _called(closure: Callable[[], Any] | None) -> Any:
 
 
 def _check_kinds(optimizer: object, model: object) -> None:
-    """Raises TypeError if they are not what a DistributedOptimizer is made of."""
+    """Raises TypeError if a DistributedOptimizer cannot be constructed from these arguments."""
     if not isinstance(model, DistributedDataParallel):
         compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
         raise TypeError(
@@ -526,7 +530,7 @@ def _check_kinds(optimizer: object, model: object) -> None:
 def _obstacle(
     optimizer: torch.optim.Optimizer, rule: UpdateRule | None, model: DistributedDataParallel
 ) -> str:
-    """Why the optimizer has to run on the workers; "" if it does not."""
+    """The reason why the optimizer must run on the workers; "" if there is none."""
     if rule is None:
         return f"they know {KNOWN_OPTIMIZERS}, not {type(optimizer).__name__}"
     renormalised = find_renormalised(model.module)
@@ -559,7 +563,7 @@ def _members(
 def _frozen_parameters(
     optimizer: torch.optim.Optimizer, model: DistributedDataParallel
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """What the optimizer holds, and memory devices do not."""
+    """The optimizer's frozen parameters, which memory devices do not hold."""
     held = {parameter for options in optimizer.param_groups for parameter in options["params"]}
     trained = {parameter for _, parameter in model.trained_parameters}
     return [
@@ -570,14 +574,14 @@ def _frozen_parameters(
 
 
 def _replaced(given: dict[str, Any], by_hook: dict[str, Any] | None) -> dict[str, Any]:
-    """What a hook has returned in place of a state dict, if it has."""
+    """The state dict that a hook returned; the given one if the hook returned None."""
     return given if by_hook is None else by_hook
 
 
 def _check_recovery(
     optimizer: torch.optim.Optimizer, model: DistributedDataParallel, *, overlap: bool, staleness: int
 ) -> None:
-    """Refuses what could not be recovered, where the model's memory devices are kept or have replicas."""
+    """Refuses unrecoverable configurations if the model's memory devices are kept or have replicas."""
     if model.keeps_devices and (left := len(model.trained_parameters) - len(_members(optimizer, model))):
         raise ValueError(
             f"COARSE_KEEP_DEVICES needs one DistributedOptimizer of all trainable parameters of the model, and this "
@@ -609,8 +613,8 @@ def _check_recovery(
 
 
 def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
-    """A hook that has an optimizer's own step() raise as long as memory devices update the model's parameters."""
-    reference = weakref.ref(model)  # whose parameters may outlive it
+    """Returns a hook that makes the given optimizer's step() raise while memory devices update its parameters."""
+    reference = weakref.ref(model)  # parameters may outlive the model
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()
@@ -626,7 +630,7 @@ def _refusal_of_steps(model: DistributedDataParallel) -> Callable[..., None]:
 def _state_by_parameter(
     optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
 ) -> dict[torch.nn.Parameter, dict[str, Any]]:
-    """The state of a state dict of which `optimizer` has just loaded the rest."""
+    """The state in `state_dict`, by parameter; `optimizer` has just loaded the other entries of `state_dict`."""
     numbers = [number for options in state_dict["param_groups"] for number in options["params"]]
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
     state = state_dict["state"]
@@ -634,7 +638,7 @@ def _state_by_parameter(
 
 
 def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
-    """Refuses parameters that this model, or memory devices for another optimizer of it, do not leave to this one."""
+    """Refuses parameters that are not the model's, or that memory devices update for another optimizer."""
     held = {
         p for options in optimizer.param_groups for p in options["params"] if p.requires_grad and p.numel()
     }
@@ -655,7 +659,7 @@ def _check_members(optimizer: torch.optim.Optimizer, model: DistributedDataParal
 
 
 def _check_growth(model: DistributedDataParallel) -> None:
-    """Refuses parameters that come later, where restarted workers would not know of them."""
+    """Refuses later additions of parameters if memory devices are kept: restarted workers would not expect them."""
     if model.keeps_devices:
         raise ValueError(
             "COARSE_KEEP_DEVICES does not go with parameters that come to an optimizer in the memory devices later: "

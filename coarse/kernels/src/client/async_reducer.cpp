@@ -12,7 +12,7 @@ namespace {
 constexpr const char* kClosed = "the session is closed";
 constexpr std::chrono::microseconds kLookAfter{100};
 
-/// A caller who is inside, and touches nothing of the reducer once it is not.
+/// Counts a caller inside the reducer; after the decrement it does not access the reducer.
 class Inside {
  public:
   explicit Inside(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
@@ -50,7 +50,7 @@ void AsyncReducer::close() noexcept {
   hasWork_.notify_all();
   if (thread_.joinable()) thread_.join();
   failAll(kClosed);
-  // A result may be there, and whoever waited for it may close, before the caller that pushed it has left.
+  // A result may arrive, and its receiver may close, before the caller that pushed it has left.
   while (numInside_.load() != 0) std::this_thread::sleep_for(kLookAfter);
 }
 
@@ -80,7 +80,7 @@ void AsyncReducer::reduce(std::string_view key, const void* source, void* destin
   Request request{source, destination, std::move(done), flags};
   numSubmitting_.fetch_add(1);
   const std::string failure = take(key, numBytes, request);
-  // Of callers that come together the last one wakes the memory devices: a wake-up costs a context switch.
+  // The last of concurrent callers wakes the memory devices, because a wake-up costs a context switch.
   if (numSubmitting_.fetch_sub(1) == 1) client_.flush();
   if (failure.empty()) {
     hasWork_.notify_one();
@@ -111,7 +111,7 @@ std::string AsyncReducer::failure() {
   return isStopping_ && failure_.empty() ? kClosed : failure_;
 }
 
-/// @returns why the request was not taken; empty if it was.
+/// @returns why the request was refused; empty if it was accepted.
 std::string AsyncReducer::take(std::string_view key, std::size_t numBytes, Request& request) {
   Tensor* tensor = nullptr;
   {
@@ -133,24 +133,24 @@ std::string AsyncReducer::take(std::string_view key, std::size_t numBytes, Reque
   return start(*tensor, request);
 }
 
-/// Pushes a tensor that nobody else uses, since it is marked as under way.
-/// @returns why the request was not taken; empty if it was.
+/// Pushes a tensor that is marked as in progress, so no one else uses it.
+/// @returns why the request was refused; empty if it was accepted.
 std::string AsyncReducer::start(Tensor& tensor, Request& request) {
   WaitStatus status = WaitStatus::kDone;
   try {
     status = client_.push(tensor.group, tensor.index, request.flags, request.source);
-  } catch (const std::exception& error) {  // its group is gone
+  } catch (const std::exception& error) {  // its group was removed
     refuseWaiting(tensor, error.what());
     return error.what();
   }
   const std::lock_guard lock(mutex_);
   if (!failure_.empty()) return failure_;
-  if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread tells it
+  if (status != WaitStatus::kDone) pushStatus_ = status;  // the thread reports it
   underWay_.push_back({&tensor, client_.shardsOf(tensor.group, tensor.index), std::move(request)});
   return {};
 }
 
-/// Frees a tensor that cannot be pushed, of which others wait for their turn.
+/// Frees a tensor that cannot be pushed, and refuses the requests that wait for it.
 void AsyncReducer::refuseWaiting(Tensor& tensor, const char* reason) {
   std::deque<Request> refused;
   {
@@ -180,7 +180,7 @@ void AsyncReducer::run() {
   }
 }
 
-/// Hands out what is done. @returns whether something was, or there is another reason to look up.
+/// Delivers completed results. @returns whether there were any, or the thread has another reason to check.
 bool AsyncReducer::collect() {
   std::deque<UnderWay> finished = takeDone();
   const bool isAny = !finished.empty();
@@ -190,7 +190,7 @@ bool AsyncReducer::collect() {
     try {
       status =
           client_.pull(next.tensor->group, next.tensor->index, next.request.destination, timeoutSeconds_);
-    } catch (...) {  // its group is gone
+    } catch (...) {  // its group was removed
       putBack(std::move(finished), status);
       throw;
     }
@@ -205,10 +205,10 @@ bool AsyncReducer::collect() {
   return isAny || isStopping_ || pushStatus_ != WaitStatus::kDone || underWay_.empty();
 }
 
-/// @returns what is no more under way, and is to be copied out without the lock.
+/// @returns the completed requests, to be copied out without the lock.
 std::deque<AsyncReducer::UnderWay> AsyncReducer::takeDone() {
   const std::lock_guard lock(mutex_);
-  for (UnderWay& each : underWay_)  // all of them before one is moved, since this throws if its group is gone
+  for (UnderWay& each : underWay_)  // check all before moving one: this throws if its group was removed
     each.isDone = client_.areDone(each.tensor->group, each.shards);
   const auto done = std::stable_partition(underWay_.begin(), underWay_.end(),
                                           [](const UnderWay& each) { return !each.isDone; });
@@ -217,7 +217,7 @@ std::deque<AsyncReducer::UnderWay> AsyncReducer::takeDone() {
   return taken;
 }
 
-/// Tells the caller, after the tensor is free for whoever waits for his turn.
+/// Notifies the caller after the tensor is free for the next request.
 void AsyncReducer::finish(UnderWay&& finished) {
   Tensor& tensor = *finished.tensor;
   std::optional<Request> next;
@@ -236,7 +236,7 @@ void AsyncReducer::finish(UnderWay&& finished) {
   if (!failure.empty()) next->done(failure.c_str());
 }
 
-/// What a failure interrupts ends with everything else.
+/// Requests that a failure interrupts end with everything else.
 void AsyncReducer::putBack(std::deque<UnderWay> interrupted, WaitStatus status) {
   const std::lock_guard lock(mutex_);
   underWay_.insert(underWay_.begin(), std::make_move_iterator(interrupted.begin()),
@@ -283,7 +283,7 @@ void AsyncReducer::failAll(std::string reason) {
     underWay_.clear();
     pushStatus_ = WaitStatus::kDone;
   }
-  // failure_ changes no more.
+  // failure_ does not change any more.
   for (const Request& request : failed) request.done(failure_.c_str());
 }
 

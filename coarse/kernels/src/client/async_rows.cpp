@@ -87,7 +87,7 @@ AsyncRows::Table* AsyncRows::find(std::string_view key) {
   return found == tables_.end() ? nullptr : &found->second;
 }
 
-/// @pre the table is under way, by nobody else.
+/// @pre this call has marked the table as in progress.
 void AsyncRows::begin(Table& table) {
   const Request& request = table.request;
   try {

@@ -62,7 +62,7 @@ void AsyncUpdates::update(std::string_view key, const void* gradient, const void
   if (const std::string refusal = begin(key, numBytes, parameter); !refusal.empty())
     return done(refusal.c_str());
   const Place& place = parameter->place;
-  // Most often nothing was assigned since the last update, and reading both is less than writing one.
+  // Usually nothing was assigned since the last update, and reading both costs less than writing one.
   if (place.writes && std::memcmp(place.parameter, value, numBytes) != 0) {
     if (const std::string failure = write(*parameter, value); !failure.empty())
       return finish(*parameter, updated, failure.c_str(), done);
@@ -90,14 +90,14 @@ std::string AsyncUpdates::begin(std::string_view key, std::size_t numBytes, Para
   return {};
 }
 
-/// Makes `value` the parameter's. No memory device uses that before this client's push, but another client
-/// may still copy the last result.
+/// Sets the parameter to `value`. No memory device uses it before this client's push, but another client may
+/// still copy the last result.
 /// @returns why it cannot; empty if it has.
 std::string AsyncUpdates::write(const Parameter& parameter, const void* value) {
   const Place& place = parameter.place;
   const auto haveCopied = [&] {
     for (std::size_t client = 0; client < place.numClients; ++client) {
-      // acquire: what follows may not be done before that client's reads.
+      // acquire: later writes must not precede that client's reads.
       if (place.copied[client].load(std::memory_order_acquire) < parameter.numUpdates) return false;
     }
     return true;
@@ -112,7 +112,7 @@ void AsyncUpdates::finish(Parameter& parameter, void* updated, const char* failu
   if (failure == nullptr) {
     std::memcpy(updated, place.parameter, place.numBytes);
     ++parameter.numUpdates;
-    // release: behind the reads of the copy.
+    // release: after the reads of the copy.
     if (place.copied != nullptr)
       place.copied[place.client].store(parameter.numUpdates, std::memory_order_release);
   }

@@ -13,13 +13,13 @@
 namespace coarse {
 namespace {
 
-// A sleeping wait looks at its deadline, its peers and the interpreter's signals this often.
+// A sleeping wait checks its deadline, its peers and the interpreter's signals this often.
 constexpr std::chrono::milliseconds kHealthInterval{100};
 
-// Shards that are waited for together before they are copied out.
+// Shards that are awaited together before they are copied out.
 constexpr std::uint32_t kShardsPerCopy = 4;
 
-// Shards that are copied to slots elsewhere while the next ones are copied to where they can be copied from.
+// Shards copied together to slots elsewhere, while the next ones are copied into the view.
 constexpr std::uint32_t kShardsPerBring = 16;
 
 std::uint64_t endOf(const Shard& shard) { return shard.offset + shard.numElements * itemBytes(shard.dtype); }
@@ -186,8 +186,8 @@ WaitStatus Client::postShard(const Group& group, std::uint32_t shard, std::uint3
   return postDescriptor(group.routes[shard], descriptor, plan.numElements * itemBytes(plan.dtype), health);
 }
 
-/// Has a tensor in slots that lie elsewhere, before any of its shards is told: to start and await a copy of
-/// each would cost more than the overlap gains.
+/// Copies a whole tensor to slots that lie elsewhere before notifying devices of any shard: starting and
+/// awaiting a copy per shard would cost more than the overlap gains.
 void Client::bringTensor(Group& group, const ClientTensor& tensor, const void* source) {
   const std::lock_guard lock(group.copiesMutex);
   const std::uint32_t end = tensor.firstShard + tensor.numShards;
@@ -209,7 +209,7 @@ WaitStatus Client::postDescriptor(std::uint16_t device, Descriptor descriptor, s
                                   Health health) {
   if (config_.isEmulated) descriptor.sentAt = stampOf(monotonicNow());
   while (!producers_[device].push(descriptor)) {
-    // The queue is full: the device is behind. It needs the processor, and we need to notice if it died.
+    // The queue is full: the device is behind. It needs the processor, and we need to notice if it has died.
     doorbells_[device].ring();
     heldBackBytes_[device] = 0;
     YieldingSpin spin(kHealthInterval);
@@ -244,7 +244,8 @@ WaitStatus Client::pull(std::uint32_t groupId, std::uint32_t tensorIndex, void* 
   Group& group = find(groupId);
   ClientTensor& tensor = tensorOf(group, tensorIndex);
   const std::uint32_t end = tensor.firstShard + tensor.numShards;
-  // A copy starts as soon as a few shards are there; without one there is nothing to do before all are.
+  // A copy starts as soon as a few shards are complete; without a copy there is nothing to do before all are
+  // complete.
   const bool isCopied = destination != nullptr || group.copies != nullptr;
   const std::uint32_t batch = isCopied ? kShardsPerCopy : tensor.numShards;
   for (std::uint32_t first = tensor.firstShard; first < end; first += batch) {
@@ -280,7 +281,7 @@ WaitStatus Client::pullAll(std::uint32_t groupId, double timeoutSeconds) {
   return WaitStatus::kDone;
 }
 
-/// Brings results of these shards to where this client sees its slots; what nobody contributed to stays.
+/// Copies results of these shards to this client's view; shards without a contribution stay unchanged.
 void Client::fetchShards(Group& group, std::uint32_t first, std::uint32_t last) {
   if (group.control.contributors(first).load(std::memory_order_relaxed) == 0) return;
   const std::lock_guard lock(group.copiesMutex);
@@ -386,7 +387,7 @@ WaitStatus Client::probe(std::uint32_t groupId, const std::vector<ClientProbe>& 
     descriptor.shard = tensor.firstShard;
     descriptor.step = ++tensor.step;
     probe.request.writeTo(descriptor);
-    // A ring between two posts could cost the processor, so that the second one would come late.
+    // A ring between two posts could cost the processor, and delay the second post.
     const std::lock_guard lock(postMutex_);
     if (const WaitStatus status = postDescriptor(probe.device, descriptor, 0); status != WaitStatus::kDone)
       return status;
@@ -420,7 +421,7 @@ WaitStatus Client::waitForShards(const Group& group, std::uint32_t first, std::u
     while (shard < last && isShardDone(group, shard)) ++shard;
     return shard == last;
   };
-  // Every unfinished shard needs a completion of its own, so that waking before so many would be in vain.
+  // Every unfinished shard needs its own completion, so an earlier wake-up would be useless.
   std::uint32_t numUnfinished = 0;
   for (std::uint32_t i = first; i < last; ++i) numUnfinished += isShardDone(group, i) ? 0 : 1;
   return wait(areDone, completed + numUnfinished, timeoutSeconds);

@@ -1,4 +1,4 @@
-/// Client::allReduce(): buffers that lie anywhere, through the dynamic shards of a group.
+/// Client::allReduce(): unregistered buffers, through the dynamic shards of a group.
 #include <algorithm>
 #include <cstddef>
 #include <stdexcept>
@@ -14,7 +14,7 @@ WaitStatus Client::allReduce(std::uint32_t groupId, void* buffer, std::size_t nu
   Group& group = find(groupId);
   BufferPieces pieces(group.plan, static_cast<std::byte*>(buffer), numElements, dtype, op);
   pieces.flags = isPresent ? kPresent : 0;
-  // Half of the shards are reduced while the other half is copied out and in again.
+  // One half of the shards is reduced while the other half is copied out and in again.
   for (std::size_t begin = 0; begin < numElements + 2 * pieces.perHalf; begin += pieces.perHalf) {
     WaitStatus status = WaitStatus::kDone;
     if (begin >= 2 * pieces.perHalf)

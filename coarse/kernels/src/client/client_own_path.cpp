@@ -1,4 +1,5 @@
-/// Client, where workers reduce tensors themselves from each other's slots: dual synchronisation.
+/// The part of Client by which workers reduce tensors themselves from each other's slots: dual
+/// synchronisation.
 #include <cstddef>
 #include <stdexcept>
 #include <string>

@@ -70,7 +70,7 @@ void ClientRows::expect(std::uint64_t mostRows) {
   take(places_.meanValues, most * table_.rowBytes, result_.values);
 }
 
-/// Allocated, and not only written: on a full machine a store would be ended by SIGBUS.
+/// Allocates instead of only writing: without free memory a store would raise SIGBUS.
 void ClientRows::take(std::size_t offset, std::size_t length, std::size_t& taken) const {
   if (length <= taken) return;
   int error = EINTR;
@@ -86,7 +86,7 @@ void ClientRows::take(std::size_t offset, std::size_t length, std::size_t& taken
 void ClientRows::sortByNumber(const std::int64_t* numbers, std::uint64_t count) {
   order_.resize(count);
   std::iota(order_.begin(), order_.end(), std::uint64_t{0});
-  // Rows of one number stay in their order, so that sums have the same bits in every run.
+  // Rows of one number keep their order, so that sums have the same bits in every run.
   std::sort(order_.begin(), order_.end(), [numbers](std::uint64_t a, std::uint64_t b) {
     return numbers[a] != numbers[b] ? numbers[a] < numbers[b] : a < b;
   });

@@ -28,7 +28,7 @@ OwnPath::Task OwnPath::makeTask(const TensorGroup& group, const RingEntry& entry
 void OwnPath::iterate(const Task& task, std::size_t iteration, MonotonicNs sentAt) {
   if (iteration == task.numIterations) {
     TensorGroup* group = findGroup_(task.entry.group);
-    if (group != nullptr) reduce_(*group, task.entry);  // else removed because the session failed
+    if (group != nullptr) reduce_(*group, task.entry);  // otherwise removed because the session failed
     return;
   }
   MonotonicNs due = sentAt;

@@ -19,8 +19,7 @@
 namespace coarse {
 namespace {
 
-// Of <linux/userfaultfd.h> and <linux/fs.h> as of Linux 6.7, which few systems have yet where programs are
-// built.
+// From <linux/userfaultfd.h> and <linux/fs.h> of Linux 6.7, which few build systems have yet.
 constexpr int kUserModeOnly =
     1;  // needs no privileges; asynchronous faults are resolved in the kernel all the same
 constexpr std::uint64_t kFaultsApi = 0xAA;
@@ -65,7 +64,7 @@ std::size_t pageBytes() noexcept {
   return bytes;
 }
 
-/// Adds a range to those before it, of which it may go on with the last.
+/// Appends a range, merging it with the last one if they are adjacent.
 void append(std::vector<ByteRange>& ranges, const ByteRange& next) {
   if (!ranges.empty() && ranges.back().offset + ranges.back().numBytes == next.offset) {
     ranges.back().numBytes += next.numBytes;
@@ -101,12 +100,12 @@ PrivateView::PrivateView(const Region& region, std::size_t numBytes)
       pagemap_(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC), "opening /proc/self/pagemap") {
   FaultsApi api{kFaultsApi, kWriteProtectShared | kWriteProtectUnpopulated | kWriteProtectAsync, 0};
   if (::ioctl(faults_.fd, kSetApi, &api) != 0) throwErrno("userfaultfd that write-protects by itself");
-  // Before userfaultfd watches the pages: the kernel then maps several at a time.
+  // Before userfaultfd watches the pages, because the kernel then maps several at a time.
   ::madvise(pages_.data, pages_.numBytes, kPopulateRead);
   FaultsRegister area{addressOf(pages_.data), pages_.numBytes, kRegisterWriteProtect, 0};
   if (::ioctl(faults_.fd, kRegister, &area) != 0) throwErrno("watching pages by userfaultfd");
   protect({0, pages_.numBytes});
-  static_cast<void>(written());  // throws where the kernel does not say
+  static_cast<void>(written());  // throws if the kernel does not report them
 }
 
 std::vector<ByteRange> PrivateView::written() const {
@@ -147,7 +146,7 @@ void PrivateView::giveBack(const ByteRange& range) const {
   if (::madvise(pages_.data + range.offset, range.numBytes, MADV_DONTNEED) != 0)
     throwErrno("giving pages back");
   protect(range);
-  ::madvise(pages_.data + range.offset, range.numBytes, kPopulateRead);  // rather than fault by fault
+  ::madvise(pages_.data + range.offset, range.numBytes, kPopulateRead);  // instead of one fault per page
 }
 
 void PrivateView::protect(const ByteRange& range) const {

@@ -63,7 +63,7 @@ void Prober::serve(const TensorGroup& group, std::size_t client, const Descripto
   }
   const MonotonicNs sentAt = links_.isPaced() ? timeOf(descriptor.sentAt, monotonicNow()) : MonotonicNs{0};
   const MonotonicNs due = links_.reserve(source, target, request.numBytes, sentAt);
-  // The host copies while the link would.
+  // The host copies while the emulated link would.
   copy(group, client, descriptor);
   if (request.numBytes == 0) std::vector<std::byte>().swap(memory_);
   const RingEntry entry{descriptor.group, descriptor.shard, descriptor.step, 0};

@@ -12,9 +12,9 @@
 namespace coarse {
 namespace {
 
-// Ranks come to a collective within tens of microseconds of each other, unless one computes meanwhile.
+// Ranks reach a collective within tens of microseconds of each other, unless one computes meanwhile.
 constexpr std::chrono::microseconds kSpin{100};
-// How long a dead rank, or close(), may go unnoticed.
+// Longest time until a dead rank, or close(), is noticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
 
 std::size_t boardAndBufferBytes(std::size_t numRanks, std::size_t bufferBytes) {
@@ -73,13 +73,13 @@ std::byte* GroupScratch::bufferOf(std::size_t rank, std::uint32_t round) const n
 }
 
 bool GroupScratch::hasPublished(std::size_t rank, std::uint32_t round) const noexcept {
-  // acquire: what the rank wrote into its buffer is read next.
+  // acquire: the rank's writes into its buffer are read next.
   return static_cast<std::int32_t>(board(rank).round.load(std::memory_order_acquire) - round) >= 0;
 }
 
 void GroupScratch::meet(Deadline deadline) {
   RankBoard& own = board(rank_);
-  // seq_cst, against the load of sleepers: either this sees the sleeper, or the sleeper sees the round.
+  // seq_cst, paired with the load of sleepers: either this sees the sleeper, or the sleeper sees the round.
   own.round.store(round_, std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(own.round, INT_MAX);
   if (placement_.numNodes() > 1) messageArea_.bridgeBell().ring();
@@ -110,7 +110,7 @@ void GroupScratch::sleep(std::size_t rank, Deadline deadline) {
 
 void GroupScratch::check(std::size_t rank, Deadline deadline) {
   const std::string loss = lossOf(rank);
-  if (hasPublished(rank, round_)) return;  // its last words
+  if (hasPublished(rank, round_)) return;  // published before it was lost
   if (!loss.empty()) throw std::runtime_error(loss);
   if (clock_.now() < deadline) return;
   std::string late;
@@ -131,7 +131,7 @@ std::string GroupScratch::lossOf(std::size_t rank) const {
       break;
   }
   if (isHere(rank)) return liveness_.isGone(rank) ? who + " died" : "";
-  // What comes from another node comes through the leader of this one.
+  // Data of other nodes arrives through the leader of this one.
   const std::size_t leader = placement_.leaderOf(rank_);
   const std::string loss = leader == rank_ ? "" : lossOf(leader);
   return loss.empty() ? "" : who + " cannot be reached any more: " + loss;

@@ -9,7 +9,7 @@
 namespace coarse {
 namespace {
 
-// How long a dead rank or a passed deadline may go unnoticed.
+// Longest time until a dead rank or a passed deadline is noticed.
 constexpr std::chrono::milliseconds kLongestSleep{20};
 constexpr std::chrono::microseconds kSpin{50};
 
@@ -22,17 +22,17 @@ struct Messages::Header {
   char dtype[kDTypeNameBytes] = {};
 };
 
-/// What is being taken out of a channel.
+/// A message that is being taken out of a channel.
 struct Messages::Incoming {
   Header header;
-  std::size_t headerBytes = 0;  // that have come
+  std::size_t headerBytes = 0;  // received so far
   std::size_t payloadBytes = 0;
-  std::optional<Pending> receive;  // who gets it, if somebody waited for it when it began
-  std::string misfit;              // why it can't have it
+  std::optional<Pending> receive;  // the matching receive, if one was posted when it began
+  std::string misfit;              // why the receive can't get it
   std::vector<std::byte> aside;
 };
 
-/// A message that came before one that was waited for.
+/// A message that arrived before an awaited one.
 struct Messages::Kept {
   std::size_t from = 0;
   Header header;
@@ -145,7 +145,7 @@ bool Messages::acceptPosts() {
 std::size_t Messages::put(std::size_t to, const void* data, std::size_t numBytes) {
   Channel& way = area_.channel(rank_, to);
   const std::uint64_t written = way.written.load(std::memory_order_relaxed);
-  // acquire: the receiver has read what is overwritten now.
+  // acquire: the receiver has read the bytes that are overwritten now.
   const std::size_t room =
       area_.ringBytes() - static_cast<std::size_t>(written - way.taken.load(std::memory_order_acquire));
   const std::size_t offset = written % area_.ringBytes();
@@ -160,7 +160,7 @@ std::size_t Messages::put(std::size_t to, const void* data, std::size_t numBytes
 std::size_t Messages::take(std::size_t from, void* data, std::size_t numBytes) {
   Channel& way = area_.channel(from, rank_);
   const std::uint64_t taken = way.taken.load(std::memory_order_relaxed);
-  // acquire: what was written is read now. More than a ring can't have come, whatever the counter says.
+  // acquire: the written bytes are read now. Ignores a counter that claims more than a ring holds.
   const std::size_t there =
       std::min<std::size_t>(way.written.load(std::memory_order_acquire) - taken, area_.ringBytes());
   const std::size_t offset = taken % area_.ringBytes();
@@ -302,8 +302,8 @@ std::string Messages::lossOf(const Pending& message, Clock::time_point now) cons
   return now < message.deadline ? "" : "Timed out waiting for it";
 }
 
-/// What is being received comes to nobody now, as far as anybody can tell: a message of which nothing is
-/// lost, for whoever waits next.
+/// Detaches an incoming message from its receive: it belongs to no receive for now, but stays complete for
+/// the next one.
 void Messages::giveUp(Incoming& incoming, const std::string& why) {
   const Pending receive = std::move(*incoming.receive);
   incoming.receive.reset();

@@ -15,11 +15,11 @@
 namespace coarse {
 namespace {
 
-// Up to so many ranks, each adds everything up for itself: one round per piece instead of two.
+// Up to this many ranks, each rank reduces everything itself: one round per piece instead of two.
 constexpr std::size_t kMostRanksDirect = 3;
-// The same across nodes, where every byte that is sent counts.
+// The same across nodes, where every sent byte counts.
 constexpr std::size_t kMostRanksDirectAcross = 2;
-// What is this small takes as long as its round, whatever is done in it.
+// Pieces up to this size take as long as their round, whatever is done in it.
 constexpr std::size_t kSmallBytes = 16 << 10;
 // Areas of ranks within a buffer begin at whole cache lines.
 constexpr std::size_t kAreaAlignment = 64;
@@ -50,7 +50,7 @@ Extent forOne(std::size_t numBytes, std::int32_t rank) {
   return {static_cast<std::uint32_t>(numBytes), 0, 0, rank};
 }
 
-/// Areas of `areaBytes` for each rank, up to `numBytes` in all, of which each reads `pieceBytes`.
+/// Areas of `areaBytes` for each rank, up to `numBytes` in all; each rank reads `pieceBytes` of its area.
 Extent forEach(std::size_t numBytes, std::size_t areaBytes, std::size_t pieceBytes) {
   return {static_cast<std::uint32_t>(numBytes), static_cast<std::uint32_t>(areaBytes),
           static_cast<std::uint32_t>(pieceBytes), -1};
@@ -206,8 +206,8 @@ void SharedCollectives::round(Running& running, const Extent& extent, Write writ
   read();
 }
 
-/// Rounds that take [0, numBytes) in pieces: write(buffer, offset, bytes), of which others read
-/// extentOf(bytes); then read(offset, bytes). One at least.
+/// Runs rounds that process [0, numBytes) in pieces: write(buffer, offset, bytes), from which others read
+/// extentOf(bytes); then read(offset, bytes). At least one round.
 template <typename ExtentOf, typename Write, typename Read>
 void SharedCollectives::inPieces(Running& running, std::size_t numBytes, std::size_t mostBytes,
                                  ExtentOf extentOf, Write write, Read read) {
@@ -347,10 +347,10 @@ void SharedCollectives::scatter(Running& running) {
       });
 }
 
-/// Everybody's table of sizes, which the rounds of an all-to-all depend on.
-/// @return the largest of them, whoever has it.
-/// @throws std::invalid_argument on every rank, if what one of them sends another is not what that one
-/// expects.
+/// Exchanges all ranks' tables of sizes, on which the rounds of an all-to-all depend.
+/// @return the largest size of any rank.
+/// @throws std::invalid_argument on every rank, if one of them sends a size that the receiver does not
+/// expect.
 std::uint64_t SharedCollectives::agreeOnSizes(Running& running) {
   const Collective& call = running.call;
   if (numRanks_ * sizeof(std::uint64_t) > scratch_->bufferBytes()) {
@@ -372,7 +372,7 @@ std::uint64_t SharedCollectives::agreeOnSizes(Running& running) {
           }
         }
       });
-  // All must agree on whether to go on.
+  // All ranks must agree on whether to continue.
   bool isWrong = false;
   round(
       running, forAll(1), [&](std::byte* buffer) { *buffer = std::byte{!wrong.empty()}; },

@@ -40,7 +40,7 @@ bool BatchedCompute::finishOldest() {
   return true;
 }
 
-/// Tasks that wait for nothing, or for no more than the first one: nobody is to wait for links of others.
+/// Number of tasks that are ready now, or no later than the first one: no task must wait for another's links.
 std::size_t BatchedCompute::numReadyTogether() const noexcept {
   const MonotonicNs first = waiting_.front().notBefore;
   const MonotonicNs latest = first == 0 ? 0 : std::max(first, monotonicNow());

@@ -72,7 +72,7 @@ bool DescriptorIntake::isBlockerDone() const noexcept {
   return done.load(std::memory_order_acquire) == blocker_->step;
 }
 
-/// Takes the next descriptor of a client whose contribution is here. @returns false if there is none.
+/// Takes the next descriptor of a client whose contribution has arrived. @returns false if there is none.
 bool DescriptorIntake::take(std::size_t client, Descriptor& descriptor) {
   Client& from = *clients_[client];
   if (!links_.isPaced()) return from.queue.pop(descriptor);
@@ -92,7 +92,7 @@ bool DescriptorIntake::handOver(std::size_t client, const Descriptor& descriptor
 
 void DescriptorIntake::holdUntilArrival(std::size_t client, const Descriptor& descriptor) {
   if (isProbe(descriptor)) {
-    clients_[client]->arrived.push_back(descriptor);  // the probe itself says what takes time
+    clients_[client]->arrived.push_back(descriptor);  // the probe itself models its transfer time
     return;
   }
   const MonotonicNs sentAt = timeOf(descriptor.sentAt, monotonicNow());
@@ -103,7 +103,7 @@ void DescriptorIntake::holdUntilArrival(std::size_t client, const Descriptor& de
           : links_.reserve(links_.endpointOfClient(client), links_.endpointOfDevice(config_.device),
                            contributedBytes(descriptor), sentAt, descriptor.shard);
   links_.at(due, [this, client, arrived = descriptor](MonotonicNs arrivedAt) mutable {
-    arrived.sentAt = stampOf(arrivedAt);  // from here on it is this device that sends
+    arrived.sentAt = stampOf(arrivedAt);  // from here on this device is the sender
     clients_[client]->arrived.push_back(arrived);
   });
 }
@@ -114,7 +114,7 @@ bool DescriptorIntake::isProbe(const Descriptor& descriptor) const noexcept {
          group->plan().shards[descriptor.shard].algorithm == Algorithm::kProbe;
 }
 
-/// What comes over the link with a descriptor, which is not checked yet.
+/// Bytes that travel over the link with a descriptor, which is not validated yet.
 std::size_t DescriptorIntake::contributedBytes(const Descriptor& descriptor) const noexcept {
   const TensorGroup* group = findGroup_(descriptor.group);
   if ((descriptor.flags & kPresent) == 0 || group == nullptr ||

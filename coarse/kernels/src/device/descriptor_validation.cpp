@@ -8,7 +8,7 @@
 namespace coarse {
 namespace {
 
-// A kernel takes so many contributions, those of each other node as one, and as many slots.
+// Limit of a kernel, for contributions, where each other node counts as one, and for slots.
 constexpr std::size_t kMostContributionsToGpu = 128;
 
 std::string describe(const ShardShape& shape) {
@@ -81,7 +81,7 @@ std::string updateDisagreement(const TensorGroup& group, std::uint32_t shard, co
 }
 
 /// Whether the workers can reduce such a shard themselves: over emulated links, in memory that they share, or
-/// by NCCL, however memory devices would do it.
+/// by NCCL. The path through memory devices does not matter.
 bool hasOwnPath(const TensorGroup& group, const Shard& shard, std::uint8_t flags) noexcept {
   if (shard.algorithm == Algorithm::kExchange) return true;
   const bool isCoherent = shard.algorithm == Algorithm::kDirect || shard.algorithm == Algorithm::kGather;
@@ -93,7 +93,7 @@ bool hasOwnPath(const TensorGroup& group, const Shard& shard, std::uint8_t flags
 
 std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other) {
   const auto differ = [](const char* name, auto first, auto second) {
-    // Bits, so that NaN is like NaN.
+    // Compares bits, so that NaN equals NaN.
     if (std::memcmp(&first, &second, sizeof(first)) == 0) return std::string();
     std::ostringstream text;
     text << name << " " << first << " and " << second;

@@ -11,7 +11,7 @@ namespace coarse {
 namespace {
 
 constexpr std::size_t kHomeDevice = 0;
-// One runs, and the next is there when it ends.
+// One batch runs, and the next is ready when it ends.
 constexpr std::size_t kMostStarted = BatchedCompute::kMostStarted;
 
 }  // namespace
@@ -121,7 +121,7 @@ void DeviceCollectives::drain() noexcept {
       conclude();
     }
   } catch (const std::exception&) {
-    started_.clear();  // the session is over, and whoever waits for results is told so
+    started_.clear();  // the session is over, and waiters receive the failure
   }
 }
 

@@ -19,7 +19,7 @@ std::uint64_t keyOf(const RingEntry& entry) noexcept {
   return std::uint64_t{entry.group} << 32 | entry.shard;
 }
 
-/// Adds a piece behind the others, as one with the last of them where it goes on there.
+/// Appends a piece, merging it with the last one if they are adjacent.
 void append(std::vector<ShardPiece>& pieces, const ShardPiece& piece) {
   if (piece.begin == piece.end) return;
   if (!pieces.empty() && pieces.back().end == piece.begin) {
@@ -82,7 +82,7 @@ DeviceExchange::Task DeviceExchange::makeTask(const TensorGroup& group, const Ri
   return task;
 }
 
-/// Contributions of other devices' clients come over their links; then the pieces can be reduced.
+/// Waits for contributions of other devices' clients over their links; then the pieces can be reduced.
 void DeviceExchange::fetch(const TensorGroup& group, Task task) {
   const std::uint32_t shard = task.entry.shard;
   const MonotonicNs sentAt =
@@ -104,7 +104,7 @@ void DeviceExchange::fetch(const TensorGroup& group, Task task) {
             [this, task = std::move(task), due, lead](MonotonicNs) { reducePieces(task, due, lead); });
 }
 
-/// @param lead so long before contributions arrive this is called, at least.
+/// @param lead minimum time before the contributions' arrival at which this is called.
 void DeviceExchange::reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs lead) {
   TensorGroup* group = findGroup_(task.entry.group);
   if (group == nullptr) return;  // removed because the session failed
@@ -119,8 +119,7 @@ void DeviceExchange::reducePieces(Task task, MonotonicNs arrivesAt, MonotonicNs 
   if (!work.pieces.empty()) computeOf_(*group).begin(work);
 }
 
-/// Takes the links for results as if they were there: what the reduction takes is the host's time, or a
-/// GPU's.
+/// Reserves the links for results as if these were ready: the reduction takes real time of the host or a GPU.
 void DeviceExchange::sendPieces(const RingEntry& entry, MonotonicNs sentAt) {
   const TensorGroup* group = findGroup_(entry.group);
   if (group == nullptr) return;
@@ -135,7 +134,7 @@ void DeviceExchange::reduced(const RingEntry& entry) {
   conclude(keyOf(entry));
 }
 
-/// Lets results arrive that are there and have been sent.
+/// Schedules the arrival of results that are reduced and sent.
 void DeviceExchange::conclude(std::uint64_t key) {
   const auto found = reducing_.find(key);
   if (!found->second.isReduced || !found->second.isSent) return;
@@ -148,7 +147,7 @@ void DeviceExchange::conclude(std::uint64_t key) {
   });
 }
 
-/// @returns when the pieces are at every device that holds a contribution.
+/// @returns the time when the pieces are at every device that holds a contribution.
 MonotonicNs DeviceExchange::sendResults(const TensorGroup& group, const Task& task, MonotonicNs sentAt) {
   const std::uint32_t shard = task.entry.shard;
   if (group.numPresent(shard) == 0) return sentAt;
@@ -167,7 +166,7 @@ MonotonicNs DeviceExchange::sendResults(const TensorGroup& group, const Task& ta
 /// The last device to get here lets the clients pull, each from the device that took its contribution.
 void DeviceExchange::finishDevice(TensorGroup& group, const Task& task, MonotonicNs sentAt) {
   const RingEntry& entry = task.entry;
-  // acq_rel: the last one sees the pieces of all others, and passes them on with each completion flag.
+  // acq_rel: the last one sees the pieces of all others, and publishes them with each completion flag.
   if (group.control().devicesLeft(entry.shard).fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   const std::size_t numBytes =
       group.numPresent(entry.shard) == 0 ? 0 : task.shape.numElements * itemBytes(task.shape.dtype);

@@ -52,7 +52,7 @@ void DeviceRings::append(const RingEntry& entry) noexcept {
 }
 
 bool DeviceRings::advance(std::size_t core, std::size_t numCores) {
-  if (!memory_->isHost()) {  // others could only divide what a GPU does by itself
+  if (!memory_->isHost()) {  // other sync cores could only divide a GPU's work
     if (core > 0) return false;
     numCores = 1;
   }

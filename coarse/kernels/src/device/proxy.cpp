@@ -14,11 +14,11 @@
 namespace coarse {
 namespace {
 
-constexpr std::size_t kHomeDevice = 0;     // allocates what a group has once
-constexpr std::size_t kMostDevices = 256;  // a contribution names its own in one byte
-constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, where a GPU does it
+constexpr std::size_t kHomeDevice = 0;     // allocates the group's memory that exists once
+constexpr std::size_t kMostDevices = 256;  // a contribution stores its device in one byte
+constexpr std::size_t kCopiedTogetherBytes = std::size_t{16} << 20;  // to a replica, on a GPU
 
-/// Of a shard to which all clients have contributed.
+/// The newest entry of a shard to which all clients have contributed.
 RingEntry newestEntry(const TensorGroup& group, std::uint32_t shard) noexcept {
   return {group.plan().id, shard, group.control().contribution(shard, 0).step.load(std::memory_order_relaxed),
           0};
@@ -104,7 +104,7 @@ void Proxy::openLinks() {
       [this](TensorGroup& group, const RingEntry& entry) { runShard(group, entry); });
 }
 
-/// Of both, each device finishes the shards for its own clients.
+/// For both, each device finishes the shards for its own clients.
 void Proxy::openRings(const RingMemory& rings, const CollectiveMemory& collectives) {
   const auto findGroup = [this](std::uint32_t group) { return groups_.find(group); };
   const auto finish = [this](TensorGroup& group, const RingEntry& entry, const ShardShape& shape) {
@@ -195,7 +195,7 @@ void Proxy::addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& s
   });
 }
 
-/// Takes at once what copies to a replica on a GPU need, of whom nobody can tell when it lacks later.
+/// Allocates the staging of copies to a replica on a GPU at once: a later failure could not be reported.
 void Proxy::reserveStaging(const TensorGroup& group) {
   if (group.replica()->keeper() != config_.device) return;
   std::size_t allBytes = 0, largestBytes = 0;
@@ -252,7 +252,7 @@ std::shared_ptr<GroupSnapshots> Proxy::snapshotsOf(std::uint32_t id) const noexc
 
 bool Proxy::isWorkingOn(const TensorGroup& group) noexcept {
   // Clients have their results when their own devices are done with a shard; another device may still have
-  // its last step around the ring before it.
+  // the shard's last step around the ring to do.
   if (rings_ && rings_->isWorkingOn(group)) return true;
   if (collectives_ && collectives_->isWorkingOn(group)) return true;
   return computeOf(group).isWorkingOn(group);
@@ -288,7 +288,7 @@ void Proxy::clientLeft(std::size_t client) {
 }
 
 void Proxy::workerLeftNode(std::size_t node) {
-  // What lacks contributions of this node too is told of when the last of them comes.
+  // Shards that also lack contributions of this node are reported when the last of them arrives.
   hasLeftElsewhere_.store(true);
   if (nodeExchange_) nodeExchange_->workerLeftNode(node);
 }
@@ -315,7 +315,7 @@ std::uint32_t Proxy::lastStep(std::size_t client) const noexcept {
   std::uint32_t last = 0;
   for (const TensorGroup* group : groups_.all()) {
     for (std::size_t shard = 0; shard < group->plan().shards.size(); ++shard) {
-      if (group->plan().shards[shard].isDynamic) continue;  // buffers have steps of their own
+      if (group->plan().shards[shard].isDynamic) continue;  // buffers have their own steps
       last =
           std::max(last, group->control().contribution(shard, client).step.load(std::memory_order_acquire));
     }
@@ -380,10 +380,10 @@ bool Proxy::accept(std::size_t client, const Descriptor& descriptor) {
                       std::to_string(descriptor.shard) + ", which another memory device has taken");
     return false;
   }
-  // Before this arrival: a worker of another node that leaves after it may well have what it waits for.
+  // Read before this arrival: a worker of another node that leaves later may already have its results.
   const bool lacksNodes = !isUpdateByMean(descriptor.flags) && hasLeftElsewhere_.load();
   record(*group, client, descriptor);
-  // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that somebody left.
+  // seq_cst pairs with clientLeft(): either it sees this arrival, or we see that a client left.
   if (lacksNodes || numLeft_.load(std::memory_order_seq_cst) > 0) report(static_cast<int>(client), "");
   return true;
 }
@@ -428,13 +428,13 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
   if (isOnOwnPath && ownPath_ != nullptr && links_.isPaced()) {
     ownPath_->start(group, entry);
   } else if (isOnOwnPath && (numPresent == config_.numClients || group.isByNccl(entry.shard))) {
-    // The workers take it from here (Client::reducePieces, GpuOwnPath); in the host's memory, what one of
-    // them has nothing for is reduced below.
+    // From here on the workers do it (Client::reducePieces, GpuOwnPath); in host memory, shards without a
+    // contribution are reduced below.
     for (std::size_t client = 0; client < config_.numClients; ++client) finishShard(group, entry, client);
   } else if (algorithm == Algorithm::kExchange) {
     deviceExchange_->distribute(group, entry);
   } else if (runsAtHome(group, entry.shard) && config_.device != kHomeDevice) {
-    // If the queue is full, a device has died in it, and the session ends.
+    // If the queue is full, a device has died inside it, and the session ends.
     [[maybe_unused]] const bool isQueued = pushReady(control, {entry.shard, entry.step});
     doorbells_[kHomeDevice].ring();
   } else if (algorithm == Algorithm::kRing && config_.numDevices > 1 && numPresent > 0) {
@@ -444,18 +444,18 @@ void Proxy::complete(TensorGroup& group, const RingEntry& entry) {
              collectives_->canReduce(group, entry.shard)) {
     collectives_->propose(entry);
   } else if (algorithm == Algorithm::kGather || numPresent == 0 || !group.memory().isHost()) {
-    // What computes elsewhere takes many shards at once: other sync cores could only divide them.
+    // Other processors, such as GPUs, take many shards at once: more sync cores could only divide them.
     runShard(group, entry);
   } else if (pushReady(control, {entry.shard, entry.step})) {
     ++numPushedReady_;
   } else {
-    runShard(group, entry);  // rather than wait for a sync core that may be dead
+    runShard(group, entry);  // do not wait for a sync core that may be dead
   }
 }
 
 // ---- reduction ----
 
-/// Whether a shard is for the home device alone: parameters on a GPU lie with it, and so do old versions.
+/// Whether only the home device runs a shard: it holds the parameters on a GPU, and their old versions.
 bool Proxy::runsAtHome(const TensorGroup& group, std::uint32_t shard) noexcept {
   return !group.memory().isHost() && group.isUpdate(shard);
 }
@@ -474,7 +474,7 @@ bool Proxy::runReadyShard(std::size_t core) {
   return false;
 }
 
-/// Updates a shard whose owner this device is, or copies some whose replica it keeps.
+/// Updates a shard if this device is its owner, or copies some if it keeps the replica.
 bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
   const Replica& replica = *group.replica();
   std::uint32_t shard = 0;
@@ -487,7 +487,7 @@ bool Proxy::runReplicatedShard(TensorGroup& group, std::size_t core) {
 
 bool Proxy::copyToReplica(TensorGroup& group, std::size_t core) {
   Replica& replica = *group.replica();
-  // Of the host's memory one, which leaves others to other cores.
+  // In host memory one shard, which leaves the rest to other cores.
   const std::size_t enoughBytes = group.memory().isHost() ? 1 : kCopiedTogetherBytes;
   std::vector<std::uint32_t> shards;
   std::uint32_t shard = 0;
@@ -507,7 +507,7 @@ bool Proxy::advanceComputes() {
   return progressed;
 }
 
-/// How long until something happens that nobody rings for.
+/// Time until the next event for which no doorbell rings.
 std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
   for (const MemoryInUse& each : memories_) {
     if (each.compute->isBusy()) return 0;
@@ -516,17 +516,17 @@ std::optional<MonotonicNs> Proxy::untilNext() const noexcept {
   return links_.untilNext();
 }
 
-/// Brings a shard that lies in one memory to its end, or on its way there, or to the other nodes.
+/// Finishes a shard that lies in one memory, starts it, or passes it to the other nodes.
 void Proxy::runShard(TensorGroup& group, const RingEntry& entry) {
-  // What nodes have averaged before, each of them updates its own parameters by.
+  // Each node updates its own parameters by a mean that nodes have already computed.
   const bool isOwnBusiness = isUpdateByMean(group.control().contribution(entry.shard, 0).flags);
   if (nodeExchange_ && !isOwnBusiness) return nodeExchange_->contribute(group, entry);
   if (nodeExchange_) nodeExchange_->noteUpdate(group, entry.shard);
   computeOf(group).begin({&group, entry});
 }
 
-/// Has a shard reduced to which other nodes contribute, or whose result they send. Called from sync cores and
-/// from the thread of the links between nodes.
+/// Reduces a shard to which other nodes contribute, or whose result they send. Called from sync cores and
+/// from the thread of the node links.
 void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArrays arrays) {
   if (group.memory().isHost()) {
     reduceArrays(group, entry.shard, arrays);
@@ -540,7 +540,7 @@ void Proxy::reduceForNodes(TensorGroup& group, const RingEntry& entry, ShardArra
   doorbells_[config_.device].ring();
 }
 
-/// Does what no sync core will any more. @pre nodeTasksMutex_ is locked.
+/// Does the tasks that no sync core will do any more. @pre nodeTasksMutex_ is locked.
 void Proxy::finishNodeTasks() {
   for (const ShardTask& task : std::exchange(nodeTasks_, {})) {
     ShardCompute& compute = computeOf(*task.group);
@@ -549,7 +549,7 @@ void Proxy::finishNodeTasks() {
   }
 }
 
-/// @returns whether there were any.
+/// @returns whether there were any tasks.
 bool Proxy::beginNodeTasks() {
   std::vector<ShardTask> tasks;
   {
@@ -560,11 +560,11 @@ bool Proxy::beginNodeTasks() {
   return !tasks.empty();
 }
 
-/// Brings a shard to its end whose mean over all nodes is in every slot. Called from sync cores and from the
-/// thread of the links between nodes.
+/// Finishes a shard whose mean over all nodes is in every slot. Called from sync cores and from the thread of
+/// the node links.
 void Proxy::takeMean(TensorGroup& group, const RingEntry& entry) {
   if (!group.isUpdate(entry.shard)) return concludeShard(group, entry);
-  // From now on it is as if workers had contributed the mean, which any sync core can take.
+  // From now on the shard looks as if workers had contributed the mean, and any sync core can take it.
   Contribution& first = group.control().contribution(entry.shard, 0);
   const bool isUsed = group.control().contributors(entry.shard).load(std::memory_order_relaxed) > 0;
   first.flags = static_cast<std::uint8_t>(kUpdate | kReduced | (isUsed ? kPresent : 0));
@@ -591,11 +591,11 @@ void Proxy::finishForAll(TensorGroup& group, const RingEntry& entry, const Shard
 }
 
 void Proxy::finishShard(TensorGroup& group, const RingEntry& entry, std::size_t client) noexcept {
-  // release: the result before the flag.
+  // release: the result is visible before the flag.
   group.control().done(client, entry.shard).store(entry.step, std::memory_order_release);
   intake_.inbox(client).completeOne();
   if (config_.scheduling != Scheduling::kFcfs) return;
-  // A device that takes shards one by one may wait for this one.
+  // A device that takes shards one by one may wait for this shard.
   for (std::size_t device = 0; device < config_.numDevices; ++device) doorbells_[device].ring();
 }
 

@@ -6,7 +6,7 @@
 namespace coarse {
 namespace {
 
-// Entries begin at whole cache lines of any dtype, where a kernel moves vectors.
+// Entries begin at whole cache lines of any dtype, as kernels that move vectors require.
 constexpr std::size_t kEntryUnit = kCacheLineBytes;
 
 }  // namespace
@@ -58,7 +58,8 @@ void RingCore::finish() {
   shardDone_(group, entry_, shape_);
 }
 
-/// In iteration i, entry (position - i) passes this device: p - 1 times it is added to, then it is whole.
+/// In iteration i, entry (position - i) passes this device: in p - 1 iterations it grows by addition, then it
+/// is complete.
 void RingCore::beginIteration() {
   const std::size_t p = links_.numDevices;
   if (describe((links_.position + 2 * p - iteration_) % p)) {
@@ -68,7 +69,7 @@ void RingCore::beginIteration() {
   }
 }
 
-/// What is to be done with an entry. @returns whether there is anything.
+/// Determines the work on an entry. @returns whether there is any.
 bool RingCore::describe(std::size_t entry) {
   const std::size_t received = numReceived_ % kRingDepth, sent = numSent_ % kRingDepth;
   const bool hasReceived = receives() && links_.own->isEmpty[received] == 0;

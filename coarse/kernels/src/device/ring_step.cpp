@@ -7,7 +7,7 @@ namespace {
 
 bool isHalf(DType dtype) noexcept { return dtype == DType::kBFloat16 || dtype == DType::kFloat16; }
 
-/// Only who finishes a sum makes a mean of it.
+/// Only the device that finishes a sum divides it for a mean.
 ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
 
 class HostRingCompute : public RingCompute {

@@ -38,7 +38,7 @@ struct RowContributions {
   std::size_t numLists = 0;
 };
 
-/// Goes through the rows of a range that some contribution has, by ascending number.
+/// Visits the rows of a range that some contribution has, by ascending number.
 class RowMerge {
  public:
   RowMerge(const RowContributions& all, RowRange range) noexcept : all_(all), range_(range) {
@@ -49,7 +49,7 @@ class RowMerge {
     }
   }
 
-  /// Moves on to the next row. @returns false if there is none.
+  /// Moves to the next row. @returns false if there is none.
   bool next() noexcept {
     row_ = kNoRow;
     for (std::size_t k = 0; k < all_.numLists; ++k) row_ = std::min(row_, heads_[k]);
@@ -83,7 +83,7 @@ class RowMerge {
     return low;
   }
 
-  /// The next row of a list, which must come from `least` on; kNoRow at its end, or where it is out of order.
+  /// The next row of a list, at least `least`; kNoRow at the list's end, or if it is out of order.
   std::uint64_t headOf(std::size_t k, std::uint64_t least) const noexcept {
     if (positions_[k] >= sizes_[k]) return kNoRow;
     const std::uint64_t row = all_.lists[k].number(positions_[k]);
@@ -111,7 +111,7 @@ std::uint64_t countRows(const RowContributions& all, RowRange range) noexcept {
   return count;
 }
 
-/// @pre the values are `merge`'s of this moment, and nothing has been written over them.
+/// @pre the values are those of `merge`'s current row, and have not been overwritten.
 std::int32_t firstNonFinite(const RowMerge& merge, DType dtype, std::size_t numElements) noexcept {
   for (std::size_t k = 0; k < merge.numValues(); ++k) {
     if (!std::isfinite(sumOfSquares(dtype, merge.values()[k], numElements)))
@@ -142,7 +142,7 @@ void reduceRows(TensorGroup& group, std::uint32_t shardIndex, GradientMeasure* m
   std::array<RowList, kMostClients> results;
   for (std::size_t client = 0; client < numClients; ++client)
     results[client] = group.rows(client, table).mean();
-  // Other shards of the table are reduced by others, at the same time.
+  // Other threads reduce other shards of the table at the same time.
   std::uint64_t place = countRows(all, {0, range.begin});
   const std::uint32_t divisor = group.divisor(shardIndex);
   std::array<void*, kMostClients> outputs;
@@ -175,7 +175,7 @@ void updateRows(TensorGroup& group, std::uint32_t shardIndex, const UpdateSettin
   RowMerge merge(all, range);
   bool isKept = false;
   while (merge.next()) {
-    // Snapshots keep nothing of shards that do not change.
+    // Snapshots keep no versions of unchanged shards.
     if (!isKept) group.keepBefore(shardIndex);
     isKept = true;
     const std::size_t row = merge.row() - range.begin;

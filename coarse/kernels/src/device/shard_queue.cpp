@@ -2,8 +2,8 @@
 
 namespace coarse {
 
-// The ready queue is a bounded queue of cells with sequence numbers: a cell whose sequence equals the
-// position is free for the producer of that position, position + 1 means filled, position + capacity means
+// The ready queue is a bounded queue of cells with sequence numbers. A cell whose sequence equals the
+// position is free for the producer of that position; position + 1 means filled; position + capacity means
 // free for the next lap.
 
 bool pushReady(const GroupControl& control, ReadyShard ready) noexcept {

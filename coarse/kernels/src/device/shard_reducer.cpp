@@ -11,7 +11,7 @@
 namespace coarse {
 namespace {
 
-// A tile stays in the first-level cache beside what passes through it.
+// A tile fits in the first-level cache together with the data that streams through.
 constexpr std::size_t kTileBytes = 8192;
 
 const void* at(const void* array, std::size_t offset) noexcept {
@@ -27,7 +27,7 @@ std::int32_t firstNonFinite(const Contributions& all, DType dtype, std::size_t o
   return kEverybody;
 }
 
-/// Of a mean to which nobody knows who has contributed what.
+/// For a mean whose contributors are unknown.
 GradientMeasure measureOf(const ShardShape& shape, const void* mean) noexcept {
   const std::size_t itemSize = itemBytes(shape.dtype);
   const std::size_t numBytes = shape.numElements * itemSize;
@@ -56,7 +56,7 @@ Contributions::Contributions(const TensorGroup& group, std::uint32_t shardIndex,
 }
 
 UpdateInputs::UpdateInputs(const TensorGroup& group, std::uint32_t shardIndex) noexcept
-    // Looked at again: a client can have written to them since they were compared.
+    // Checked again: a client can have written to them since they were compared.
     : settings(group.settings(shardIndex)), hasRule(coarse::isRunnable(settings, group.plan().numStates)) {
   const bool isReduced = group.isReduced(shardIndex);
   const Shard& shard = group.plan().shards[shardIndex];

@@ -9,10 +9,11 @@
 namespace coarse {
 namespace {
 
-// Sleeping sync cores look around this often even without a ring, so that no lost wake-up can hang a session.
+// Sleeping sync cores check for work this often even without a ring, so that no lost wake-up can hang a
+// session.
 constexpr std::chrono::milliseconds kLongestSleep{100};
 
-// Emulated links: a sleep is not exact enough for less than this, and takes up to this to end.
+// Emulated links: a sleep is too inexact for shorter waits than this, and takes up to this long to end.
 constexpr std::chrono::microseconds kShortestSleep{200};
 constexpr std::chrono::microseconds kWakeUpTime{100};
 
@@ -86,7 +87,7 @@ void SyncCores::run(std::size_t core) {
   while (!isStopping_.load(std::memory_order_acquire)) {
     if (isPausing_.load(std::memory_order_acquire)) parkWhilePaused();
     if (core == 0) doorbell_.beats.store(++numTurns, std::memory_order_relaxed);
-    // Read before looking for work: a ring in between changes it, and sleep() returns at once.
+    // Read before looking for work: a ring in between changes it, and sleep() returns immediately.
     const std::uint32_t seenRings = doorbell_.rings.load(std::memory_order_seq_cst);
     if (attempt([&] { return work_(core); })) {
       spin.reset();
@@ -101,7 +102,7 @@ void SyncCores::sleep(std::size_t core, std::uint32_t seenRings) noexcept {
   std::chrono::nanoseconds longest = kLongestSleep;
   if (const auto untilNext = untilNext_(core)) {
     const std::chrono::nanoseconds wait(*untilNext);
-    if (wait < kShortestSleep) return;  // the caller spins on
+    if (wait < kShortestSleep) return;  // the caller continues to spin
     longest = std::min(longest, wait - kWakeUpTime);
   }
   doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);

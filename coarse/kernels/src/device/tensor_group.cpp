@@ -202,7 +202,7 @@ void TensorGroup::forget(const std::vector<std::size_t>& lostClients) {
 }
 
 void TensorGroup::moveToReplica() {
-  snapshots_.reset();  // of what was there before
+  snapshots_.reset();  // of the previous memory
   parameters_ = replica_->parameters();
   states_ = replica_->states();
 }
@@ -210,7 +210,7 @@ void TensorGroup::moveToReplica() {
 ShardShape TensorGroup::shape(std::uint32_t shard) const noexcept {
   const Shard& plan = plan_.shards[shard];
   if (!plan.isDynamic) return {plan.numElements, plan.dtype, plan.op};
-  // All contributions agree, also those of clients that only receive.
+  // All contributions agree, including those of clients that only receive.
   const Contribution& contribution = control_.contribution(shard, 0);
   return {contribution.numElements, static_cast<DType>(contribution.dtype),
           static_cast<ReduceOp>(contribution.op)};

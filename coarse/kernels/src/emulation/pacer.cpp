@@ -27,7 +27,7 @@ void requireLatency(double latencyUs) {
 // 1 GB/s is a byte per nanosecond.
 double nsPerByteAt(double gbytesPerSecond) noexcept { return 1 / gbytesPerSecond; }
 
-/// Takes `duration` of a bucket's time, not before `from`. @returns the end of what was taken.
+/// Takes `duration` of a bucket's time, not before `from`. @returns the end of the taken interval.
 double take(std::atomic<double>& nextFree, double from, double duration) noexcept {
   // relaxed: the word guards nothing but itself.
   double free = nextFree.load(std::memory_order_relaxed);
@@ -48,9 +48,9 @@ std::size_t sizeClassOf(std::size_t numBytes) noexcept {
 void note(ServedCell& cell, std::size_t numBytes, double endUs, double latencyUs,
           const std::array<float, kMostBucketsPerPath>& serviceUs) noexcept {
   std::uint32_t version = cell.version.load(std::memory_order_relaxed);
-  // Whoever writes it now has as new a transfer.
+  // The concurrent writer has an equally new transfer.
   if (version % 2 == 1 || !cell.version.compare_exchange_strong(version, version + 1)) return;
-  // release: whoever reads one of them sees the odd version too.
+  // release: a reader of any of these also sees the odd version.
   cell.numBytes.store(numBytes, std::memory_order_release);
   cell.endUs.store(endUs, std::memory_order_release);
   cell.latencyUs.store(latencyUs, std::memory_order_release);
@@ -59,7 +59,7 @@ void note(ServedCell& cell, std::size_t numBytes, double endUs, double latencyUs
   cell.version.store(version + 2, std::memory_order_release);
 }
 
-/// @returns whether `transfer` holds what was written at once.
+/// @returns whether `transfer` holds the values of one write.
 bool readServed(const ServedCell& cell, const LinkPath& path, ServedTransfer& transfer) {
   const std::uint32_t version = cell.version.load(std::memory_order_acquire);
   if (version == 0 || version % 2 == 1) return false;

@@ -8,7 +8,7 @@ namespace coarse::cuda {
 namespace {
 
 constexpr std::uint32_t kBlocksPerMultiprocessor =
-    24;  // of 2, 3 or 4 that run at once, a whole number of times
+    24;  // a multiple of 2, 3 and 4, the possible numbers that run at once
 constexpr auto kMultiprocessorCount = static_cast<DeviceAttribute>(16);
 
 }  // namespace

@@ -21,7 +21,7 @@ std::string versionText(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-/// Where the functions of a library are, and which of them are not.
+/// Loads a library and finds its functions; records the first missing one.
 class Symbols {
  public:
   explicit Symbols(const char* libraryName) : library_(::dlopen(libraryName, RTLD_NOW | RTLD_LOCAL)) {
@@ -32,7 +32,7 @@ class Symbols {
   }
   template <typename Function>
   void find(const char* name, Function*& function) {
-    // dlsym() returns an object pointer, whatever it has found.
+    // dlsym() always returns an object pointer.
     function = reinterpret_cast<Function*>(::dlsym(library_, name));
     if (function == nullptr && firstMissing_.empty()) firstMissing_ = name;
   }
@@ -72,7 +72,7 @@ std::string describe(const Api& api, Result result, const char* call, const std:
   return what.empty() ? message : message + "; " + what;
 }
 
-/// The process's driver, or why there is none.
+/// The process's driver, or the reason for its absence.
 const std::variant<Driver, std::string>& processDriver() {
   static const auto driver = []() -> std::variant<Driver, std::string> {
     try {
@@ -249,7 +249,7 @@ bool Context::settle() const noexcept {
     const ContextScope scope(*this);
     result = api().cuCtxSynchronize();
   } catch (const Error&) {
-    return true;  // a device that has failed uses nothing any more
+    return true;  // a failed device does not use the memory any more
   }
   return result != kStreamCaptureUnsupported && result != kStreamCaptureInvalidated &&
          result != kStreamCaptureImplicit;
@@ -432,7 +432,7 @@ HostRegistration::HostRegistration(SharedContext context, void* address, std::si
 
 HostRegistration::~HostRegistration() {
   if (!context_->isUsable()) return;
-  // Unregistering needs a current context; without one there is nothing left to unregister from.
+  // Unregistering needs a current context; without one nothing is left to unregister from.
   if (api().cuCtxPushCurrent_v2(context_->handle()) != kSuccess) return;
   api().cuMemHostUnregister(address_);
   ContextHandle popped = nullptr;

@@ -13,9 +13,9 @@ namespace {
 
 constexpr std::size_t kTriedBytes = std::size_t{1} << 20;
 
-/// What this process has found out.
+/// The results of this process's tests.
 struct Findings {
-  std::mutex mutex;                                              // guards what follows
+  std::mutex mutex;                                              // guards the next member
   std::map<std::pair<int, std::string>, std::string> obstacles;  // by device, and UUID of the peer
   std::vector<std::string> untold;
 };
@@ -25,7 +25,7 @@ Findings& findings() {
   return *all;
 }
 
-/// Numbers of which no two are alike, and none is what memory holds by chance.
+/// Distinct numbers that memory does not contain by chance.
 std::vector<std::uint64_t> pattern() {
   std::vector<std::uint64_t> words(kTriedBytes / sizeof(std::uint64_t));
   std::uint64_t state = 0x9e3779b97f4a7c15;
@@ -33,8 +33,8 @@ std::vector<std::uint64_t> pattern() {
   return words;
 }
 
-/// Whether what `user` copies to the memory of a peer and back is what it was; the memory keeps what it
-/// holds.
+/// Whether a copy by `user` to a peer's memory and back preserves the data; the memory's contents are
+/// preserved.
 /// @param numBytes up to kTriedBytes.
 bool keepsCopies(const SharedContext& user, DeviceAddress there, std::size_t numBytes) {
   const std::vector<std::uint64_t> sent = pattern();
@@ -54,13 +54,13 @@ bool keepsCopies(const SharedContext& user, DeviceAddress there, std::size_t num
   return std::equal(received.begin(), received.end(), sent.begin());
 }
 
-/// How a peer is named to users.
+/// The name of a peer in messages.
 std::string nameOf(const std::string& uuid) {
   const int device = deviceOf(uuid);
   return device < 0 ? uuid : "cuda:" + std::to_string(device);
 }
 
-/// What is wrong with copies of a device to a peer, by a trial that says whether they arrive.
+/// The obstacle to copies from a device to a peer, by a trial that reports whether they arrive.
 /// @pre findings().mutex is held
 template <typename Trial>
 std::string findObstacle(Findings& known, int device, const std::string& peer, Trial arrive) {
@@ -76,14 +76,14 @@ std::string findObstacle(Findings& known, int device, const std::string& peer, T
                            "do so too by NCCL_P2P_DISABLE=1");
     return known.untold.back();
   } catch (const OutOfMemoryError&) {
-    return "";  // there is no room to try it: what the driver says counts
+    return "";  // not enough memory to test it: the driver's answer counts
   } catch (const Error& error) {
     known.untold.push_back(copies + " could not be tried, and are relied on: " + error.what());
     return "";
   }
 }
 
-/// What is known of a pair, or else what a trial finds.
+/// The known obstacle of a pair, or else the result of a trial.
 template <typename Trial>
 std::string obstacleBetween(int device, const std::string& peer, Trial arrive) {
   Findings& known = findings();

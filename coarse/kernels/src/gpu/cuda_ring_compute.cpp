@@ -33,7 +33,7 @@ CudaRingCompute::~CudaRingCompute() {
   try {
     drain();
   } catch (const cuda::Error&) {
-    // Whoever waited for the step was told.
+    // The failure was reported to the waiting thread.
   }
 }
 

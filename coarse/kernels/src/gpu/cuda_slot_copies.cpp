@@ -13,7 +13,7 @@ CudaSlotCopies::CudaSlotCopies(std::shared_ptr<const cuda::DeviceMemory> slots, 
 CudaSlotCopies::~CudaSlotCopies() {
   try {
     const cuda::ContextScope scope(*slots_->context());
-    stream_.synchronize();  // a wait that failed may have left a copy under way
+    stream_.synchronize();  // a failed wait may have left a copy in progress
   } catch (const cuda::Error&) {
     // The GPU is lost, and copies nothing any more.
   }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kStagingBytes = std::size_t{4} << 20;
 
-/// Another one than kernels run in: copies of a snapshot yield to what workers wait for.
+/// A lower priority than that of kernels: copies of a snapshot yield to work for which workers wait.
 int readingPriority(const cuda::Context& context) { return context.priorities().first; }
 
 void requirePools(const cuda::Context& context) {
@@ -72,11 +72,11 @@ void CudaSnapshotPool::free(std::size_t block, std::size_t place) noexcept {
     const cuda::ContextScope scope(*context_);
     reading_.free(std::exchange(version(block, place), 0));
   } catch (const cuda::Error&) {
-    // The GPU is lost, and its memory with it; whoever updates is told.
+    // The GPU is lost, and its memory with it; the next update reports it.
   }
 }
 
-/// A pool gives memory back to its GPU when somebody waits for a stream, and no sooner.
+/// Synchronises a stream, because a pool returns memory to its GPU only then.
 void CudaSnapshotPool::trim() noexcept {
   try {
     const cuda::ContextScope scope(*context_);
@@ -94,8 +94,8 @@ void CudaSnapshotPool::loadCurrent(std::size_t block, const std::byte* current, 
   copyToHost(blockBytes_[block], destination, [&] { return cuda::addressOf(current); });
 }
 
-/// @param locate where the block begins now, 0 if it is nowhere; called for each piece, since a version may
-/// be freed between two.
+/// @param locate returns the block's current address, 0 if there is none; called for each piece, because a
+/// version may be freed between two.
 template <class Locate>
 bool CudaSnapshotPool::copyToHost(std::size_t numBytes, std::byte* destination, Locate locate) {
   const cuda::ContextScope scope(*context_);
@@ -115,7 +115,7 @@ bool CudaSnapshotPool::copyToHost(std::size_t numBytes, std::byte* destination, 
   };
   bool isThere = numBytes == 0 || begin(0);
   for (std::size_t offset = 0; isThere && offset < numBytes; offset += kStagingBytes) {
-    // The next piece travels while this one is taken out.
+    // The next piece is transferred while this one is copied out.
     const std::size_t next = offset + kStagingBytes;
     if (next < numBytes) isThere = begin(next);
     const Staging& staging = *stagings_[offset / kStagingBytes % 2];

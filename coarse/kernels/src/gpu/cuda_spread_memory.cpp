@@ -12,7 +12,7 @@
 namespace coarse {
 namespace {
 
-/// The copies of each GPU, by where they go.
+/// The copies of each GPU, by destination.
 class SpreadCopies : public TensorCopies {
  public:
   explicit SpreadCopies(const CudaSpreadMemory& memory) : memory_(memory) {
@@ -31,7 +31,7 @@ class SpreadCopies : public TensorCopies {
   std::vector<std::unique_ptr<TensorCopies>> copies_;
 };
 
-/// Divides each batch among the GPUs. It is done when the last of them is.
+/// Divides each batch among the GPUs. A batch is done when its last part is done.
 class SpreadRunner : public BatchRunner {
  public:
   explicit SpreadRunner(const CudaSpreadMemory& memory) : memory_(memory) {
@@ -78,10 +78,10 @@ class SpreadRunner : public BatchRunner {
 
   const CudaSpreadMemory& memory_;
   std::vector<std::unique_ptr<BatchRunner>> runners_;
-  std::deque<std::vector<ShardBatch>> started_;  // what each GPU has of a batch, until it is concluded there
+  std::deque<std::vector<ShardBatch>> started_;  // each GPU's part of a batch, until it is concluded there
 };
 
-/// The pools of all GPUs, of which one at most has a version.
+/// The pools of all GPUs; at most one has a version.
 class SpreadPool : public SnapshotPool {
  public:
   /// @param gpuOf as CudaSpreadMemory::gpuOf().
@@ -157,7 +157,7 @@ bool CudaSpreadMemory::reachesAll(int device, const std::vector<Piece>& pieces) 
   });
 }
 
-/// Has the GPU where memory lies be the first that uses it, from which others copy.
+/// Makes the GPU that owns memory its first user, from which others copy.
 void CudaSpreadMemory::useOwner(const std::vector<Piece>& pieces, std::vector<cuda::SharedContext>& users) {
   const int owner = pieces.front().device;
   if (pieces.size() > 1)
@@ -185,7 +185,7 @@ std::vector<CudaSpreadMemory::Piece> CudaSpreadMemory::piecesOf(const Region& re
   return pieces;
 }
 
-/// Remembers which of the GPUs has a piece, if one of them has it.
+/// Records which of the GPUs has a piece, if one of them has it.
 void CudaSpreadMemory::note(const std::byte* begin, const Piece& piece) const {
   const auto found = std::find_if(gpus_.begin(), gpus_.end(),
                                   [&](const auto& gpu) { return gpu->context()->device() == piece.device; });
@@ -197,7 +197,7 @@ TensorBytes CudaSpreadMemory::allocate(std::size_t numBytes) const {
   return gpus_.front()->allocate(numBytes);
 }
 
-/// Memory that one GPU has pinned, all of them see at the same address.
+/// All GPUs see memory that one GPU has pinned at the same address.
 TensorBytes CudaSpreadMemory::reach(std::byte* memory, std::size_t numBytes) const {
   return gpus_.front()->reach(memory, numBytes);
 }

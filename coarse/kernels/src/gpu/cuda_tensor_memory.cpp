@@ -19,16 +19,16 @@
 namespace coarse {
 namespace {
 
-// Of the largest shard that there can be, 4 GiB.
+// Tiles of the largest possible shard, 4 GiB.
 constexpr std::size_t kMostMeasuredTiles = (std::size_t{1} << 32) / cuda::kTileBytes;
 
-// Of what one GPU cannot reach, in front of a launch.
+// Copies of memory that one GPU cannot reach, before a launch.
 constexpr std::size_t kMostCopiedBytes = std::size_t{64} << 20;
 
 using cuda::PinnedPages;
 using cuda::pointerTo;
 
-/// Work space in which kernels measure gradients. Launches of one stream take turns.
+/// Work space in which kernels measure gradients. Launches of one stream use it in turn.
 class MeasureSpace {
  public:
   MeasureSpace(const cuda::SharedContext& context, cuda::Stream& stream)
@@ -53,19 +53,19 @@ class MeasureSpace {
   cuda::DeviceMemory memory_;
 };
 
-/// What the kernels of one batch of shards have measured.
+/// The measures by the kernels of one batch of shards.
 class Measures {
  public:
   explicit Measures(const cuda::SharedContext& context)
       : pages_(context, BatchedCompute::kMostShards * sizeof(cuda::ShardMeasure)) {}
 
-  /// Where a launch leaves what it sees of these shards.
+  /// The address at which a launch stores the measures of these shards.
   cuda::ShardMeasure* expect(const std::vector<ShardRun>& runs) {
     auto* const next = static_cast<cuda::ShardMeasure*>(pages_.onDevice()) + measured_.size();
     measured_.insert(measured_.end(), runs.begin(), runs.end());
     return next;
   }
-  /// Tells it to the groups. @pre the launches are done.
+  /// Stores the measures in the groups. @pre the launches are done.
   void note() {
     const auto* result = reinterpret_cast<const cuda::ShardMeasure*>(pages_.data());
     for (const ShardRun& run : measured_) {
@@ -77,7 +77,7 @@ class Measures {
   }
 
  private:
-  /// Whose input it is.
+  /// The client that owns the input.
   static std::int32_t offenderOf(const ShardRun& run, std::int32_t position) noexcept {
     if (position < 0) return position;
     if (run.arrays != nullptr) return kEverybody;
@@ -88,7 +88,7 @@ class Measures {
   std::vector<ShardRun> measured_;
 };
 
-/// Has a stream wait for moments of the host's clock, by a kernel that looks at the GPU's.
+/// Makes a stream wait for times of the host's clock, by a kernel that reads the GPU's clock.
 class StreamHolds {
  public:
   /// @param kernel null if streams cannot wait.
@@ -98,8 +98,8 @@ class StreamHolds {
   MonotonicNs lead() const noexcept {
     return clock_.isFresh(monotonicNow()) ? static_cast<MonotonicNs>(cuda::kLongestHoldNs) : 0;
   }
-  /// Has what `stream` is given from now on wait; only looks at the clock if that was long ago.
-  /// @param batch that it is for, below kMostStarted, until it is note()d.
+  /// Makes later work of `stream` wait; only reads the clock if the last reading is old.
+  /// @param batch the held batch, below kMostStarted, in use until note().
   void hold(std::size_t batch, MonotonicNs until, const cuda::Stream& stream) {
     if (kernel_ == nullptr) return;
     const MonotonicNs now = monotonicNow();
@@ -119,11 +119,11 @@ class StreamHolds {
  private:
   cuda::FunctionHandle kernel_;
   PinnedPages pages_;
-  std::array<MonotonicNs, BatchedCompute::kMostStarted> launchedAt_{};  // 0 where nothing is held
+  std::array<MonotonicNs, BatchedCompute::kMostStarted> launchedAt_{};  // 0 if nothing is held
   GpuClock clock_;
 };
 
-/// A kernel, and what it is to do next.
+/// A kernel and its next batch.
 template <class Batch>
 struct Launch {
   cuda::FunctionHandle kernel = nullptr;
@@ -131,7 +131,7 @@ struct Launch {
   std::vector<ShardRun> measured{};  // of measuring kernels
 };
 
-/// What a run is reduced of, and whereto.
+/// The inputs and outputs of a run's reduction.
 ShardArrays arraysOf(const ShardRun& run) {
   if (run.arrays != nullptr) return *run.arrays;
   const Contributions all(*run.group, run.firstShard, run.firstElement);
@@ -143,7 +143,7 @@ ShardArrays arraysOf(const ShardRun& run) {
   return arrays;
 }
 
-/// Runs batches of shards on a stream of their own: each is a few launches with an event behind them.
+/// Runs batches of shards on its own stream: each is a few launches, followed by an event.
 class CudaRunner : public BatchRunner {
  public:
   CudaRunner(const cuda::SharedContext& context, const CudaKernels& kernels,
@@ -187,7 +187,7 @@ class CudaRunner : public BatchRunner {
   std::vector<Launch<cuda::MeasureBatch>> measured_;
   std::vector<Launch<cuda::UpdateBatch>> updates_;
   StreamHolds holds_;
-  std::unique_ptr<MeasureSpace> measureSpace_;  // made when it is first needed
+  std::unique_ptr<MeasureSpace> measureSpace_;  // made at first use
   std::vector<std::unique_ptr<Started>> started_;
   std::size_t numStarted_ = 0;
   std::size_t numConcluded_ = 0;
@@ -218,9 +218,9 @@ CudaRunner::CudaRunner(const cuda::SharedContext& context, const CudaKernels& ke
 CudaRunner::~CudaRunner() {
   try {
     const cuda::ContextScope scope(*context_);
-    stream_.synchronize();  // kernels may still work in memory that goes with this
+    stream_.synchronize();  // kernels may still work in memory that is freed with this
   } catch (const cuda::Error&) {
-    // Whoever waited for the batch was told.
+    // The failure was reported to the waiting thread.
   }
 }
 
@@ -238,7 +238,7 @@ void CudaRunner::start(const ShardBatch& batch, MonotonicNs notBefore) {
   ++numStarted_;
 }
 
-/// Has snapshots copy what is going to be updated.
+/// Lets snapshots copy the blocks before their update.
 void CudaRunner::keepBefore(const std::vector<ShardRun>& runs) {
   for (auto run = runs.begin(); run != runs.end();) {
     const TensorGroup& group = *run->group;
@@ -286,7 +286,7 @@ void CudaRunner::addReduction(const ShardRun& run) {
   bringNear(arrays, run.numElements * itemSize);
   const auto numInputs = static_cast<std::uint32_t>(arrays.inputs.size());
   const auto numOutputs = static_cast<std::uint32_t>(arrays.outputs.size());
-  // Where everybody has contributed, one list of arrays says all.
+  // If all clients have contributed, one list of arrays is enough.
   const bool areSame =
       std::equal(arrays.inputs.begin(), arrays.inputs.end(), arrays.outputs.begin(), arrays.outputs.end());
   const void* const* inputs = areSame ? arrays.outputs.data() : arrays.inputs.data();
@@ -305,7 +305,7 @@ void CudaRunner::addReduction(const ShardRun& run) {
   measured_[dtype].measured.push_back(run);
 }
 
-/// Has arrays that this GPU cannot reach be copies of them.
+/// Replaces arrays that this GPU cannot reach by copies.
 void CudaRunner::bringNear(ShardArrays& arrays, std::size_t numBytes) {
   for (const void*& each : arrays.inputs) each = near_.toRead(each, numBytes);
   for (void*& each : arrays.outputs) each = near_.toWrite(each, numBytes);
@@ -331,7 +331,7 @@ void CudaRunner::addUpdate(const ShardRun& run) {
   });
 }
 
-/// @param append adds a shard to a batch. @returns false if it has no room.
+/// @param append adds a shard to a batch. @returns false if the batch is full.
 template <class Batch, class Append>
 void CudaRunner::addTo(Launch<Batch>& next, Append append) {
   if (append(next.batch)) return;
@@ -364,7 +364,7 @@ void CudaRunner::launch(Launch<Batch>& next, std::uint32_t numTiles) {
   next.batch = Batch{};
 }
 
-/// Copies on a stream of their own, to memory that the GPU reaches.
+/// Copies on its own stream, to memory that the GPU reaches.
 class CudaCopies : public TensorCopies {
  public:
   CudaCopies(const cuda::SharedContext& context, std::shared_ptr<const DistantMemory> distant)
@@ -430,7 +430,7 @@ TensorBytes CudaTensorMemory::map(const Region& region, std::size_t numBytes, co
   }
 }
 
-/// Maps memory of a GPU that this one cannot reach; null if that is not the matter.
+/// Maps memory of a GPU that this one cannot reach; null if the failure has another cause.
 TensorBytes CudaTensorMemory::mapDistant(const Region& region) const {
   try {
     const int owner = cuda::deviceOf(region.gpu);

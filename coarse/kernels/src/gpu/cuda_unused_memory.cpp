@@ -8,10 +8,10 @@
 namespace coarse::cuda {
 namespace {
 
-/// Never destroyed: the last memory may go when the process ends.
+/// Never destroyed: the last memory may be released when the process ends.
 struct UnusedMemory {
   std::atomic<std::size_t> count{0};
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards the next member
   std::vector<std::unique_ptr<DeviceMemory>> mapped;
 };
 

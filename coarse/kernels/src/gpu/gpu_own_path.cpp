@@ -12,8 +12,8 @@
 namespace coarse {
 namespace {
 
-// With a call of NCCL's that another thread is in: it only gives work to the GPU, unless it waits for other
-// ranks.
+// Patience for an NCCL call of another thread: such a call only gives work to the GPU, unless it waits for
+// other ranks.
 constexpr std::chrono::seconds kPatience{1};
 constexpr std::chrono::milliseconds kLook{1};
 
@@ -25,7 +25,7 @@ GpuOwnPath::GpuOwnPath(std::shared_ptr<nccl::Communicator> communicator, const G
                        const std::vector<std::uint32_t>& shards, std::size_t bucketBytes)
     : communicator_(std::move(communicator)),
       plan_(plan),
-      // Of a priority of its own, so that it shares no hardware queue with what computes.
+      // With its own priority, so that it shares no hardware queue with computation.
       stream_(communicator_->context(), communicator_->context()->priorities().second),
       summed_(communicator_->context()),
       isOwn_(plan.shards.size()),
@@ -57,7 +57,7 @@ void GpuOwnPath::checkShard(std::uint32_t shard) const {
   if (shard >= plan_.shards.size()) refuse("does not exist");
   if (isOwn_[shard]) refuse("comes twice");
   const Shard& plan = plan_.shards[shard];
-  // NCCL rounds 16-bit types at each addition, and its maximum passes over NaN.
+  // NCCL rounds 16-bit types at each addition, and its maximum ignores NaN.
   const bool isSummed = plan.op == ReduceOp::kSum || plan.op == ReduceOp::kMean;
   const bool isExact = plan.dtype == DType::kFloat32 || plan.dtype == DType::kFloat64;
   if (!isSummed || !isExact || plan.isDynamic || plan_.isTable(plan))

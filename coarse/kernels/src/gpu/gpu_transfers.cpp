@@ -11,15 +11,15 @@
 namespace coarse {
 namespace {
 
-// How long the thread looks before it sleeps between looks, and how long it sleeps: a GPU wakes nobody, and
-// what is waited for takes a few hundred microseconds per batch.
+// Times for which the thread polls, and sleeps between polls. A GPU wakes no one, and an event takes a few
+// hundred microseconds per batch.
 constexpr std::chrono::microseconds kSpin{20};
 constexpr std::chrono::microseconds kNap{20};
 constexpr std::chrono::milliseconds kHealthInterval{100};
 
 constexpr const char* kWithoutNccl = "; COARSE_DUAL_SYNC=off has the memory devices reduce everything";
 
-/// Whether a count that wraps around has come to `number`.
+/// Whether a count that wraps around has reached `number`.
 bool hasReached(std::uint32_t count, std::uint32_t number) noexcept {
   return static_cast<std::int32_t>(count - number) >= 0;
 }
@@ -64,7 +64,7 @@ GpuTransfers::GpuTransfers(Client& client, GpuTransfersConfig config, cuda::Shar
       slots_(slots),
       results_(results),
       words_(context_),
-      // Of a priority of their own, so that they share no hardware queue with what computes.
+      // With their own priority, so that they share no hardware queue with computation.
       pushStream_(context_, context_->priorities().second),
       pullStream_(context_, context_->priorities().second),
       computed_(context_),
@@ -89,7 +89,7 @@ void GpuTransfers::close() noexcept {
   hasWork_.notify_all();
   thread_->join();
   thread_.reset();
-  const bool isUnfinished = failure_ != WaitStatus::kDone || !ownSteps_.empty();  // no other thread is left
+  const bool isUnfinished = failure_ != WaitStatus::kDone || !ownSteps_.empty();  // no other thread remains
   if (ownPath_ != nullptr && (isUnfinished || ownPath_->isInStep())) ownPath_->abort();
   try {
     const cuda::ContextScope scope(*context_);
@@ -97,7 +97,7 @@ void GpuTransfers::close() noexcept {
     pullStream_.synchronize();
     if (ownPath_ != nullptr) ownPath_->synchronize();
   } catch (const cuda::Error&) {
-    // A device that has failed copies nothing any more.
+    // A failed device copies nothing any more.
   }
   pinned_.clear();
 }
@@ -115,7 +115,7 @@ void GpuTransfers::tryWords() {
   pullStream_.synchronize();
 }
 
-/// Has what is given to the push stream come behind all that `stream` was given.
+/// Orders later work of the push stream behind all earlier work of `stream`.
 WaitStatus GpuTransfers::follow(cuda::StreamHandle stream) {
   if (const WaitStatus failure = status(); failure != WaitStatus::kDone) return failure;
   if (thread_ == nullptr) throw std::logic_error("tensors were pushed after close()");
@@ -166,7 +166,7 @@ WaitStatus GpuTransfers::push(const std::vector<GpuTensor>& tensors, cuda::Strea
 
 WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
   const cuda::ContextScope scope(*context_);
-  joinOwn(stream);  // in front of the wait for memory devices, which may hold what comes behind it
+  joinOwn(stream);  // before the wait for memory devices, which may block all later work
   for (Unfetched& each : unfetched_) {
     followPush(std::move(each.brought));
     pullStream_.waitValue(words_.returned(), each.batch->number);
@@ -175,7 +175,7 @@ WaitStatus GpuTransfers::join(cuda::StreamHandle stream) {
   unfetched_.clear();
   fetched_.record(pullStream_.handle());
   cuda::waitForEvent(stream, fetched_);
-  pushStream_.wait(fetched_);  // slots are read before they are written again
+  pushStream_.wait(fetched_);  // slots are read before they are overwritten
   leftBytes_ = stepBytes_;
   return status();
 }
@@ -220,7 +220,7 @@ bool GpuTransfers::hasBrought(std::uint32_t count) const noexcept {
          hasReached(words_->brought.load(std::memory_order_acquire), count);
 }
 
-/// Gives the workers' own path its part of these tensors.
+/// Passes their part of these tensors to the workers' own path.
 WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
   if (ownPath_ == nullptr) return WaitStatus::kDone;
   try {
@@ -242,7 +242,7 @@ WaitStatus GpuTransfers::takeOwn(const std::vector<GpuTensor>& tensors) {
   return status();
 }
 
-/// Has the thread look after a call of NCCL's, which may wait for other workers.
+/// Makes the thread watch a call of NCCL, which may wait for other workers.
 void GpuTransfers::setGiving(bool isGiving) {
   {
     const std::lock_guard lock(mutex_);
@@ -284,7 +284,7 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
       const std::uint32_t shard = piece.last++;
       numBytes += bytesOf(plan_.shards[shard]);
       restBytes -= bytesOf(plan_.shards[shard]);
-      // Little that is left goes with it.
+      // A small rest joins the batch.
       const bool isFull = numBytes >= batchBytes() && restBytes >= batchBytes() / 2;
       if (!isFull && piece.last < all.last && isOwn(piece.last) == isOwn(shard)) continue;
       batches.back().pieces.push_back(pieceOf(tensors[i], all.first, piece));
@@ -298,7 +298,7 @@ std::vector<GpuTransfers::Batch> GpuTransfers::cut(const std::vector<GpuTensor>&
   if (batches.back().pieces.empty()) batches.pop_back();
   const std::lock_guard lock(mutex_);
   for (Batch& batch : batches) batch.number = ++lastNumber_;
-  // It may have failed meanwhile: nobody is to wait for what came after that.
+  // A failure may have occurred meanwhile: no stream may wait for later results.
   if (failure_ != WaitStatus::kDone) words_->returned.store(lastNumber_, std::memory_order_release);
   return batches;
 }
@@ -344,9 +344,8 @@ GpuTransfers::SomeEvent GpuTransfers::markBrought() {
   return event;
 }
 
-/// Has what is given to the pull stream come behind a batch on its way to the slots, where that may still be
-/// when streams are let go before their time. By an event: CUDA knows nothing of an order that words alone
-/// make.
+/// Orders later work of the pull stream behind a batch that may still be in transit to the slots when streams
+/// are released early. Uses an event: CUDA does not see an order that only words create.
 void GpuTransfers::followPush(SomeEvent brought) {
   pullStream_.wait(*brought);
   idleEvents_.push_back(std::move(brought));
@@ -437,8 +436,8 @@ bool GpuTransfers::releaseReturned() {
     });
     if (!isDone) break;
     const std::lock_guard lock(mutex_);
-    if (isStopping_ || failure_ != WaitStatus::kDone) break;  // streams were let go, by a greater number
-    // Release: who reads the count reads the results.
+    if (isStopping_ || failure_ != WaitStatus::kDone) break;  // streams were released, by a greater number
+    // Release: a reader of the count sees the results.
     words_->returned.store(batch.number, std::memory_order_release);
     announced_.pop_front();
     hasReleased = true;
@@ -446,7 +445,7 @@ bool GpuTransfers::releaseReturned() {
   return hasReleased;
 }
 
-/// Forgets the steps that NCCL has done, and done well.
+/// Removes the steps that NCCL has completed successfully.
 bool GpuTransfers::releaseSummed() {
   const std::uint32_t summed = words_->summed.load(std::memory_order_acquire);
   {
@@ -470,7 +469,7 @@ void GpuTransfers::checkOwnPath() {
 }
 
 void GpuTransfers::failByNccl(const nccl::Error& error) {
-  // Whoever is lost is the reason, where NCCL was the first to see it.
+  // If NCCL was the first to notice a lost peer, that peer is the reason.
   if (const WaitStatus status = client_.checkPeers(); status != WaitStatus::kDone) fail(status);
   fail(WaitStatus::kAborted, error.what() + std::string(kWithoutNccl));
 }
@@ -487,7 +486,7 @@ WaitStatus GpuTransfers::checkProgress() {
     return WaitStatus::kTimedOut;
   }
   if (now - progressedAt_ < limit) return WaitStatus::kDone;
-  // What the GPU computes takes as long as it takes.
+  // The GPU's computation has no time limit.
   const std::uint32_t brought = words_->brought.load(std::memory_order_acquire);
   const bool waitsForNccl = !ownSteps_.empty() && hasReached(brought, ownSteps_.front().lastBatch);
   return announced_.empty() && !waitsForNccl ? WaitStatus::kDone : WaitStatus::kTimedOut;
@@ -498,7 +497,7 @@ std::shared_ptr<GpuOwnPath> GpuTransfers::ownPath() const {
   return ownPath_;
 }
 
-/// Lets all streams go, unless that is done.
+/// Releases all streams, unless that is done.
 void GpuTransfers::fail(WaitStatus status, std::string ownFailure) {
   {
     const std::lock_guard lock(mutex_);
@@ -509,8 +508,8 @@ void GpuTransfers::fail(WaitStatus status, std::string ownFailure) {
     ownSteps_.clear();
     words_->returned.store(lastNumber_, std::memory_order_release);
   }
-  // Of CUDA's calls this is the one that the thread makes: NCCL waits for ranks that may never come, and
-  // nothing else does any more.
+  // This is the thread's only call of CUDA: NCCL waits for ranks that may never come, and nothing else waits
+  // any more.
   if (const auto ownPath = this->ownPath(); ownPath != nullptr) ownPath->abort();
 }
 

@@ -10,13 +10,13 @@
 namespace coarse::nccl {
 namespace {
 
-// Between two looks at a call that NCCL does in the background.
+// Interval between polls of a call that NCCL runs in the background.
 constexpr std::chrono::microseconds kLook{50};
 
 constexpr const char* kInstall =
     "pip install 'coarse[nccl]' brings it (for drivers of CUDA 13: pip install nvidia-nccl-cu13)";
 
-/// Places of the decimal number that ncclGetVersion() gives, as 23203 for 2.32.3; 2803 for 2.8.3.
+/// Decodes the decimal number of ncclGetVersion(), for example 23203 for 2.32.3; 2803 for 2.8.3.
 Version decoded(int code) {
   const int major = code >= 10000 ? 10000 : 1000;
   return {code / major, code % major / 100, code % 100};
@@ -112,7 +112,7 @@ UniqueId Library::makeUniqueId() const {
 void Library::check(Result result, const std::string& call) const {
   if (result == kSuccess) return;
   std::string message = call + ": " + api_.ncclGetErrorString(result) + " (" + std::to_string(result) + ")";
-  // It is the last one of any communicator; the argument is not used.
+  // The last error of any communicator; the argument is not used.
   const char* const last = api_.ncclGetLastError(nullptr);
   if (last != nullptr && *last != '\0') message += ": " + std::string(last);
   throw Error(message + "; " + adviceFor(result) + "NCCL_DEBUG=INFO has NCCL say more");
@@ -140,7 +140,7 @@ Communicator::~Communicator() {
 
 void Communicator::allReduce(const void* send, void* receive, std::size_t count, DType dtype, ReduceOp op,
                              cuda::StreamHandle stream) {
-  // NCCL goes back to the GPU that was current, and would make a context there.
+  // NCCL returns to the GPU that was current, and would create a context there.
   const cuda::ContextScope scope(*context_);
   const int type = typeOf(dtype), operation = opOf(op, dtype);
   CommHandle handle = nullptr;
@@ -182,10 +182,10 @@ void Communicator::abort() noexcept {
   if (handle == nullptr) return;
   try {
     const cuda::ContextScope scope(*context_);
-    // Without the lock: a call of another thread may be waiting in NCCL until this ends it.
+    // Without the lock: a call of another thread may block in NCCL until this ends it.
     library_->api().ncclCommAbort(handle);
   } catch (const cuda::Error&) {
-    // The GPU has failed, or this is a fork: NCCL is left as it is.
+    // The GPU has failed, or this is a fork: leaves NCCL unchanged.
   }
 }
 

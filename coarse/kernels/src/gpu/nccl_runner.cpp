@@ -16,7 +16,7 @@
 namespace coarse {
 namespace {
 
-// Sums begin where a kernel moves vectors.
+// Sums begin at multiples of this, as kernels that move vectors require.
 constexpr std::size_t kAlignment = 512;
 
 std::size_t sumBytes(const RingStep& piece) noexcept {
@@ -27,7 +27,7 @@ DType accumulatorOf(DType dtype) noexcept {
   return accumulatorBytes(dtype) == itemBytes(dtype) ? dtype : DType::kFloat32;
 }
 
-/// Whether the slot of the device's one client is the sum of what it contributes.
+/// Whether the slot of the device's one client already is the sum of its contributions.
 bool isReadyAsSum(const RingStep& piece) noexcept {
   return piece.outputs.size() == 1 && piece.inputs.size() == 1 && accumulatorOf(piece.dtype) == piece.dtype;
 }
@@ -59,12 +59,12 @@ NcclRunner::NcclRunner(std::shared_ptr<nccl::Communicator> communicator,
     done_.push_back(std::make_unique<cuda::Event>(context_));
 }
 
-/// Nothing may work in memory that goes with this.
+/// Waits, because no work may remain in memory that is freed with this.
 NcclRunner::~NcclRunner() {
   try {
     for (; numConcluded_ < numStarted_; ++numConcluded_) wait();
   } catch (const std::exception&) {
-    // What waited for others that are gone was ended.
+    // Work that waited for lost devices was ended.
   }
 }
 
@@ -87,7 +87,7 @@ void NcclRunner::start(const ShardBatch& batch, MonotonicNs) {
   });
 }
 
-/// What each piece of the shards takes and gives here. On all devices there are as many, of the same lengths.
+/// The inputs and outputs of each piece on this device. All devices have as many pieces, of the same lengths.
 std::deque<RingStep> NcclRunner::piecesOf(const ShardBatch& batch) const {
   std::deque<RingStep> pieces;
   for (const ShardRun& run : runsOf(batch)) {
@@ -111,7 +111,7 @@ std::deque<RingStep> NcclRunner::piecesOf(const ShardBatch& batch) const {
   return pieces;
 }
 
-/// The first pieces, of which there is room for the sums.
+/// The first pieces whose sums fit.
 std::vector<RingStep> NcclRunner::takeRound(std::deque<RingStep>& pieces) const {
   std::vector<RingStep> round;
   std::size_t numBytes = 0;
@@ -124,7 +124,7 @@ std::vector<RingStep> NcclRunner::takeRound(std::deque<RingStep>& pieces) const 
   return round;
 }
 
-/// Has the stream add up pieces, first here, then over all devices, and finish them.
+/// Makes the stream sum pieces, first here, then over all devices, and finish them.
 void NcclRunner::addUp(const std::vector<RingStep>& round) {
   std::vector<RingStep> before, after;
   nccl::GroupScope operations(*communicator_);
@@ -144,7 +144,7 @@ void NcclRunner::addUp(const std::vector<RingStep>& round) {
     communicator_->allReduce(sum, sum, piece.numElements, accumulatorOf(piece.dtype), ReduceOp::kSum,
                              stream_.handle());
   }
-  launch(before);  // in front of the operations, which the stream gets at their end
+  launch(before);  // before the operations, which the stream gets at their end
   operations.end();
   launch(after);
 }
@@ -188,7 +188,7 @@ void NcclRunner::wait() {
   });
 }
 
-/// Does some work; nothing is under way any more if it fails.
+/// Runs `work`; if it fails, no work stays in progress.
 template <typename Work>
 void NcclRunner::attempt(Work work) {
   const cuda::ContextScope scope(*context_);
@@ -203,7 +203,7 @@ void NcclRunner::attempt(Work work) {
 void NcclRunner::end() noexcept {
   communicator_->abort();
   try {
-    stream_.synchronize();  // kernels that stood behind NCCL's work in slots and sums
+    stream_.synchronize();  // kernels behind NCCL's work use slots and sums
   } catch (const cuda::Error&) {
     // The GPU has failed, and does nothing more.
   }

@@ -20,23 +20,23 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::uint32_t kMagic = 0x31425243;  // "CRB1"
-// How long a dead rank may go unnoticed.
+// Longest time until a dead rank is noticed.
 constexpr milliseconds kLongestSleep{20};
 // Ranks publish round after round: the next one comes soon, or not for long.
 constexpr std::chrono::microseconds kSpin{50};
-// How long stop() waits until the other nodes have taken what was sent.
+// How long stop() waits until the other nodes have received the sent data.
 constexpr milliseconds kGoodbyePatience{3000};
 constexpr milliseconds kLook{100};
-constexpr std::size_t kMostPieces = 64;  // that are handed to the kernel at once
+constexpr std::size_t kMostPieces = 64;  // passed to the kernel at once
 
-/// What cannot be, or is no more: the connection is of no further use.
+/// An invalid frame or a broken connection: the connection is unusable.
 class BridgeError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// Hands pieces to the kernel, as many bytes as it takes. As in node_link.cpp, a function of its own for the
-/// thread sanitizer, which sees its reading end later than the other node's answer begins.
+/// Passes pieces to the kernel, as many bytes as it accepts. As in node_link.cpp, a separate function for the
+/// thread sanitizer, which sees its reads end later than the other node's answer begins.
 [[gnu::noinline]] ssize_t sendPieces(int fd, iovec* pieces, std::size_t numPieces) {
   msghdr message{};
   message.msg_iov = pieces;
@@ -48,7 +48,8 @@ class BridgeError : public std::runtime_error {
   return numSent;
 }
 
-/// The first of `pieces`, from `first` on, that is not sent after `numBytes` more were; shortens it.
+/// The first of `pieces`, from `first` on, that is not completely sent after `numBytes` more bytes; shortens
+/// it.
 std::size_t skipSent(std::vector<iovec>& pieces, std::size_t first, std::size_t numBytes) {
   while (first < pieces.size() && numBytes >= pieces[first].iov_len) numBytes -= pieces[first++].iov_len;
   if (first < pieces.size()) {
@@ -80,7 +81,7 @@ enum class NodeBridge::Kind : std::uint8_t {
   kGoodbye = 5,    // nothing more comes
 };
 
-/// Starts whatever is sent. A wire format: little-endian, as every processor that this is built for.
+/// Starts every frame. A wire format: little-endian, as all supported processors.
 struct NodeBridge::Frame {
   std::uint32_t magic = kMagic;
   Kind kind = Kind::kGoodbye;
@@ -95,7 +96,7 @@ struct NodeBridge::Connection {
   std::size_t node = 0;
   int fd = -1;
   std::atomic<bool> isSending{true};
-  bool isReceiving = true;                    // of the receiving thread
+  bool isReceiving = true;                    // used by the receiving thread
   const std::atomic<std::int64_t>* giveUpAt;  // of the bridge
 
   Connection(std::size_t number, int socket, const std::atomic<std::int64_t>& giveUp)
@@ -113,8 +114,8 @@ struct NodeBridge::Connection {
 
   bool isHopeless() const { return isGivenUp() || isUnreachable(fd); }
 
-  /// Sends a frame and its payload. What a node that is gone would get is dropped: the receiving thread
-  /// notices, too, and says so.
+  /// Sends a frame and its payload. Drops it if the node is gone: the receiving thread also notices, and
+  /// reports it.
   void send(Frame frame, std::vector<iovec> pieces = {}) {
     for (const iovec& piece : pieces) frame.payloadBytes += piece.iov_len;
     pieces.insert(pieces.begin(), {&frame, sizeof frame});
@@ -131,7 +132,7 @@ struct NodeBridge::Connection {
     }
   }
 
-  /// @throws BridgeError if nothing more comes.
+  /// @throws BridgeError if nothing more arrives.
   void receive(void* data, std::size_t numBytes) {
     auto* to = static_cast<std::byte*>(data);
     while (numBytes > 0) {
@@ -188,7 +189,7 @@ void NodeBridge::stop() noexcept {
   receiver_.join();
 }
 
-// ---- what goes out ----
+// ---- sending ----
 
 void NodeBridge::serveOutgoing() {
   YieldingSpin spin(kSpin);
@@ -207,9 +208,9 @@ void NodeBridge::serveOutgoing() {
   sayGoodbye();
 }
 
-/// Sends whatever there is. @returns whether there was anything.
+/// Sends all pending data. @returns whether there was any.
 bool NodeBridge::sendAll() {
-  // Looked at first, sent last: whatever a rank wrote before it left goes before that.
+  // Read first, sent last: a rank's earlier writes are sent before its departure.
   std::vector<Departure> departures;
   for (std::size_t rank : here_) {
     departures.push_back(scratch_.board(rank).departure.load(std::memory_order_acquire));
@@ -231,7 +232,7 @@ bool NodeBridge::sendAll() {
 }
 
 bool NodeBridge::sendRounds(std::size_t rank) {
-  // acquire: what the rank wrote into its buffers is read next.
+  // acquire: the rank's writes into its buffers are read next.
   const std::uint32_t published = scratch_.board(rank).round.load(std::memory_order_acquire);
   const bool isAny = sentRounds_[rank] != published;
   while (sentRounds_[rank] != published) sendRound(rank, ++sentRounds_[rank]);
@@ -253,7 +254,7 @@ void NodeBridge::sendRound(std::size_t rank, std::uint32_t round) {
   }
 }
 
-/// What of a rank's buffer the ranks of `node` read.
+/// The ranges of a rank's buffer that the ranks of `node` read.
 std::vector<std::pair<std::size_t, std::size_t>> NodeBridge::rangesFor(std::size_t node,
                                                                        const Extent& extent) const {
   std::vector<std::pair<std::size_t, std::size_t>> ranges;
@@ -282,7 +283,7 @@ bool NodeBridge::sendBytes(std::size_t from, std::size_t to) {
 }
 
 bool NodeBridge::sendTaken(std::size_t from, std::size_t to) {
-  // acquire: the bytes that were taken may be overwritten once the sender knows it.
+  // acquire: the taken bytes may be overwritten once the sender is notified.
   const std::uint64_t taken = area_.channel(from, to).taken.load(std::memory_order_acquire);
   std::uint64_t& told = toldTaken_[from * numRanks_ + to];
   if (taken == told) return false;
@@ -303,7 +304,7 @@ void NodeBridge::sendDeparture(std::size_t rank, Departure departure) {
 void NodeBridge::reportDeaths() {
   for (std::size_t rank : here_) {
     if (toldDepartures_[rank] == Departure::kNone && scratch_.isGone(rank)) {
-      sendAll();  // its last words
+      sendAll();  // data published before the end
       sendDeparture(rank, Departure::kDied);
     }
   }
@@ -313,12 +314,12 @@ void NodeBridge::sayGoodbye() {
   for (const auto& connection : connections_) {
     if (!connection) continue;
     connection->send({kMagic, Kind::kGoodbye});
-    // The other node answers with the end of what it sends, so that closing the socket loses nothing.
+    // The other node answers by ending its stream, so that closing the socket loses nothing.
     ::shutdown(connection->fd, SHUT_WR);
   }
 }
 
-// ---- what comes in ----
+// ---- receiving ----
 
 void NodeBridge::serveIncoming() {
   std::vector<pollfd> watched;
@@ -386,7 +387,7 @@ void NodeBridge::receiveRound(Connection& connection, const Frame& frame) {
     left -= end - begin;
   }
   if (left != 0) throw BridgeError("a round of another length than its extent");
-  // seq_cst, against the load of sleepers: as in GroupScratch::meet().
+  // seq_cst, paired with the load of sleepers: as in GroupScratch::meet().
   board.round.store(round, std::memory_order_seq_cst);
   if (board.sleepers.load(std::memory_order_seq_cst) != 0) futexWake(board.round, INT_MAX);
 }
@@ -409,7 +410,7 @@ void NodeBridge::receiveTaken(const Connection& connection, const Frame& frame) 
   const std::size_t from = rankHere(frame.a), to = rankThere(connection, frame.b);
   Channel& way = area_.channel(from, to);
   const std::uint64_t taken = way.taken.load(std::memory_order_relaxed);
-  // What was not written cannot have been taken, whatever comes: its sender would overrun the ring.
+  // Rejects a count of taken bytes beyond the written ones: the sender would overrun the ring.
   if (frame.value - taken > way.written.load(std::memory_order_acquire) - taken) {
     throw BridgeError("more was taken than written");
   }
@@ -425,7 +426,7 @@ void NodeBridge::receiveDeparture(const Connection& connection, const Frame& fra
   depart(rankThere(connection, frame.a), static_cast<Departure>(frame.value));
 }
 
-/// Nothing more comes from a node, nor goes there.
+/// Ends all traffic with a node.
 void NodeBridge::end(Connection& connection) {
   connection.isReceiving = false;
   connection.isSending.store(false, std::memory_order_relaxed);

@@ -12,7 +12,7 @@
 namespace coarse {
 namespace {
 
-/// What nodes send to the owner are sums; only the owner turns them into means.
+/// Nodes send sums to the owner; only the owner divides them into means.
 ReduceOp partialOp(ReduceOp op) noexcept { return op == ReduceOp::kMean ? ReduceOp::kSum : op; }
 
 std::string describe(const ShardShape& shape) {
@@ -73,7 +73,7 @@ void record(NodeContribution& contribution, const FrameHeader& header) noexcept 
 std::uint32_t mix(std::uint32_t digest, std::uint8_t byte) noexcept { return (digest ^ byte) * 16777619U; }
 
 /// Digest of the settings by which this node's workers update a shard's parameter.
-/// @pre all of them have pushed an update that is not done, and so write no other settings.
+/// @pre all of them have pushed an update that is not complete, and therefore write no other settings.
 std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noexcept {
   const UpdateSettings settings = group.settings(shard);
   std::array<std::uint8_t, offsetof(UpdateSettings, hasGradient)> bytes;
@@ -83,7 +83,8 @@ std::uint32_t settingsDigest(const TensorGroup& group, std::uint32_t shard) noex
   return digest;
 }
 
-/// What nodes must agree on: the settings of this update, or of the last one, and whether it is one.
+/// The digest on which nodes must agree: the settings of this update, or of the last one, and whether it is
+/// an update.
 std::uint32_t agreement(const TensorGroup& group, const NodeSegment& segment, std::uint32_t shard) noexcept {
   if (!group.plan().hasOptimizer) return 0;
   const std::uint32_t digest = group.isUpdate(shard)
@@ -92,7 +93,7 @@ std::uint32_t agreement(const TensorGroup& group, const NodeSegment& segment, st
   return mix(digest, group.control().contribution(shard, 0).flags & (kUpdate | kMeasure));
 }
 
-/// What a node contributes to a step.
+/// The header of a node's contribution to a step.
 FrameHeader contributionHeader(const TensorGroup& group, const NodeSegment& segment, const RingEntry& entry) {
   FrameHeader header =
       headerOf(FrameKind::kPartial, entry, group.shape(entry.shard), group.numPresent(entry.shard));
@@ -101,13 +102,13 @@ FrameHeader contributionHeader(const TensorGroup& group, const NodeSegment& segm
   return header;
 }
 
-/// Of steps, which wrap around.
+/// Compares steps, which wrap around.
 bool isAfter(std::uint32_t step, std::uint32_t other) noexcept {
   return static_cast<std::int32_t>(step - other) > 0;
 }
 
-/// Whether a step of a shard can be the next after `done` to which nodes contribute. Those that a node
-/// updates by itself are no other node's business, so that with an optimizer it may be any later one.
+/// Whether a step of a shard can be the next after `done` to which nodes contribute. A node does not report
+/// the steps that it updates by itself, so with an optimizer it may be any later one.
 bool canFollow(const TensorGroup& group, std::uint32_t step, std::uint32_t done) noexcept {
   return group.plan().hasOptimizer ? isAfter(step, done) : step == done + 1;
 }
@@ -154,7 +155,7 @@ void NodeExchange::addGroup(std::shared_ptr<TensorGroup> group, const Region& me
 }
 
 void NodeExchange::removeGroup(std::uint32_t group) {
-  GroupPointer unused;  // unmapped after the lock is given back
+  GroupPointer unused;  // unmapped after the lock is released
   const std::lock_guard<std::mutex> lock(groupsMutex_);
   const auto found = groups_.find(group);
   if (found == groups_.end()) return;
@@ -192,11 +193,11 @@ void NodeExchange::contribute(const TensorGroup& tensors, const RingEntry& entry
 void NodeExchange::noteUpdate(const TensorGroup& tensors, std::uint32_t shard) {
   const GroupPointer group = find(tensors.plan().id);
   if (group == nullptr) return;
-  // relaxed: what is contributed next to the shard comes after this update.
+  // relaxed: the next contribution to the shard comes after this update.
   group->segment.settings(shard).store(settingsDigest(tensors, shard), std::memory_order_relaxed);
 }
 
-/// Has a shard reduced, if there is something to reduce.
+/// Reduces a shard, if it has inputs.
 void NodeExchange::run(const GroupPointer& group, const RingEntry& entry, ShardArrays arrays) {
   TensorGroup& tensors = *group->tensors;
   const bool isEmpty = arrays.inputs.empty();
@@ -205,8 +206,8 @@ void NodeExchange::run(const GroupPointer& group, const RingEntry& entry, ShardA
   reduce_(tensors, entry, std::move(arrays));
 }
 
-/// Reduces what this node's workers contributed, and sends it: from its stage, or else from the slot of the
-/// first of them, which belongs to the memory devices until the result is in it.
+/// Reduces the contributions of this node's workers, and sends the result: from its stage, or else from the
+/// slot of the first worker, which belongs to the memory devices until the result is in it.
 void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry) {
   const TensorGroup& tensors = *group->tensors;
   const NodeSegment& segment = group->segment;
@@ -225,7 +226,8 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
   if (isInSlot && arrays.inputs.size() > 1) arrays.outputs = {partial};
   const FrameHeader header = contributionHeader(tensors, segment, entry);
   arrays.finish = [this, group, header, partial] {
-    // release: whoever takes the result, at whichever device, sees that it is one, and what was read is read.
+    // release: the receiver of the result, at any device, sees that it is the result, and all earlier reads
+    // are done.
     group->segment.round(header.shard).store(header.step, std::memory_order_release);
     links_.send(index_.ownerOf(header.shard), header, {partial, group});
   };
@@ -235,8 +237,8 @@ void NodeExchange::sendPartial(const GroupPointer& group, const RingEntry& entry
 /// @pre the contribution was recorded.
 void NodeExchange::arrive(const GroupPointer& group, const RingEntry& entry) {
   std::atomic<std::uint32_t>& arrivals = group->segment.arrivals(entry.shard);
-  // At least acq_rel: the last arrival sees what every other one recorded. seq_cst pairs with
-  // workerLeftNode(): either it sees this arrival, or we see that somebody left.
+  // At least acq_rel: the last arrival sees all recorded contributions. seq_cst pairs with workerLeftNode():
+  // either it sees this arrival, or we see that a worker left.
   const std::uint32_t arrived = arrivals.fetch_add(1, std::memory_order_seq_cst) + 1;
   if (arrived == index_.numNodes) {
     arrivals.store(0, std::memory_order_relaxed);
@@ -261,8 +263,8 @@ void NodeExchange::reduceOwned(const GroupPointer& group, const RingEntry& entry
     arrays.outputs.push_back(array);
     if (isPresent) arrays.inputs.push_back(array);
   };
-  // In the order of the nodes, so that results do not depend on who came when. Each partial is one term;
-  // those of this node's workers are terms of their own, which saves a pass over them.
+  // In the order of the nodes, so that results do not depend on arrival order. Each partial is one term; the
+  // contributions of this node's workers are separate terms, which saves a pass over them.
   for (std::size_t node = 0; node < index_.numNodes; ++node) {
     if (node != index_.node) {
       add(segment.reached(segment.place(entry.shard, node)),
@@ -440,7 +442,8 @@ void NodeExchange::workerLeftNode(std::size_t node) {
   }
 }
 
-/// Whether a step of an owned shard is under way to which a node that somebody has left did not contribute.
+/// Whether an owned shard has a step in progress that lacks the contribution of a node that a worker has
+/// left.
 bool NodeExchange::lacksOneThatLeft(const Group& group, std::uint32_t shard) const noexcept {
   if (group.segment.arrivals(shard).load(std::memory_order_seq_cst) == 0) return false;
   const std::uint32_t done = group.segment.round(shard).load(std::memory_order_acquire);

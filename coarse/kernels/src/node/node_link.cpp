@@ -19,16 +19,16 @@
 namespace coarse {
 namespace {
 
-// How long a device that ends waits until the others have taken what it sent.
+// How long a device that ends waits until the others have received its data.
 constexpr std::chrono::milliseconds kGoodbyePatience{3000};
 
-// Between two looks for machines that have vanished.
+// Interval between checks for machines that have vanished.
 constexpr std::chrono::milliseconds kLookInterval{1000};
 
-// Received from one connection before the next one's turn.
+// Bytes received from one connection before the next connection's turn.
 constexpr std::size_t kBytesPerTurn = 4 << 20;
 
-// Frames handed to the kernel in one call, a header and a payload each.
+// Frames passed to the kernel in one call, a header and a payload each.
 constexpr std::size_t kFramesPerCall = 16;
 
 constexpr int kEventsPerCall = 64;
@@ -40,8 +40,8 @@ void setOptions(int fd) {
   if (::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK) != 0) fail("a socket to another node");
 }
 
-/// Hands frames to the kernel. A function of its own, because the thread sanitizer has to be told (see
-/// tests/native/shared_view.cpp) that payloads are written again only once the other node has reacted to
+/// Passes frames to the kernel. A separate function, because the thread sanitizer must be informed (see
+/// tests/native/shared_view.cpp) that payloads are written again only after the other node has reacted to
 /// them.
 [[gnu::noinline]] ssize_t sendPieces(int fd, iovec* pieces, std::size_t numPieces) {
   msghdr message{};
@@ -69,19 +69,19 @@ struct NodeLinks::Frame {
 struct NodeLinks::Connection {
   std::size_t node = 0;
   int fd = -1;
-  std::atomic<bool> isGone{false};  // nothing more comes or goes
+  std::atomic<bool> isGone{false};  // no more traffic
 
-  // Of the link's thread:
+  // Used by the link's thread:
   bool hasSaidBye = false;
   FrameHeader header;
   std::size_t numReceived = 0;  // of header and payload
   FramePayload payload;
   std::string text;  // of an abort
 
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;  // guards the members below
   std::deque<Frame> queue;
   bool wantsWrites = false;
-  bool isClosing = false;   // takes no more frames
+  bool isClosing = false;   // accepts no more frames
   bool isShutDown = false;  // everything was sent
 };
 
@@ -158,7 +158,7 @@ void NodeLinks::run() {
   }
 }
 
-/// @returns false if nothing came.
+/// @returns false if nothing arrived.
 bool NodeLinks::waitForEvents(int timeoutMilliseconds) {
   std::array<epoll_event, kEventsPerCall> events;
   const int count = ::epoll_wait(epollFd_, events.data(), kEventsPerCall, timeoutMilliseconds);
@@ -222,7 +222,7 @@ void NodeLinks::abort(const std::string& text) {
   for (const auto& ofNode : connections_) {
     for (const auto& connection : ofNode) {
       {
-        // Results nobody waits for must not hold up the news; what was begun has to be ended.
+        // Results that are no longer awaited must not delay the news; a begun frame must be completed.
         const std::lock_guard<std::mutex> lock(connection->mutex);
         auto& queue = connection->queue;
         const bool hasBegun = !queue.empty() && queue.front().numSent > 0;
@@ -256,7 +256,7 @@ void NodeLinks::flush(Connection& connection) {
   }
 }
 
-/// @returns false if the socket takes no more now. @pre the connection's lock is held.
+/// @returns false if the socket accepts no more now. @pre the connection's lock is held.
 bool NodeLinks::sendSome(Connection& connection) {
   std::array<iovec, 2 * kFramesPerCall> pieces;
   std::size_t numPieces = 0;
@@ -273,7 +273,7 @@ bool NodeLinks::sendSome(Connection& connection) {
   const ssize_t numSent = sendPieces(connection.fd, pieces.data(), numPieces);
   if (numSent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return false;
   if (numSent < 0) {
-    // Who receives is told why; nothing that was queued can be sent any more.
+    // The receiving code reports the reason; queued frames can't be sent any more.
     connection.queue.clear();
     connection.isClosing = connection.isShutDown = true;
     return true;
@@ -315,7 +315,7 @@ void NodeLinks::receive(Connection& connection) {
   }
 }
 
-/// @returns false if there is nothing more to receive now.
+/// @returns false if nothing more can be received now.
 bool NodeLinks::receiveSome(Connection& connection) {
   constexpr std::size_t kHeaderBytes = sizeof(FrameHeader);
   const bool isHeader = connection.numReceived < kHeaderBytes;
@@ -344,7 +344,7 @@ bool NodeLinks::receiveSome(Connection& connection) {
   return true;
 }
 
-/// A header came: finds the place of the payload.
+/// A header has arrived: finds the payload's destination.
 void NodeLinks::open(Connection& connection) {
   const FrameHeader& header = connection.header;
   if (header.magic != kFrameMagic) throw LinkError("it sent something that is no frame");
@@ -363,7 +363,7 @@ void NodeLinks::open(Connection& connection) {
   connection.payload.data = reinterpret_cast<std::byte*>(connection.text.data());
 }
 
-/// The frame is whole.
+/// The frame is complete.
 void NodeLinks::close(Connection& connection) {
   const FrameHeader& header = connection.header;
   if (carriesData(header.kind)) {
@@ -401,7 +401,7 @@ void NodeLinks::loseUnreachable() {
   }
 }
 
-/// Ends both directions; the descriptor itself is closed with the object, so that no other takes its number.
+/// Ends both directions; the descriptor is closed only with the object, so that its number is not reused.
 void NodeLinks::disconnect(Connection& connection) {
   const std::lock_guard<std::mutex> lock(connection.mutex);
   connection.isGone.store(true);

@@ -14,7 +14,7 @@ std::optional<std::size_t> HeartbeatWatch::look(Clock::time_point now) {
   std::optional<std::size_t> silent;
   for (std::size_t i = 0; i < devices_.size(); ++i) {
     Device& device = devices_[i];
-    // relaxed: the count says nothing of other memory.
+    // relaxed: the count publishes no other memory.
     const std::uint32_t beats = doorbells_[i].beats.load(std::memory_order_relaxed);
     const bool isAlive = beats == 0 || beats != device.lastBeats;
     device.silence = isAlive ? Clock::duration::zero() : device.silence + seen;

@@ -10,7 +10,7 @@
 namespace coarse {
 namespace {
 
-/// Number of the last update of a parameter whose next one has `settings`: this one, if there is a gradient.
+/// Number of a parameter's last update if its next one has `settings`: this one, if there is a gradient.
 std::uint32_t lastUpdate(const UpdateSettings& settings, bool hasGradient) noexcept {
   return hasGradient ? settings.updateNumber : std::max(settings.updateNumber, 1U) - 1;
 }
@@ -18,11 +18,11 @@ std::uint32_t lastUpdate(const UpdateSettings& settings, bool hasGradient) noexc
 void note(UpdateRecord& record, const TensorGroup& group, std::uint32_t shard) noexcept {
   record.updateNumber.store(lastUpdate(group.settings(shard), group.numPresent(shard) > 0),
                             std::memory_order_relaxed);
-  // release: the update before the note of it.
+  // release: the update happens before its record.
   record.step.store(record.step.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
-/// Has the shard's contributions say what they would if every worker that is not lost had pushed its update.
+/// Sets the shard's contributions as if every worker that is not lost had pushed its update.
 void contributeForAll(const TensorGroup& group, std::uint32_t shard) noexcept {
   for (std::size_t client = 0; client < group.plan().numClients; ++client) {
     const bool hasGradient = !group.isLost(client) && group.settings(shard, client).hasGradient != 0;
@@ -31,7 +31,7 @@ void contributeForAll(const TensorGroup& group, std::uint32_t shard) noexcept {
   }
 }
 
-/// What parameters and states of a group hold of each shard: those of the owner, or of the replica.
+/// The records of each shard's parameters and states: those of the owner, or of the replica.
 class Records {
  public:
   static Records ofOwner(const TensorGroup& group) { return {group, false}; }
@@ -49,7 +49,7 @@ class Records {
       last = std::max(last, step(shard));
     return last;
   }
-  /// Shards of which nothing was ever copied, to a replica, have no version that could see a step.
+  /// Shards that were never copied to a replica have no version that could take a step.
   bool isEmpty(std::uint32_t shard) const noexcept { return isReplica_ && step(shard) == 0; }
   GroupUpdates updates(std::string problem = {}) const;
 
@@ -74,12 +74,12 @@ GroupUpdates Records::updates(std::string problem) const {
   return updates;
 }
 
-/// Runs updates that every worker has prepared as a memory device does, wherever the group lies.
+/// Runs updates that every worker has prepared, as a memory device does, in any kind of memory.
 class Completion {
  public:
   Completion(TensorGroup& group, const Records& records) : group_(group), records_(records) {}
 
-  /// @returns why it cannot; empty if it can.
+  /// @returns why it cannot begin; empty if it has begun.
   std::string begin(std::uint32_t shard, std::uint32_t step) {
     if (group_.firstClient() == group_.plan().numClients) return "the slots of all workers are lost";
     contributeForAll(group_, shard);
@@ -91,7 +91,7 @@ class Completion {
     compute_->begin({&group_, {group_.plan().id, shard, step, 0}});
     return {};
   }
-  /// Returns when all that was begun has run.
+  /// Returns when all begun updates are complete.
   void drain() {
     if (compute_ != nullptr) compute_->drain();
   }
@@ -99,10 +99,10 @@ class Completion {
  private:
   TensorGroup& group_;
   const Records& records_;
-  std::unique_ptr<ShardCompute> compute_;  // made when it is first needed: a GPU's takes a while
+  std::unique_ptr<ShardCompute> compute_;  // made at first use: for a GPU it takes a while
 };
 
-/// Brings all shards to the step that any of them has seen.
+/// Brings all shards to the latest step of any of them.
 GroupUpdates finish(TensorGroup& group, const Records& records) {
   const std::uint32_t last = records.lastStep();
   Completion completion(group, records);
@@ -126,7 +126,7 @@ void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept {
 
 void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept {
   to.updateNumber.store(from.updateNumber.load(std::memory_order_relaxed), std::memory_order_relaxed);
-  // release: the copy before the note of it.
+  // release: the copy happens before its record.
   to.step.store(from.step.load(std::memory_order_acquire), std::memory_order_release);
 }
 
@@ -143,7 +143,7 @@ void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::
 
 namespace {
 
-/// Brings all shards to the step before the one that some of them have seen, unless all have.
+/// Resets all shards to the step before the one that some of them have taken, unless all have.
 GroupUpdates undo(TensorGroup& group, const Records& records) {
   const auto numShards = static_cast<std::uint32_t>(group.plan().shards.size());
   std::uint32_t first = records.lastStep();
@@ -159,7 +159,7 @@ GroupUpdates undo(TensorGroup& group, const Records& records) {
   return records.updates();
 }
 
-/// Copies to a replica what it has not seen of the owner's memory.
+/// Copies to a replica everything that it lacks of the owner's memory.
 GroupUpdates follow(TensorGroup& group) {
   const Records replica = Records::ofReplica(group), owner = Records::ofOwner(group);
   ReplicaStaging staging(group.memory());

@@ -21,7 +21,7 @@ bool ShardSet::take(std::uint32_t& shard) const noexcept {
     std::uint64_t found = words_[word].load(std::memory_order_relaxed);
     while (found != 0) {
       const std::uint64_t bit = found & (~found + 1);
-      // acquire: what was written before add().
+      // acquire: pairs with earlier writes before add().
       found = words_[word].fetch_and(~bit, std::memory_order_acquire);
       if ((found & bit) != 0) {
         shard = static_cast<std::uint32_t>(word * kBits) + static_cast<std::uint32_t>(__builtin_ctzll(bit));
@@ -50,7 +50,7 @@ std::size_t ReplicaControl::numBytes(std::size_t numShards) noexcept {
 
 std::byte* ReplicaStaging::reserve(std::size_t numBytes) {
   if (numBytes > numBytes_) {
-    bytes_.reset();  // not both at once
+    bytes_.reset();  // free the old memory before allocating
     numBytes_ = 0;
     bytes_ = memory_->allocate(numBytes);
     numBytes_ = numBytes;

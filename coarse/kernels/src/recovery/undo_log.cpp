@@ -42,7 +42,7 @@ bool UndoLog::restore(TensorGroup& group, std::uint32_t shard, std::uint32_t ste
   UpdateRecord& seen = group.control().update(shard);
   if (seen.step.load(std::memory_order_acquire) == step) return true;
   if (records_[shard].step.load(std::memory_order_acquire) != step) {
-    // Without a gradient, a step changes nothing that had to be kept.
+    // Without a gradient, a step changes nothing that must be kept.
     if (group.numPresent(shard) > 0) return false;
     seen.step.store(step, std::memory_order_release);
     return true;

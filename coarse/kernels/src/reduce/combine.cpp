@@ -12,7 +12,7 @@
 namespace coarse {
 namespace {
 
-// Elements at a time, so that what is accumulated stays in the first cache.
+// Elements per tile, so that accumulators stay in the first-level cache.
 constexpr std::size_t kTile = 1024;
 
 bool isFloating(ElementType element) noexcept {
@@ -21,7 +21,7 @@ bool isFloating(ElementType element) noexcept {
 
 bool isBitwise(Combine op) noexcept { return op >= Combine::kBitAnd; }
 
-/// The type and operation of reduce() that do it; false if there are none.
+/// The type and operation of reduce() that implement it; false if there are none.
 bool asReduction(ElementType element, Combine op, DType& dtype, ReduceOp& reduceOp) noexcept {
   switch (element) {
     case ElementType::kFloat32:
@@ -126,7 +126,7 @@ void accumulate(Combine op, T* total, const T* in, std::size_t count) {
   }
 }
 
-/// Means of whole numbers, towards zero: sums of narrow ones are wider than these.
+/// Means of integers, rounded towards zero: sums of narrow types are wider than the types.
 template <typename T>
 void averageWholeNumbers(const void* const* inputs, std::size_t numInputs, void* out,
                          std::size_t numElements) {

@@ -44,7 +44,7 @@ __attribute__((target("avx2"))) void streamLinesAvx2(char* to, const char* from,
 }
 
 void streamLines(char* to, const char* from, std::size_t numLines) noexcept {
-  // Cheap enough for every call: a test of a word that was filled at program start.
+  // Cheap enough for every call: it tests a word that was filled at program start.
   if (__builtin_cpu_supports("avx2")) return streamLinesAvx2(to, from, numLines);
   streamLinesSse2(to, from, numLines);
 }

@@ -18,7 +18,7 @@ using detail::KernelTable;
 
 #if defined(__x86_64__)
 bool hasF16c() noexcept {
-  // __builtin_cpu_supports does not know "f16c" before GCC 11; AVX2, asked for first, vouches for the
+  // __builtin_cpu_supports does not support "f16c" before GCC 11; the earlier AVX2 check guarantees the
   // system's part.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -32,7 +32,7 @@ bool hasAvx512() noexcept {
 }
 #endif
 
-/// The table at `rank` among those this processor can run, best first; null when there are no more.
+/// The table at `rank` among those this processor can run, best first; null after the last.
 const KernelTable* runnableKernels(int rank) noexcept {
   const KernelTable* runnable[4] = {};
   int count = 0;

@@ -8,7 +8,7 @@
 
 #include "reduce_table.inc"
 
-// After the headers: what they define inline must stay runnable on every processor.
+// After the headers: their inline functions must run on every processor.
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else

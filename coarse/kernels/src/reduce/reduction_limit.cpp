@@ -15,7 +15,7 @@
 namespace coarse {
 namespace {
 
-/// A barrier that spins while every thread has a processor, and yields where they share.
+/// A barrier that spins if every thread has a processor, and yields if they share processors.
 class Barrier {
  public:
   explicit Barrier(std::size_t numThreads)
@@ -97,7 +97,7 @@ std::vector<double> measureReductionLimit(std::size_t numWorkers, std::size_t nu
   std::vector<double> seconds(numIterations);
   const auto work = [&](std::size_t thread) {
     auto previous = Clock::now();
-    // The first round warms up; means of means stay what they are.
+    // The first round warms up; means of means do not change.
     for (std::size_t iteration = 0; iteration <= numIterations; ++iteration) {
       if (thread == 0) next.store(0, std::memory_order_relaxed);
       barrier.wait();

@@ -68,7 +68,7 @@ std::size_t GroupControl::numBytes(std::size_t numShards, std::size_t numClients
 
 bool GroupControl::claim(std::size_t shard, std::size_t client, std::uint32_t step) const noexcept {
   std::uint32_t last = step - 1;
-  // relaxed: what the winner writes is published by contribution.step and the arrival.
+  // relaxed: contribution.step and the arrival publish the winner's writes.
   return contribution(shard, client).claimed.compare_exchange_strong(last, step, std::memory_order_relaxed);
 }
 

@@ -18,7 +18,7 @@ std::size_t ringBytesOf(std::size_t numRanks) {
 }  // namespace
 
 void Bell::ring() noexcept {
-  // seq_cst, against the sleeper's: either it sees the ring, or this sees that it sleeps.
+  // seq_cst, paired with the sleeper's: either it sees the ring, or this sees that it sleeps.
   rings.fetch_add(1, std::memory_order_seq_cst);
   if (isAsleep.load(std::memory_order_seq_cst) != 0) futexWake(rings, 1);
 }

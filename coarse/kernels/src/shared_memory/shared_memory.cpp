@@ -37,7 +37,8 @@ int fallocateRestarting(int fd, std::size_t numBytes) {
   return error;
 }
 
-/// The policy belongs to the memory, not to a mapping: pages follow it whoever takes them, and however.
+/// The policy belongs to the memory, not to a mapping: it applies to pages allocated by any process in any
+/// way.
 int bindToNodes(int fd, std::size_t numBytes, const std::vector<unsigned>& nodes) {
   constexpr unsigned kBitsPerWord = 8 * sizeof(unsigned long);
   constexpr int kBind = 2, kInterleave = 3;  // MPOL_ of <linux/mempolicy.h>, which not every system has
@@ -48,7 +49,7 @@ int bindToNodes(int fd, std::size_t numBytes, const std::vector<unsigned>& nodes
   }
   void* const address = ::mmap(nullptr, numBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (address == MAP_FAILED) return errno;
-  // One bit more than there are: the kernel takes the last for the end.
+  // One bit more than there are: the kernel ignores the last one.
   const auto count = static_cast<unsigned long>(mask.size() * kBitsPerWord + 1);
   const int policy = nodes.size() == 1 ? kBind : kInterleave;
   const long status = ::syscall(SYS_mbind, address, numBytes, policy, mask.data(), count, 0);
@@ -75,7 +76,7 @@ int createMemory(const std::string& label, std::size_t numBytes, bool isAllocate
   return fd;
 }
 
-/// Sysfs knows the size of a character device; that of a file on a DAX file system is its own.
+/// Sysfs gives the size of a character device; a file on a DAX file system has its own size.
 std::size_t deviceBytes(int fd) {
   struct stat status{};
   if (::fstat(fd, &status) != 0) throwErrno(errno, "reading the size of device memory");
@@ -116,7 +117,7 @@ Mapping::Mapping(const Region& region, std::size_t numBytes, Access access)
   if (address == MAP_FAILED)
     throwErrno(errno, "mapping " + std::to_string(numBytes) + " bytes of device memory");
   data_ = static_cast<std::byte*>(address);
-  // Advice only: without huge pages for shared memory the mapping works all the same.
+  // Only a hint: without huge pages for shared memory the mapping works too.
   ::madvise(address, mappedBytes_, MADV_HUGEPAGE);
 }
 

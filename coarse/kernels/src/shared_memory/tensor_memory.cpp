@@ -10,7 +10,7 @@
 namespace coarse {
 namespace {
 
-/// The sync core itself: a shard is finished when begin() returns.
+/// Computes in the sync core itself: a shard is finished when begin() returns.
 class HostCompute : public ShardCompute {
  public:
   explicit HostCompute(Finish finish) : finish_(std::move(finish)) {}

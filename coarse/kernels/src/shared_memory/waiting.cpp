@@ -13,7 +13,7 @@
 namespace coarse {
 namespace {
 
-// Looks at the awaited word a few times before each system call: a yield costs about as much as ten looks.
+// Polls the awaited word a few times before each system call: a yield costs about as much as ten polls.
 constexpr int kPausesPerYield = 8;
 constexpr std::chrono::hours kCenturies{100 * 365 * 24};
 

@@ -9,8 +9,8 @@ namespace coarse {
 namespace {
 
 struct Block {
-  bool isParameter = false;  // else one of the arrays beside it
-  std::size_t offset = 0;    // in the segment that has all of its kind
+  bool isParameter = false;  // otherwise one of its other arrays
+  std::size_t offset = 0;    // in the segment of all arrays of its kind
   std::size_t numBytes = 0;
 };
 
@@ -20,7 +20,7 @@ std::size_t countArrays(const std::vector<KeptArrays>& kept) {
   return 1 + most;
 }
 
-/// All blocks, array by array; tensors with fewer arrays than others have empty ones.
+/// All blocks, array by array; tensors with fewer arrays than others have empty blocks.
 std::vector<Block> blocksOf(const GroupPlan& plan) {
   if (!plan.hasOptimizer) return {};
   const std::vector<KeptArrays> kept = plan.keptArrays();

@@ -16,14 +16,14 @@ constexpr std::uint64_t pack(std::uint32_t snapshot, BlockState state) noexcept 
   return std::uint64_t{snapshot} << 8 | static_cast<std::uint64_t>(state);
 }
 
-/// What a record says of a block in `snapshot`: nothing, if it is of one before.
+/// A block's state in `snapshot` by a record: pending, if the record is of an earlier one.
 constexpr BlockState stateIn(std::uint64_t record, std::uint32_t snapshot) noexcept {
   return record >> 8 == snapshot ? static_cast<BlockState>(record & 0xFF) : BlockState::kPending;
 }
 
 constexpr std::size_t placeOf(std::uint32_t snapshot) noexcept { return snapshot % kMostSnapshots; }
 
-/// The snapshot that takes a place after `released` of it; after none, the first one.
+/// The snapshot that takes a place after `released`; without one, the first snapshot of the place.
 constexpr std::uint32_t following(std::uint32_t released, std::size_t place) noexcept {
   if (released != 0) return released + static_cast<std::uint32_t>(kMostSnapshots);
   return static_cast<std::uint32_t>(place == 0 ? kMostSnapshots : place);
@@ -35,7 +35,7 @@ constexpr std::uint32_t newestAt(std::size_t place, std::uint32_t begun) noexcep
   return begun <= behind ? 0 : begun - behind;
 }
 
-/// Where in the pool a version lies of which `kept` is recorded.
+/// The place in the pool of a version with the recorded state `kept`.
 constexpr std::size_t roomOf(std::uint32_t snapshot, BlockState kept) noexcept {
   return kept == BlockState::kCommon ? kCommonPlace : placeOf(snapshot);
 }
@@ -77,7 +77,7 @@ bool SnapshotControl::readBegun(const SnapshotRequest& request, std::uint32_t& b
       canBe = canBe && (newest == last || newest == following(last, place));
     }
     if (canBe) return true;
-    // Others that have begun since may have been released too, which looks alike.
+    // Snapshots begun since then may also have been released, which looks the same.
     if (request.begun.load(std::memory_order_acquire) == begun) return false;
   }
   return false;
@@ -98,7 +98,7 @@ std::uint32_t SnapshotTrigger::begin() noexcept {
   const SnapshotControl control(controlMapping_.data(), 0);
   std::uint32_t last = begun.load(std::memory_order_acquire);
   while (true) {
-    // Devices believe no more than was begun: the counter has been overwritten, or others have begun since.
+    // Devices believe no more than was begun: either the counter was overwritten, or others have begun since.
     if (last < control.believed().load(std::memory_order_acquire)) {
       const std::uint32_t seen = last;
       last = begun.load(std::memory_order_acquire);
@@ -108,9 +108,9 @@ std::uint32_t SnapshotTrigger::begin() noexcept {
     const std::uint32_t next = last + 1;
     if (next == 0) return 0;
     const std::uint32_t before = next > kMostSnapshots ? next - kMostSnapshots : 0;
-    // acquire: whatever read the snapshot before is done with its place in the pool.
+    // acquire: the reader of the previous snapshot is done with its place in the pool.
     if (control.released(placeOf(next)).load(std::memory_order_acquire) != before) return 0;
-    // release: all that the caller has seen of the last step; its next push comes after it.
+    // release: everything the caller has seen of the last step; its next push comes after it.
     if (begun.compare_exchange_weak(last, next, std::memory_order_acq_rel)) {
       request.beganBy[placeOf(next)].store(client_ + 1, std::memory_order_relaxed);
       return next;
@@ -151,12 +151,12 @@ bool SnapshotStore::warm(std::size_t block) noexcept {
   if (control_.meters().limitBytes.load(std::memory_order_relaxed) < wholeBytes) return false;
   if (blockBytes_[block] == 0) return true;
   if (!pool_->warm(block)) return false;
-  // release: its pages are there before somebody stores to them through a mapping.
+  // release: the pages exist before another thread stores to them through a mapping.
   control_.isWarm(block).store(1, std::memory_order_release);
   return true;
 }
 
-/// How many snapshots were begun: what workers say, as long as that can be.
+/// The number of snapshots begun: the workers' claim, while it is possible.
 std::uint32_t SnapshotStore::begun() const noexcept {
   std::uint32_t believed = control_.believed().load(std::memory_order_acquire);
   std::uint32_t said = request_->begun.load(std::memory_order_acquire);
@@ -171,7 +171,7 @@ std::uint32_t SnapshotStore::begun() const noexcept {
   return std::max(believed, said);
 }
 
-/// The snapshot that has a place; 0 if none has.
+/// The live snapshot of a place; 0 if none.
 std::uint32_t SnapshotStore::liveAt(std::size_t place) const noexcept {
   const std::uint32_t next = following(control_.released(place).load(std::memory_order_acquire), place);
   return isLive(next) ? next : 0;
@@ -189,7 +189,7 @@ bool SnapshotStore::isLost(std::uint32_t snapshot) const noexcept {
 }
 
 bool SnapshotStore::isPending(std::uint32_t snapshot, std::size_t block) const noexcept {
-  // acquire: a reader that has let go has read the block in place before.
+  // acquire: a reader that has let go has finished reading the block in place.
   const auto record = control_.record(block, placeOf(snapshot)).load(std::memory_order_acquire);
   return stateIn(record, snapshot) == BlockState::kPending;
 }
@@ -214,32 +214,32 @@ void SnapshotStore::keep(const BlockInPlace* blocks, std::size_t count) {
   conclude(begun);
 }
 
-/// @returns whether the snapshot needs the block in place no more, once `begun` is concluded.
+/// @returns whether the snapshot no longer needs the block in place, once `begun` is concluded.
 bool SnapshotStore::beginToKeep(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun,
                                 bool& hasWaited) {
   SnapshotMeters& meters = control_.meters();
   const std::uint64_t seen = control_.record(block.block, placeOf(snapshot)).load(std::memory_order_acquire);
   if (!isLive(snapshot) || stateIn(seen, snapshot) != BlockState::kPending) return true;
-  // Before looking for room: what is freed from now on ends the wait.
+  // Read before looking for room: memory freed from now on ends the wait.
   const std::uint32_t seenFrees = meters.frees.load(std::memory_order_acquire);
   if (copyToPool(snapshot, block, begun)) {
     begun.back().seen = seen;
     return true;
   }
-  conclude(begun);  // what is kept can be read, and so be freed
+  conclude(begun);  // recorded copies can be read, and then freed
   if (!std::exchange(hasWaited, true)) meters.numWaits.fetch_add(1, std::memory_order_relaxed);
   waitForRoom(snapshot, block.block, seenFrees);
   return false;
 }
 
-/// Records copies that were begun, once they are there.
+/// Records begun copies once they are complete.
 void SnapshotStore::conclude(std::vector<Copy>& begun) {
   if (begun.empty()) return;
   pool_->settle();
   for (Copy& copy : begun) {
     auto& record = control_.record(copy.block, placeOf(copy.snapshot));
-    // release: the copy before the word that leads to it. acquire: if a reader has let go, it has read
-    // before.
+    // release: the copy before the word that leads to it. acquire: if a reader has let go, it has finished
+    // reading.
     if (record.compare_exchange_strong(copy.seen, pack(copy.snapshot, copy.kept),
                                        std::memory_order_acq_rel)) {
       control_.meters().keptBytes.fetch_add(blockBytes_[copy.block], std::memory_order_relaxed);
@@ -251,11 +251,11 @@ void SnapshotStore::conclude(std::vector<Copy>& begun) {
   begun.clear();
 }
 
-/// Whether the place that snapshots share has no version of a block. Only keep() takes it, by one thread at a
-/// time for each block; whoever lets go of a version beside it only gives it back.
+/// Whether the shared place has no version of a block. Only keep() takes it, by one thread at a time for each
+/// block; threads that let go of a version concurrently only return it.
 bool SnapshotStore::isCommonFree(std::size_t block, const std::vector<Copy>& begun) const noexcept {
   for (std::size_t place = 0; place < kMostSnapshots; ++place) {
-    // acquire: what was read there was read before it is overwritten.
+    // acquire: earlier reads there happen before the overwrite.
     const std::uint64_t record = control_.record(block, place).load(std::memory_order_acquire);
     if (static_cast<BlockState>(record & 0xFF) == BlockState::kCommon) return false;
   }
@@ -264,8 +264,8 @@ bool SnapshotStore::isCommonFree(std::size_t block, const std::vector<Copy>& beg
   });
 }
 
-/// Adds to `begun` what it copies. @returns false if the pool or the machine has no room; then nothing was
-/// taken.
+/// Adds its copies to `begun`. @returns false if the pool or the machine has no room; then nothing was
+/// allocated.
 bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block, std::vector<Copy>& begun) {
   SnapshotMeters& meters = control_.meters();
   const std::size_t needed = versionBytes(blockBytes_[block.block]);
@@ -289,7 +289,7 @@ bool SnapshotStore::copyToPool(std::uint32_t snapshot, const BlockInPlace& block
   return true;
 }
 
-/// Waits until something is freed, or the snapshot needs the block no more; gives a snapshot up when patience
+/// Waits until memory is freed, or the snapshot no longer needs the block; gives a snapshot up when patience
 /// is spent.
 void SnapshotStore::waitForRoom(std::uint32_t snapshot, std::size_t block, std::uint32_t seenFrees) noexcept {
   SnapshotMeters& meters = control_.meters();
@@ -321,7 +321,7 @@ void SnapshotStore::giveUpOldest() noexcept {
   if (before == oldest || !lost.compare_exchange_strong(before, oldest, std::memory_order_acq_rel)) return;
   control_.meters().lostOf.store(request_->beganBy[placeOf(oldest)].load(std::memory_order_relaxed),
                                  std::memory_order_relaxed);
-  // release: who sees the number sees whose it was.
+  // release: a reader of the number also sees the client.
   control_.meters().numLost.fetch_add(1, std::memory_order_release);
   for (std::size_t block = 0; block < numBlocks(); ++block) letGo(oldest, block);
 }
@@ -339,8 +339,8 @@ bool SnapshotStore::read(std::uint32_t snapshot, std::size_t block, const std::b
     } else if (!pool_->load(block, roomOf(snapshot, state), destination)) {
       return false;
     }
-    // Changes nothing, but comes before or after keep()'s change: if before, the copy was complete before the
-    // update began (release), and otherwise it is thrown away.
+    // Changes nothing, but orders this read before or after keep()'s change: if before, the copy was complete
+    // before the update began (release), and otherwise it is discarded.
     if (record.compare_exchange_strong(seen, seen, std::memory_order_acq_rel)) return true;
   }
   return false;
@@ -371,7 +371,7 @@ void SnapshotStore::release(std::uint32_t snapshot) noexcept {
   released.store(snapshot, std::memory_order_release);
 }
 
-/// Lets those look again who wait for room.
+/// Wakes the threads that wait for room.
 void SnapshotStore::returnRoom(std::size_t numBytes) noexcept {
   SnapshotMeters& meters = control_.meters();
   meters.takenBytes.fetch_sub(numBytes, std::memory_order_relaxed);

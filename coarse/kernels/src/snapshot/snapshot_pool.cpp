@@ -17,10 +17,10 @@
 namespace coarse {
 namespace {
 
-constexpr std::size_t kPageBytes = 4096;  // the smallest of any system; blocks are given back in whole pages
+constexpr std::size_t kPageBytes = 4096;  // the smallest of any system; blocks are freed in whole pages
 
-/// Copies a block that may be overwritten meanwhile; the caller then finds out whether it was, and throws the
-/// copy away. The thread sanitizer, which could not know that, does not look.
+/// Copies a block that may be overwritten meanwhile; the caller then detects that and discards the copy.
+/// Excluded from the thread sanitizer, which cannot see this.
 __attribute__((no_sanitize("thread"))) void copyUnguarded(std::byte* destination, const std::byte* source,
                                                           std::size_t numBytes) noexcept {
   constexpr std::size_t kWord = sizeof(std::uint64_t);
@@ -36,9 +36,9 @@ __attribute__((no_sanitize("thread"))) void copyUnguarded(std::byte* destination
   while (from < end) *to++ = __atomic_load_n(from++, __ATOMIC_RELAXED);
 }
 
-/// Memory that was not taken ahead is written and read by system calls, not through a mapping: three times as
-/// fast, since no page has to be cleared before it is overwritten, or mapped; and where the machine has no
-/// memory for it, a call fails where a store would be ended by SIGBUS.
+/// System calls, not a mapping, write and read memory that was not allocated in advance. This is three times
+/// as fast, because no page must be mapped, or cleared before it is overwritten. If the machine has no
+/// memory, a call fails where a store would raise SIGBUS.
 bool writeAll(int fd, const std::byte* source, std::size_t numBytes, std::size_t offset) noexcept {
   while (numBytes > 0) {
     const ssize_t written = ::pwrite(fd, source, numBytes, static_cast<off_t>(offset));
@@ -103,13 +103,13 @@ bool SparsePool::warm(std::size_t block) noexcept {
   while (::fallocate(fd_, 0, begin, static_cast<off_t>(numBytes)) != 0) {
     if (errno != EINTR) return false;
   }
-  mapPages(block);  // which clears them, too
+  mapPages(block);  // also clears the pages
   return true;
 }
 
-/// Maps all pages of a block at once, in half the time that its stores would take to map one after the other.
+/// Maps all pages of a block at once, in half the time of mapping them one by one at its stores.
 void SparsePool::mapPages(std::size_t block) noexcept {
-  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14; before that stores map pages
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14; on older systems stores map pages
   if (common_ == nullptr || isMapped_[block].exchange(true, std::memory_order_relaxed)) return;
   ::madvise(common_ + blockOffsets_[block], versionBytes(blockBytes_[block]), kPopulateWrite);
 }

@@ -21,27 +21,26 @@
 
 namespace coarse {
 
-/// Reduces tensors by name, as many at once as there are, for frameworks that call from many threads in
-/// orders of their own and do not wait.
+/// Reduces tensors by name, any number concurrently, for frameworks that call from many threads in their own
+/// orders without waiting.
 ///
-/// A tensor is pushed in the caller's thread, while it is in that core's cache; a thread of this class waits
-/// for results, copies them out and says so. A name that is asked for again before its result is there takes
-/// its turn.
+/// The caller's thread pushes a tensor, while it is in that core's cache. A thread of this class waits for
+/// results, copies them out and reports them. A request for a name that is in progress waits for its turn.
 ///
-/// The first failure, of whatever, is everybody's: all that is under way ends with it, and so does what comes
-/// later.
+/// The first failure of any kind is final: it ends all requests in progress and all later ones.
 ///
-/// Thread safety: any thread may call anything. While it exists nobody else may push or pull tensors of the
+/// Thread safety: any thread may call anything. While this object exists, no one else may push or pull
+/// tensors of the client.
 /// client.
 class AsyncReducer {
  public:
-  /// Told once for each reduce(): null, or what failed.
+  /// Called once for each reduce() with null, or with the failure.
   using Done = std::function<void(const char* failure)>;
-  /// Says in words what a wait for a tensor of a group ended with; called without locks.
+  /// Describes in words the end of a wait for a tensor of a group; called without locks.
   using Describe = std::function<std::string(WaitStatus, std::uint32_t group, std::uint32_t tensor)>;
 
   /// @param client must outlive this.
-  /// @param timeoutSeconds how long it may take until a result comes while some are awaited.
+  /// @param timeoutSeconds longest time without any result while some are awaited.
   AsyncReducer(Client& client, double timeoutSeconds, Describe describe);
   AsyncReducer(const AsyncReducer&) = delete;
   AsyncReducer& operator=(const AsyncReducer&) = delete;
@@ -49,23 +48,24 @@ class AsyncReducer {
 
   /// Names a registered tensor. @throws std::invalid_argument if the name is taken.
   void add(const std::string& key, std::uint32_t group, std::uint32_t tensor, std::size_t numBytes);
-  /// Forgets a tensor, whose name is free then. @returns whether it is gone: not while it is under way.
+  /// Forgets a tensor and frees its name. @returns whether it was removed; false while it is in progress.
   bool remove(const std::string& key);
-  /// Contributes `source`, and has the result written to `destination`, which may be the same.
-  /// @param source, destination null for what lies in shared memory already, or stays there.
-  /// @param done is called from any thread, maybe before this returns; both buffers stay until then.
-  /// @param flags of the descriptors: what becomes of the tensor.
+  /// Contributes `source` and writes the result to `destination`, which may be the same.
+  /// @param source, destination null if the tensor already lies, or stays, in shared memory.
+  /// @param done is called from any thread, perhaps before this returns; both buffers must stay valid until
+  /// then.
+  /// @param flags of the descriptors: the work to be done with the tensor.
   void reduce(std::string_view key, const void* source, void* destination, std::size_t numBytes, Done done,
               std::uint8_t flags = kPresent);
-  /// Waits, in the caller's thread, for what other clients do to memory that all share, which wakes nobody
-  /// and takes them no longer than a copy.
-  /// @param group, tensor that it is about, for the failure's description.
-  /// @returns what failed meanwhile; empty once `isDone` says so.
+  /// Waits, in the caller's thread, for other clients' changes to memory that all share. Such a change wakes
+  /// no one and takes no longer than a copy.
+  /// @param group, tensor named in the failure's description.
+  /// @returns the failure, if any; empty once `isDone` returns true.
   std::string awaitOthers(std::uint32_t group, std::uint32_t tensor, const std::function<bool()>& isDone);
-  /// Ends what is under way with a failure, and the thread; returns when no caller is inside any more.
-  /// Idempotent; not to be called by a Done. Does nothing in a fork, which has no such thread.
+  /// Ends requests in progress with a failure, and ends the thread; returns when no caller is inside any
+  /// more. Idempotent; a Done must not call it. No effect in a fork, which has no such thread.
   void close() noexcept;
-  /// What libraries that are built elsewhere call; valid until close().
+  /// The interface for separately built libraries; valid until close().
   const CoarseAsyncReducer& interface() const noexcept { return interface_; }
 
  private:
@@ -110,7 +110,8 @@ class AsyncReducer {
   std::atomic<int> numSubmitting_ = 0;
   std::atomic<int> numInside_ = 0;  // callers, for whom close() waits
 
-  // Guards what follows. A tensor is pushed and pulled without it, by whoever marked it as under way.
+  // Guards the members below. A tensor is pushed and pulled without the mutex, by the thread that marked it
+  // as in progress.
   std::mutex mutex_;
   std::condition_variable hasWork_;
   std::unordered_map<std::string, Tensor> tensors_;
@@ -120,7 +121,7 @@ class AsyncReducer {
   bool isStopping_ = false;
 
   const Owner owner_;
-  std::thread thread_;  // last: all else is there when it starts
+  std::thread thread_;  // last: it needs all members above
 };
 
 }  // namespace coarse

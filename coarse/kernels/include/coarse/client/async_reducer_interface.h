@@ -2,8 +2,8 @@
 
 #include <stdint.h>
 
-/// How libraries that are built elsewhere, for one version of a framework, reach an AsyncReducer and its
-/// AsyncRows of this process. C, so that neither has to know the other's compiler.
+/// The interface by which libraries that are built separately, for one version of a framework, reach an
+/// AsyncReducer and its AsyncRows of this process. It is C, so the compilers need not match.
 
 #define COARSE_ASYNC_REDUCER_VERSION 1u
 

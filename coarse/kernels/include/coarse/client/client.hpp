@@ -27,149 +27,155 @@ namespace coarse {
 enum class WaitStatus : std::uint8_t {
   kDone = 0,
   kTimedOut = 1,
-  kAborted = 2,       // a memory device says that a process was lost; its reason waits on the control socket
+  kAborted = 2,       // a memory device reports a lost process; the control socket carries the reason
   kDeviceLost = 3,    // a control socket was closed by its memory device
   kForked = 4,        // called in a child of the process that made the client
-  kDeviceSilent = 5,  // a memory device is there, and has not worked for the heartbeat's limit
+  kDeviceSilent = 5,  // a memory device is alive, but has made no progress for the heartbeat limit
 };
 
 /// A registered tensor: a range of shards.
 struct ClientTensor {
   std::uint32_t firstShard = 0;
   std::uint32_t numShards = 0;
-  std::uint32_t step = 0;  // pushed last
+  std::uint32_t step = 0;  // of the last push
   bool isPending = false;  // pushed and not pulled
 };
 
-/// Shards of one tensor that follow each other, in one of its steps.
+/// Consecutive shards of one tensor, in one of its steps.
 struct ShardRange {
   std::uint32_t first = 0;
-  std::uint32_t last = 0;  // behind the last one
+  std::uint32_t last = 0;  // exclusive
   std::uint32_t step = 0;
 };
 
-/// A transfer that measures a link; `tensor` is of a group for probes, each shard of which is a tensor.
+/// A transfer that measures a link. `tensor` belongs to a group for probes, where each shard is a tensor.
 struct ClientProbe {
   std::uint32_t tensor = 0;
-  std::uint16_t device = 0;  // that serves it
+  std::uint16_t device = 0;  // the device that serves it
   ProbeRequest request;
 };
 
 struct ClientConfig {
   std::size_t numDevices = 1;
   std::vector<int>
-      watchFds;  // a control socket per memory device, looked at during waits; stay open meanwhile
-  std::chrono::microseconds spinBudget{50};  // how long a wait looks for its result before it sleeps
-  // A memory device is woken once per so many bytes pushed, not once per tensor: a wake-up costs a context
-  // switch. Waiting wakes it in any case.
+      watchFds;  // a control socket per memory device, polled during waits; must stay open meanwhile
+  std::chrono::microseconds spinBudget{50};  // time for which a wait polls before it sleeps
+  // A push wakes a memory device once per this many bytes, not once per tensor, because a wake-up costs a
+  // context switch. Waiting always wakes it.
   std::size_t bytesPerRing = 1 << 20;
   bool isEmulated =
-      false;  // descriptors carry the time when they were posted, from which emulated links count
+      false;  // descriptors carry the time at which they were posted, from which emulated links count
   std::chrono::milliseconds heartbeatLimit{0};  // of HeartbeatWatch
 };
 
-/// A worker's end of the data path: puts tensors into its slots, tells memory devices, waits for results.
+/// A worker's end of the data path: copies tensors into its slots, notifies memory devices, waits for
+/// results.
 ///
-/// Thread safety: one caller at a time, whichever thread it is; beside it other threads may call post(),
-/// areDone(), flush() and checkPeers(), push() and pull() of other tensors, and one may waitUntil().
+/// Thread safety: one caller at a time, from any thread. Concurrently, other threads may call post(),
+/// areDone(), flush() and checkPeers(), and push() and pull() for other tensors, and one thread may call
+/// waitUntil().
 class Client {
  public:
-  /// @param segmentFd, doorbellsFd shared with the memory devices; stay the caller's.
+  /// @param segmentFd, doorbellsFd shared with the memory devices; the caller closes them.
   /// @param interrupt called about ten times a second during a wait; may throw to end it.
   Client(ClientConfig config, int segmentFd, int doorbellsFd, std::function<void()> interrupt);
 
-  /// Has waits that take long tell it: after so many seconds, and again whenever that time has doubled.
-  /// @param onLate told the seconds waited so far, by the thread that waits. @pre nobody waits.
+  /// Reports long waits: after `afterSeconds`, and again each time the waited time has doubled.
+  /// @param onLate receives the seconds waited so far, in the waiting thread. @pre no thread waits.
   void tellOfLateness(double afterSeconds, std::function<void(double)> onLate) {
     warnAfterSeconds_ = afterSeconds;
     onLate_ = std::move(onLate);
   }
 
   /// @param routes the memory device that takes each shard's descriptor.
-  /// @returns this client's slots; they stay mapped as long as somebody holds them, also after removeGroup().
+  /// @returns this client's slots; they stay mapped while a reference exists, even after removeGroup().
   std::shared_ptr<Mapping> addGroup(GroupPlan plan, std::size_t client, int controlFd,
                                     const Region& slotMemory, std::vector<std::uint16_t> routes);
-  /// The same where slots lie elsewhere: this client sees its tensors in `view`, and they are copied.
+  /// The same for slots that lie elsewhere: this client accesses its tensors in `view`, and `copies` copies
+  /// them.
   /// @throws std::invalid_argument for dynamic shards.
   void addGroup(GroupPlan plan, std::size_t client, int controlFd, std::shared_ptr<Mapping> view,
                 std::shared_ptr<SlotCopies> copies, std::vector<std::uint16_t> routes);
-  /// Gives up the view of such a group: from now on somebody else brings tensors to the slots and fetches
-  /// them (GpuTransfers). @pre nothing of the group is under way.
+  /// Gives up the view of such a group: from now on another object (GpuTransfers) copies tensors to the slots
+  /// and results back. @pre no operation of the group is in progress.
   void giveUpView(std::uint32_t group);
   void removeGroup(std::uint32_t group);
   const GroupPlan& plan(std::uint32_t group) const { return find(group).plan; }
-  /// Changes the memory devices that take shards which are pushed from now on.
+  /// Sets the memory devices that take shards pushed from now on.
   /// @throws std::invalid_argument unless there is one for each shard.
   void setRoutes(std::uint32_t group, std::vector<std::uint16_t> routes);
-  /// By which path each shard goes from its next push on: flags among kPathFlags.
-  /// @throws std::invalid_argument unless there are such flags for each shard.
+  /// Sets the path of each shard, from its next push on: flags from kPathFlags.
+  /// @throws std::invalid_argument unless each shard has valid flags.
   void setPathFlags(std::uint32_t group, std::vector<std::uint8_t> flags);
 
-  /// Contributes tensor `tensor` of `group`. With a `source`, its bytes are copied to the slot first, shard
-  /// by shard, each told to its memory device as soon as it is there.
+  /// Contributes tensor `tensor` of `group`. With a `source`, copies its bytes to the slot first, shard by
+  /// shard, and notifies the memory device of each shard when it is copied.
   /// @throws std::invalid_argument for a tensor that does not exist, std::logic_error if its last result was
   /// not pulled.
   WaitStatus push(std::uint32_t group, std::uint32_t tensor, std::uint8_t flags, const void* source);
-  /// Tells memory devices what push() may have held back to spare wake-ups.
+  /// Notifies memory devices of pushes whose wake-ups push() has delayed.
   void flush() noexcept;
-  /// The first half of a push(), for tensors that are brought to their slots by somebody else.
-  /// @returns all its shards, each of which is to be given to post() once, when its contribution is there.
+  /// The first half of a push(), for tensors that another component copies to their slots.
+  /// @returns all its shards; pass each to post() once, when its contribution is in place.
   ShardRange beginPush(std::uint32_t group, std::uint32_t tensor);
-  /// The second half: tells memory devices, at once, that these contributions lie in their slots. @pre the
-  /// group stays meanwhile.
+  /// The second half: notifies memory devices, immediately, that these contributions lie in their slots. @pre
+  /// the group is not removed meanwhile.
   WaitStatus post(std::uint32_t group, const ShardRange& shards, std::uint8_t flags);
-  /// Whether the results of these shards are there. @pre as for post().
+  /// Whether the results of these shards are complete. @pre as for post().
   bool areDone(std::uint32_t group, const ShardRange& shards) const;
-  /// Of the tensor's last push, for areDone().
+  /// The shards of the tensor's last push, for areDone().
   ShardRange shardsOf(std::uint32_t group, std::uint32_t tensor);
-  /// Waits until `isDone` says so, which is asked whenever a result may have come. Tensors may be pushed
-  /// meanwhile, by one thread at a time, and by `isDone` itself pulled.
+  /// Waits until `isDone` returns true; it is called whenever a result may have arrived. Meanwhile one thread
+  /// at a time may push tensors, and `isDone` itself may pull them.
   WaitStatus waitUntil(const std::function<bool()>& isDone, double timeoutSeconds);
-  /// Whether everybody is there that results could come from: kDone, or what became of them.
+  /// Whether all processes are alive that results may come from: kDone, or the failure found.
   WaitStatus checkPeers();
-  /// Waits for the result, copies it to `destination` unless that is null, shard by shard as they complete.
+  /// Waits for the result and copies it to `destination`, unless that is null, shard by shard as they
+  /// complete.
   WaitStatus pull(std::uint32_t group, std::uint32_t tensor, void* destination, double timeoutSeconds);
   /// Waits for everything that was pushed to `group` and not pulled.
   WaitStatus pullAll(std::uint32_t group, double timeoutSeconds);
   /// How many clients contributed to the tensor's last result.
   std::uint32_t contributors(std::uint32_t group, std::uint32_t tensor) const;
-  /// First shard of `tensor` that is not complete and the clients that have not contributed to it.
+  /// The clients that have not contributed to the first incomplete shard of `tensor`.
   std::vector<std::size_t> missingClients(std::uint32_t group, std::uint32_t tensor) const;
-  /// The clients that have contributed to a later step of `tensor` than this one.
+  /// The clients that have contributed to a later step of `tensor` than this client.
   std::vector<std::size_t> clientsAhead(std::uint32_t group, std::uint32_t tensor) const;
   std::vector<std::uint32_t> allContributors(std::uint32_t group) const;
-  /// Of each tensor, whose last result was measured and pulled: the sum of its shards' squares in their
+  /// For each tensor whose last result was measured and pulled: the sum of its shards' squares in shard
   /// order, and the first shard's client that had NaN or Inf.
   std::vector<GradientMeasure> measures(std::uint32_t group) const;
-  /// Whether the tensor was pushed and its result is not there.
+  /// Whether the tensor was pushed and its result is not complete.
   bool isLate(std::uint32_t group, std::uint32_t tensor) const;
 
-  /// Reduces a buffer that is not registered through the dynamic shards of `group`, in a pipeline of copies
-  /// in, reductions and copies out.
+  /// Reduces an unregistered buffer through the dynamic shards of `group`, in a pipeline of copies in,
+  /// reductions and copies out.
   WaitStatus allReduce(std::uint32_t group, void* buffer, std::size_t numElements, DType dtype, ReduceOp op,
                        bool isPresent, double timeoutSeconds);
 
-  /// Maps the slots of all clients, of which reducePieces() and copyPieces() read; descriptors stay the
-  /// caller's.
-  /// @throws std::invalid_argument unless there is one for each client, sealed and large enough.
+  /// Maps the slots of all clients, from which reducePieces() and copyPieces() read; the caller closes the
+  /// descriptors.
+  /// @throws std::invalid_argument unless each client has one that is sealed and large enough.
   void addPeers(std::uint32_t group, const std::vector<Region>& slots);
-  /// Reduces this client's piece of each of these shards, from all slots into its own one: the first
-  /// half of an all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Only this
-  /// client reads its piece of any slot until the second half, so that it can be written in place.
+  /// Reduces this client's piece of each of these shards, from all slots into its own: the first half of an
+  /// all-reduce by the workers themselves (dual synchronisation, paper, section III-F). Until the second half
+  /// only this client reads its piece of any slot, so it can be written in place.
   /// @pre the contributions of all clients have been announced with kOwnPath, and pulled.
   /// @throws std::invalid_argument without addPeers(), or for a shard that does not exist.
   void reducePieces(std::uint32_t group, const std::vector<std::uint32_t>& shards);
-  /// Copies the other clients' pieces to this one's slots. @pre all clients have done reducePieces(), and
-  /// none writes to its slots before all have done this; otherwise as reducePieces().
+  /// Copies the other clients' pieces to this client's slots. @pre all clients have returned from
+  /// reducePieces(), and none writes to its slots before all have returned from copyPieces(); otherwise as
+  /// reducePieces().
   void copyPieces(std::uint32_t group, const std::vector<std::uint32_t>& shards);
 
-  /// Times transfers that nothing is reduced of. All are posted, then waited for.
+  /// Times transfers without reduction. Posts all of them, then waits.
   /// @returns kDone, and the seconds from the first post until the end of each.
-  /// @throws std::invalid_argument for a tensor that has not one shard alone, is named twice or is under way.
+  /// @throws std::invalid_argument for a tensor that has more than one shard, is named twice or is in
+  /// progress.
   WaitStatus probe(std::uint32_t group, const std::vector<ClientProbe>& probes, double timeoutSeconds,
                    std::vector<double>& seconds);
 
-  /// The memory device whose socket was found closed, or that was silent for too long.
+  /// The memory device whose socket was closed, or that made no progress for too long.
   std::size_t lostDevice() const noexcept { return lostDevice_; }
 
  private:
@@ -178,16 +184,16 @@ class Client {
     std::size_t client;
     Mapping controlMapping;
     GroupControl control;
-    std::shared_ptr<Mapping> slots;      // where this client sees them
-    std::shared_ptr<SlotCopies> copies;  // null where it sees the slots themselves
-    std::mutex copiesMutex;              // guards them
-    std::vector<Mapping> peers;          // slots of all clients, read-only; none where devices alone reduce
+    std::shared_ptr<Mapping> slots;      // as this client accesses them
+    std::shared_ptr<SlotCopies> copies;  // null if this client accesses the slots directly
+    std::mutex copiesMutex;              // guards `copies`
+    std::vector<Mapping> peers;          // slots of all clients, read-only; empty if only devices reduce
     std::vector<std::uint16_t> routes;
     std::vector<std::uint8_t> pathFlags;  // of each shard
     std::vector<ClientTensor> tensors;
   };
 
-  /// A buffer that is not registered, cut into pieces that take turns in the dynamic shards of a group.
+  /// An unregistered buffer, cut into pieces that take turns in the dynamic shards of a group.
   struct BufferPieces {
     BufferPieces(const GroupPlan& plan, std::byte* buffer, std::size_t count, DType dtype, ReduceOp op);
     std::uint32_t shardOf(std::size_t element) const noexcept {
@@ -246,11 +252,11 @@ class Client {
   std::function<void()> interrupt_;
   double warnAfterSeconds_ = 0;
   std::function<void(double)> onLate_;
-  // Lock order: postMutex_, then either of the others.
+  // Lock order: postMutex_, then one of the others.
   std::mutex postMutex_;  // guards producers_, heldBackBytes_ and the groups' routes
   std::vector<DescriptorProducer> producers_;
-  std::vector<std::size_t> heldBackBytes_;  // per device, told but not rung for
-  mutable std::mutex groupsMutex_;          // guards the table, not what is in it
+  std::vector<std::size_t> heldBackBytes_;  // per device: posted, without a wake-up
+  mutable std::mutex groupsMutex_;          // guards the table, not its values
   std::unordered_map<std::uint32_t, std::unique_ptr<Group>> groups_;
   std::mutex peersMutex_;  // guards heartbeats_
   std::atomic<std::size_t> lostDevice_ = 0;

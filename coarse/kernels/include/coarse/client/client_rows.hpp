@@ -11,12 +11,12 @@
 
 namespace coarse {
 
-/// One client's end of the rows of one table: what it contributes, and the result of all.
+/// One client's end of the rows of one table: its contribution, and the result of all clients.
 ///
 /// Thread safety: one caller at a time; none between the push of the table and its result.
 class ClientRows {
  public:
-  /// @param fd the client's sparse segment of rows, sealed; stays the caller's.
+  /// @param fd the client's sparse segment of rows, sealed; the caller closes it.
   /// @param segmentBytes GroupPlan::rowsBytes().
   /// @throws std::system_error if it can't be mapped.
   ClientRows(int fd, std::size_t segmentBytes, const RowTable& table, DType dtype);
@@ -26,14 +26,14 @@ class ClientRows {
 
   std::size_t rowBytes() const noexcept { return table_.rowBytes; }
 
-  /// Makes these rows what this client contributes next. They may come in any order, and several times:
-  /// then they are added up in that order.
+  /// Sets this client's next contribution. Rows may come in any order; rows with the same number are summed
+  /// in that order.
   /// @param numbers, values of `count` rows, one after the other.
-  /// @returns how many different rows there are.
-  /// @throws std::invalid_argument for a number that is none of the table's, std::system_error (ENOSPC) if
-  /// there is no memory for them; nothing is contributed then.
+  /// @returns the number of distinct rows.
+  /// @throws std::invalid_argument for a number outside the table, std::system_error (ENOSPC) if there is no
+  /// memory for the rows; then nothing is contributed.
   std::uint64_t give(const std::int64_t* numbers, const void* values, std::uint64_t count);
-  /// Takes the memory for a result of up to so many rows. @throws std::system_error (ENOSPC).
+  /// Allocates memory for a result of up to `mostRows` rows. @throws std::system_error (ENOSPC).
   void expect(std::uint64_t mostRows);
   /// The rows of all clients, after the table was pulled.
   RowList result() const noexcept { return buffer().mean(); }
@@ -56,7 +56,7 @@ class ClientRows {
   const RowBuffer::ArrayPlaces places_;
   Mapping mapping_;
   Taken given_, result_;                 // bytes of the arrays that have pages
-  std::vector<std::uint64_t> order_;     // positions of rows by ascending number, kept for its memory
+  std::vector<std::uint64_t> order_;     // positions of rows by ascending number; keeps its memory
   std::vector<const void*> sameNumber_;  // likewise
 };
 

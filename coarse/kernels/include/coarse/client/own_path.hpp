@@ -11,27 +11,27 @@
 namespace coarse {
 
 /// The workers' own all-reduce in an emulated session, past the memory devices (dual synchronisation, paper,
-/// section III-F). The flags of the contributions say how the p workers do it with a shard of n bytes:
+/// section III-F). The flags of the contributions select how the p workers reduce a shard of n bytes:
 ///
 /// - ring: in 2(p-1) iterations each worker sends n/p bytes to the next one, as NCCL's ring does;
 /// - all-gather: each sends all n bytes to every other one, at once;
-/// - all-to-all: each sends n/p bytes to every other one, which adds them up and sends its sum to all.
+/// - all-to-all: each sends n/p bytes to every other one, which sums them and sends its sum to all.
 ///
-/// A contribution stays with its worker. When everything of the last iteration has arrived, the shard is
-/// reduced, in the order of the clients however it travelled. The memory device where the last contribution
-/// was announced sees to it: what takes time are the links.
+/// A contribution stays with its worker. When the whole last iteration has arrived, the shard is reduced in
+/// the order of the clients, for every path. The memory device that received the last announcement does the
+/// reduction; only the links take emulated time.
 ///
 /// Nothing here blocks. Thread safety: one caller at a time.
 class OwnPath {
  public:
-  /// Looks a registered tensor group up by its id; nullptr if there is none.
+  /// Finds a registered tensor group by its id; nullptr if there is none.
   using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
   /// Reduces a shard whose contributions have been exchanged, and completes it for all clients.
   using Reduce = std::function<void(TensorGroup& group, const RingEntry& entry)>;
 
   OwnPath(DeviceLinks& links, FindGroup findGroup, Reduce reduce);
 
-  /// @pre all contributions to the shard have been announced, lie at the workers, and have the same path
+  /// @pre all contributions to the shard have been announced, lie with the workers, and have the same path
   /// flags.
   void start(const TensorGroup& group, const RingEntry& entry);
 
@@ -40,8 +40,8 @@ class OwnPath {
     RingEntry entry;
     std::size_t numWorkers = 0;
     std::size_t numIterations = 0;
-    std::size_t numTargets = 0;  // workers that each one sends to in an iteration: those next to it
-    std::size_t numBytes = 0;    // that it sends to each of them
+    std::size_t numTargets = 0;  // workers that each one sends to in an iteration: the next ones
+    std::size_t numBytes = 0;    // sent to each of them
   };
 
   static Task makeTask(const TensorGroup& group, const RingEntry& entry);

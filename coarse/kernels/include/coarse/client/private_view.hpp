@@ -13,18 +13,17 @@ struct ByteRange {
   std::size_t numBytes = 0;
 };
 
-/// Shared memory as one process sees it that may write to it for itself alone. A page that this process
-/// writes becomes its own, which hides what others write there later, until giveBack(); all other pages are
-/// shared.
+/// Shared memory in which one process may write for itself alone. A page that this process writes becomes
+/// private and hides later writes of others, until giveBack(); all other pages are shared.
 ///
-/// The kernel notes which pages are written: userfaultfd write-protects them and resolves faults by itself,
-/// so that written() looks at page tables alone (Linux 6.7, ioctl PAGEMAP_SCAN). System calls may write there
-/// too. Thread safety: written() and changed() at any time; giveBack() while nobody writes.
+/// The kernel tracks which pages are written: userfaultfd write-protects them and resolves faults by itself,
+/// so that written() only scans page tables (Linux 6.7, ioctl PAGEMAP_SCAN). System calls may write there
+/// too. Thread safety: written() and changed() at any time; giveBack() while no thread writes.
 class PrivateView {
  public:
-  /// Maps `numBytes` from the start of `region`, with all pages that are there. Its descriptor may be closed
-  /// at once.
-  /// @throws std::system_error if the kernel cannot tell which pages are written, or may not tell this
+  /// Maps `numBytes` from the start of `region`, with all existing pages. Its descriptor may be closed
+  /// immediately.
+  /// @throws std::system_error if the kernel cannot report written pages, or may not report them to this
   /// process.
   PrivateView(const Region& region, std::size_t numBytes);
 
@@ -32,11 +31,11 @@ class PrivateView {
   std::size_t numBytes() const noexcept { return numBytes_; }
 
   /// The pages that this process has written, ascending.
-  /// @throws std::system_error if the kernel does not say.
+  /// @throws std::system_error if the kernel does not report them.
   std::vector<ByteRange> written() const;
-  /// Cache lines of them that differ from the shared memory, which the caller has mapped at `shared`.
+  /// Cache lines of these pages that differ from the shared memory, which the caller has mapped at `shared`.
   std::vector<ByteRange> changed(const std::byte* shared) const;
-  /// From now on these pages are the shared ones again. @pre they are of written().
+  /// Makes these pages shared again. @pre they were returned by written().
   /// @throws std::system_error as the constructor.
   void giveBack(const ByteRange& range) const;
 

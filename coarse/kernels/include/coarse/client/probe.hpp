@@ -17,13 +17,14 @@ namespace coarse {
 enum class ProbeKind : std::uint8_t {
   kPush = 0,            // from the client's slot to the device
   kPull = 1,            // from the device to the client's slot
-  kBetweenDevices = 2,  // from the device to another one: into a slot that lies in that one's memory
+  kBetweenDevices = 2,  // from the device to another one: into a slot in the other device's memory
   kBetweenWorkers = 3,  // from the client's slot to another client's
 };
 
 inline constexpr std::size_t kNumProbeKinds = 4;
 
-/// What a client asks a memory device to copy. In a descriptor of a shard whose algorithm is kProbe.
+/// The copy that a client requests from a memory device. In a descriptor of a shard whose algorithm is
+/// kProbe.
 struct ProbeRequest {
   ProbeKind kind = ProbeKind::kPush;
   std::uint8_t target = 0;     // the other device, or the other client
@@ -34,9 +35,9 @@ struct ProbeRequest {
   void writeTo(Descriptor& descriptor) const noexcept;
 };
 
-/// Serves the probes of one memory device: copies, and completes them when the copy is done and, in an
-/// emulated session, its link has had the time that it takes. Keeps memory for the largest probe until one of
-/// no bytes, with which measuring ends.
+/// Serves the probes of one memory device: copies, and completes a probe when the copy is done and, in an
+/// emulated session, its link's time has passed. Keeps memory for the largest probe until a probe of 0 bytes,
+/// which ends the measurement.
 ///
 /// Thread safety: one caller at a time.
 class Prober {
@@ -44,7 +45,7 @@ class Prober {
   using Done = std::function<void(const RingEntry& entry, std::size_t client)>;
   Prober(std::size_t device, std::size_t numDevices, DeviceLinks& links, Done done);
 
-  /// @returns what is wrong with the request; empty if nothing is.
+  /// @returns the reason to reject the request; empty if it is valid.
   std::string rejection(const TensorGroup& group, const Descriptor& descriptor) const;
   /// @pre rejection() is empty.
   void serve(const TensorGroup& group, std::size_t client, const Descriptor& descriptor);

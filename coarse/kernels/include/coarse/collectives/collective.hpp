@@ -6,12 +6,12 @@
 #include <functional>
 #include <string>
 
-/// What the ranks of a group ask of it: one collective operation on plain memory
-/// (docs/design/torch-backend.md). Free of torch and of Python; a torch extension that is compiled elsewhere
+/// One collective operation on plain memory, as requested by the ranks of a group
+/// (docs/design/torch-backend.md). Independent of torch and Python; a separately compiled torch extension
 /// includes this header.
 namespace coarse {
 
-/// The values are part of what ranks compare: add at the end, never renumber.
+/// Ranks compare these values: add at the end, never renumber.
 enum class CollectiveKind : std::uint8_t {
   kBarrier = 0,
   kBroadcast = 1,
@@ -24,7 +24,7 @@ enum class CollectiveKind : std::uint8_t {
   kAllToAll = 8,
 };
 
-/// What elements are to a reduction. Operations that only move bytes take kOpaque.
+/// The type of elements in a reduction. Operations that only move bytes use kOpaque.
 enum class ElementType : std::uint8_t {
   kOpaque = 0,
   kFloat32 = 1,
@@ -54,25 +54,25 @@ enum class Combine : std::uint8_t {
 inline constexpr std::size_t kMostDims = 8;
 inline constexpr std::size_t kDTypeNameBytes = 16;
 
-/// What a rank says about its call, compared by all: whatever differs here is a user's mistake.
+/// A rank's description of its call, compared by all ranks: any difference is a user's mistake.
 struct CallHeader {
   std::uint64_t sequence = 0;
-  std::uint64_t pieceBytes = 0;  // of each rank's piece
+  std::uint64_t pieceBytes = 0;  // bytes of each rank's piece
   std::int64_t dims[kMostDims] = {};
   char dtype[kDTypeNameBytes] = {};
   std::int32_t root = -1;
   CollectiveKind kind = CollectiveKind::kBarrier;
   Combine combine = Combine::kNone;
-  std::uint8_t numDims = 0;  // of a piece; 255: not told
+  std::uint8_t numDims = 0;  // of a piece; 255: not given
   std::uint8_t reserved = 0;
 };
 
 inline constexpr std::uint8_t kDimsNotTold = 255;
 
-/// One call of one rank. A *piece* is what one rank contributes to, or has of, the operation: the whole
-/// tensor of an all-reduce, the output of a reduce-scatter, the input of an all-gather.
+/// One call of one rank. A *piece* is one rank's contribution to the operation, or its part of the result:
+/// the whole tensor of an all-reduce, the output of a reduce-scatter, the input of an all-gather.
 ///
-/// inputs and outputs have an entry per rank where there is a piece for or from each (inputs of
+/// inputs and outputs have an entry per rank if there is a piece for or from each rank (inputs of
 /// reduce-scatter, scatter at the root and all-to-all; outputs of all-gather, gather at the root and
 /// all-to-all), else one. Input and output may be the same memory, piece by piece; they must not partly
 /// overlap.
@@ -95,16 +95,16 @@ struct Message {
   void* data = nullptr;  // read or written until done
   std::size_t numBytes = 0;
   char dtype[kDTypeNameBytes] = {};
-  std::chrono::milliseconds timeout{0};  // from when it is posted
-  /// Called once: "" or what went wrong; the peer.
+  std::chrono::milliseconds timeout{0};  // counted from post()
+  /// Called once with "" or the error, and the peer.
   std::function<void(const std::string& error, int peer)> done;
 };
 
 /// A group of ranks that run the same collectives in the same order.
 ///
-/// Every operation takes part in a check: where ranks differ in kind, dtype, shape, root or operator, all of
-/// them get an error that names rank and sequence number, nothing is written, and the group goes on. After
-/// any other error the group is broken, and every later call fails with the first reason.
+/// Every operation includes a check: if ranks differ in kind, dtype, shape, root or operator, all of them get
+/// an error that names rank and sequence number, nothing is written, and the group stays usable. After any
+/// other error the group is broken, and every later call fails with the first reason.
 ///
 /// Reductions combine in the order of the ranks, in float32 for 16-bit types, so that all ranks get the same
 /// bits.
@@ -114,8 +114,8 @@ class Collectives {
  public:
   virtual ~Collectives() = default;
 
-  /// @throws std::runtime_error in a fork of the process that joined the group: it has the memory, but is no
-  /// rank.
+  /// @throws std::runtime_error in a fork of the process that joined the group: the fork has the memory, but
+  /// is not a rank.
   virtual void checkOwner() const = 0;
 
   /// Runs one collective to its end.
@@ -123,24 +123,24 @@ class Collectives {
   /// the group is closed, or as checkOwner().
   virtual void run(const Collective& call) = 0;
 
-  /// Sends or receives, while collectives and other messages go on. What comes is matched by sender and tag,
-  /// in the order in which it was sent; dtype and size must be those that were sent. Returns at once.
+  /// Sends or receives, concurrently with collectives and other messages. Messages are matched by sender and
+  /// tag, in sending order; dtype and size must match those sent. Returns immediately.
   /// @throws std::invalid_argument if there is no such rank; as checkOwner().
   virtual void post(const Message& message) = 0;
 
-  /// How many collectives were begun.
+  /// The number of collectives begun.
   virtual std::uint64_t sequence() const noexcept = 0;
 
-  /// Which ranks have not begun the collective that this rank began last. Of another node: those not heard
-  /// of.
+  /// The ranks that have not begun the collective that this rank began last. For another node: the ranks
+  /// without news.
   virtual std::string missingRanks() const = 0;
 
-  /// Leaves: a blocked run() throws, and so do other ranks that wait for this one. Idempotent; nothing in a
+  /// Leaves: a blocked run() throws, and so do other ranks that wait for this one. Idempotent; no effect in a
   /// fork.
   virtual void close() noexcept = 0;
 };
 
-/// Of which layout the structures above are; a torch extension checks it before it uses them.
+/// The layout version of the structures above; a torch extension checks it before it uses them.
 inline constexpr std::uint32_t kCollectiveAbi = 4;
 
 }  // namespace coarse

@@ -16,32 +16,32 @@
 
 namespace coarse {
 
-/// What a rank has written into its buffer in a round, and for whom: what is sent to another node. One piece
-/// for all or for one rank, or areas of the same size, one for each rank.
+/// The part of a rank's buffer that it has written in a round, and its readers: this is sent to another node.
+/// Either one piece for all ranks or for one, or areas of the same size, one for each rank.
 struct Extent {
   std::uint32_t numBytes = 0;    // from the start of the buffer
   std::uint32_t areaBytes = 0;   // distance of the ranks' areas; 0: one piece
   std::uint32_t pieceBytes = 0;  // at the start of each area
-  std::int32_t only = -1;        // of one piece: the rank that reads it; -1: all
+  std::int32_t only = -1;        // for one piece: the rank that reads it; -1: all
 
-  /// Where `rank` reads: [first, second).
+  /// The range that `rank` reads: [first, second).
   std::pair<std::size_t, std::size_t> rangeOf(std::size_t rank) const noexcept;
 };
 static_assert(sizeof(Extent) == 16);
 
-/// Whether something more comes from a rank.
+/// Why a rank sends no more, if so.
 enum class Departure : std::uint32_t {
   kNone = 0,
   kLeft = 1,         // it closed the group
-  kDied = 2,         // told by another node
+  kDied = 2,         // reported by another node
   kUnreachable = 3,  // the connection to its node ended
 };
 
-/// What one rank tells the others about where it is. Written by its rank alone, except for `sleepers`; that
-/// of a rank of another node by the bridge (node_bridge.hpp).
+/// One rank's progress, for the others. Only its rank writes it, except for `sleepers`; the bridge
+/// (node_bridge.hpp) writes that of a rank of another node.
 struct alignas(128) RankBoard {
   std::atomic<std::uint32_t> round{0};     // rounds published so far, modulo 2^32; a futex word
-  std::atomic<std::uint32_t> sleepers{0};  // who sleeps on `round`
+  std::atomic<std::uint32_t> sleepers{0};  // number of sleepers on `round`
   std::atomic<Departure> departure{Departure::kNone};
   std::uint32_t reserved = 0;
   CallHeader headers[2];  // of the calls that began in an even and in an odd round
@@ -53,10 +53,10 @@ static_assert(sizeof(RankBoard) == 256);
 /// Bytes of the scratch memory of `numRanks` ranks with buffers of `bufferBytes` each, messages included.
 std::size_t groupScratchBytes(std::size_t numRanks, std::size_t bufferBytes);
 
-/// The ranks that are lost, found out without blocking.
+/// Finds lost ranks without blocking.
 class Liveness {
  public:
-  /// @param pidfds by rank; -1 where none is watched. Closed by this object.
+  /// @param pidfds by rank; -1 if not watched. This object closes them.
   explicit Liveness(std::vector<int> pidfds) : pidfds_(std::move(pidfds)) {}
   Liveness(Liveness&& other) noexcept : pidfds_(std::exchange(other.pidfds_, {})) {}
   Liveness(const Liveness&) = delete;
@@ -73,14 +73,13 @@ class Liveness {
 /// Scratch memory shared by the ranks of a group, through which they work in *rounds*: each rank writes into
 /// its own buffer, publishes, waits until all others have published the round, and reads their buffers.
 ///
-/// Each rank has two buffers, taken in turns. Buffer r % 2 may be written in round r without any further
-/// wait: to have got past round r - 1, every rank must have published it, and it did so after it had read
-/// round r - 2.
+/// Each rank has two buffers, used in turn. Round r may write buffer r % 2 without any further wait: to pass
+/// round r - 1, every rank must have published it, and it did so after it had read round r - 2.
 ///
 /// Thread safety: one caller at a time; leave() and missing() from any thread.
 class GroupScratch {
  public:
-  using Deadline = Clock::time_point;  // of a clock of its own
+  using Deadline = Clock::time_point;  // by this object's clock
 
   /// @throws std::invalid_argument if the memory does not fit `numRanks` ranks with such buffers.
   GroupScratch(int sealedFd, std::size_t rank, std::size_t numRanks, std::size_t bufferBytes,
@@ -94,31 +93,31 @@ class GroupScratch {
   /// Whether `rank` shares this memory.
   bool isHere(std::size_t rank) const noexcept { return placement_.areTogether(rank, rank_); }
 
-  /// Until when to wait in rounds that begin now.
+  /// The deadline of waits in rounds that begin now.
   Deadline deadlineIn(std::chrono::milliseconds limit) noexcept { return clock_.in(limit); }
 
-  /// Begins the next round; the own buffer may be written from now on.
+  /// Begins the next round; the rank's own buffer may be written from now on.
   void begin() noexcept { ++round_; }
   std::byte* buffer(std::size_t rank) const noexcept { return bufferOf(rank, round_); }
   CallHeader& header(std::size_t rank) const noexcept { return board(rank).headers[round_ % 2]; }
-  /// What this rank writes in this round.
+  /// Sets the part of the buffer that this rank writes in this round.
   void setExtent(const Extent& extent) noexcept { board(rank_).extents[round_ % 2] = extent; }
 
   /// Ends the writing of this round, and waits until all other ranks have done the same.
-  /// @throws std::runtime_error that says who is missing: late, gone or left.
+  /// @throws std::runtime_error that names the missing rank: late, gone or left.
   void meet(Deadline deadline);
 
-  /// Why nothing more will come from `rank`; "" if something may.
+  /// Why `rank` will send nothing more; "" if it may.
   std::string lossOf(std::size_t rank) const;
 
-  /// Where messages.hpp has its channels.
+  /// The memory of the channels of messages.hpp.
   const MessageArea& messageArea() const noexcept { return messageArea_; }
-  /// What to ring after writing to `rank` or taking from it: its bell, or that of the bridge to its node.
+  /// The bell to ring after writing to `rank` or taking from it: its own, or that of the bridge to its node.
   Bell& bellOf(std::size_t rank) const noexcept {
     return isHere(rank) ? messageArea_.bell(rank) : messageArea_.bridgeBell();
   }
 
-  /// Tells the others that nothing more will come, and ends a meet() of this rank. Idempotent.
+  /// Announces that this rank sends nothing more, and ends its meet(). Idempotent.
   void leave() noexcept;
 
   /// Ranks that have not published the round that this one published last.

@@ -18,13 +18,13 @@ namespace coarse {
 
 /// Messages between ranks of a group, matched by sender and tag, in the order in which they were sent.
 ///
-/// Each ordered pair of ranks has a *channel*, a ring of bytes in the group's scratch (message_area.hpp);
-/// each rank a *bell*, which others ring after they wrote to it or took from it. A thread per rank, started
-/// at the first message, moves bytes both ways, so that no order of sends and receives can block. A message
-/// that nobody waits for stays in its channel, and its sender with it, until its receiver waits for one from
-/// there; what comes before the one that it waits for is set aside.
+/// Each ordered pair of ranks has a *channel*, a ring of bytes in the group's scratch (message_area.hpp).
+/// Each rank has a *bell*, which others ring after they wrote to it or took from it. A thread per rank,
+/// started at the first message, moves bytes both ways, so that no order of sends and receives can block. A
+/// message without a matching receive stays in its channel and blocks its sender, until the receiver waits
+/// for a message from that sender. Messages that arrive before the awaited one are set aside.
 ///
-/// Thread safety: all, from any thread. close() must not be called by a `done`.
+/// Thread safety: any thread may call anything. A `done` must not call close().
 class Messages {
  public:
   /// @param scratch of the group; outlives this.
@@ -33,11 +33,11 @@ class Messages {
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
-  /// Takes a message on; `done` is called in the thread of the messages.
+  /// Accepts a message; the messages' thread calls `done`.
   /// @throws std::invalid_argument if there is no such rank.
   void post(const Message& message);
 
-  /// Ends what is under way with an error. Idempotent.
+  /// Ends messages in progress with an error. Idempotent.
   void close() noexcept;
 
  private:
@@ -76,15 +76,15 @@ class Messages {
   std::thread thread_;
   std::mutex joining_;
 
-  // Of the thread alone.
+  // Used by the thread alone.
   AttendedClock clock_;
   struct Outgoing {
     Pending message;
     std::size_t moved = 0;  // header included
   };
-  std::vector<std::string> brokenSends_;     // by receiver: why a message was left half sent; "" if none was
+  std::vector<std::string> brokenSends_;     // by receiver: why a message was only half sent; "" if none was
   std::vector<std::deque<Outgoing>> sends_;  // by receiver
-  std::list<Pending> receives_;              // as posted
+  std::list<Pending> receives_;              // in posting order
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::list<Kept> kept_;
 };

@@ -6,14 +6,14 @@
 
 namespace coarse {
 
-/// On which node each rank of a group is. Ranks of one node share memory; the lowest of them, its *leader*,
-/// has the connections to other nodes.
+/// The node of each rank of a group. Ranks of one node share memory; the lowest of them, its *leader*, has
+/// the connections to other nodes.
 class Placement {
  public:
   /// All on one node.
   Placement() = default;
   /// @param nodes by rank, numbered from 0 on in the order of their leaders.
-  /// @throws std::invalid_argument if they are numbered otherwise.
+  /// @throws std::invalid_argument if they are not numbered in this way.
   explicit Placement(std::vector<std::uint32_t> nodes);
 
   std::size_t numNodes() const noexcept { return leaders_.empty() ? 1 : leaders_.size(); }

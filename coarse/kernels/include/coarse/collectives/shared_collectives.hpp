@@ -13,19 +13,20 @@
 
 namespace coarse {
 
-/// Collectives of ranks that share memory, or have it kept alike by a NodeBridge: in rounds through the
-/// group's scratch (group_scratch.hpp).
+/// Collectives of ranks that share memory, or whose memory a NodeBridge keeps identical: in rounds through
+/// the group's scratch (group_scratch.hpp).
 ///
-/// A tensor of any size passes through the buffers in pieces that stay in a processor's cache: each rank
-/// copies its piece in, and takes from the others' buffers straight into the result, so that main memory sees
-/// every tensor once.
+/// A tensor of any size passes through the buffers in pieces that stay in a processor's cache. Each rank
+/// copies its piece in, and reads the others' buffers straight into the result, so that every tensor crosses
+/// main memory once.
 class SharedCollectives final : public Collectives {
  public:
   /// @param scratch of the group, used by this object alone.
-  /// @param links where there are several nodes, and this rank leads its own: as for NodeBridge.
+  /// @param links with several nodes, if this rank is its node's leader: as for NodeBridge.
   explicit SharedCollectives(std::unique_ptr<GroupScratch> scratch, std::vector<int> links = {});
 
-  /// Behind a pointer that forks of this process leave alone: threads that they do not have cannot be ended.
+  /// Returns a pointer that does not delete the object in forks of this process, which lack its threads and
+  /// cannot end them.
   static std::shared_ptr<Collectives> shared(std::unique_ptr<GroupScratch> scratch,
                                              std::vector<int> links = {});
 
@@ -60,12 +61,12 @@ class SharedCollectives final : public Collectives {
 
   std::unique_ptr<GroupScratch> scratch_;
   Messages messages_;
-  std::unique_ptr<NodeBridge> bridge_;  // of a leader, where there are several nodes
+  std::unique_ptr<NodeBridge> bridge_;  // of a leader, with several nodes
   std::size_t rank_;
   std::size_t numRanks_;
   pid_t owner_;
   std::atomic<std::uint64_t> sequence_{0};
-  std::string broken_;  // why, if the group is
+  std::string broken_;  // the reason, if the group is broken
   std::vector<const void*> terms_;
 };
 

@@ -11,31 +11,31 @@ namespace coarse {
 
 using ShardBatch = std::vector<ShardTask>;
 
-/// Runs batches of shards beside the thread that asks for them, one after the other.
+/// Runs batches of shards, one after the other, concurrently with the thread that requests them.
 ///
 /// Thread safety: one caller at a time.
 class BatchRunner {
  public:
   virtual ~BatchRunner() = default;
 
-  /// Has a batch run behind those that were started before; returns at once. The batch stays where it is
-  /// until it is concluded. @throws std::runtime_error if it cannot be run.
-  /// @param notBefore of its tasks the latest, or 0.
+  /// Starts a batch behind those started before; returns immediately. The batch must stay in place until it
+  /// is concluded. @throws std::runtime_error if it cannot be run.
+  /// @param notBefore the latest notBefore of its tasks, or 0.
   virtual void start(const ShardBatch& batch, MonotonicNs notBefore) = 0;
   /// As ShardCompute::lead().
   virtual MonotonicNs lead() const noexcept { return 0; }
-  /// Notes what the oldest batch has measured, if it is done. @returns whether it is.
+  /// Records the measures of the oldest batch, if it is done. @returns whether it is done.
   /// @throws std::runtime_error if it failed.
   virtual bool conclude() = 0;
-  /// Returns when the oldest batch that was not concluded is done.
+  /// Returns when the oldest unconcluded batch is done.
   virtual void wait() = 0;
 };
 
-/// Has shards run in batches, because starting one costs more than a small shard: whatever was begun while
-/// others ran goes together.
+/// Runs shards in batches, because a launch costs more than a small shard: shards that were begun while
+/// others ran go together.
 class BatchedCompute : public ShardCompute {
  public:
-  /// Batches that are started and not done: one runs, and the next is there when it ends.
+  /// Batches that are started and not done: one runs, and the next is ready when it ends.
   static constexpr std::size_t kMostStarted = 2;
   static constexpr std::size_t kMostShards = 4096;  // of one batch
 

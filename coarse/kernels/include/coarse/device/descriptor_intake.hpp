@@ -34,16 +34,16 @@ struct IntakeConfig {
   std::size_t observer = 0;  // first-come-first-serve: the client whose result ends a shard's turn
 };
 
-/// Takes what clients send to one memory device: in an emulated session when their contributions have come
-/// over the link. Nothing here is checked; `accept` does that.
+/// Takes the descriptors that clients send to one memory device; in an emulated session, once their
+/// contributions have arrived over the link. It checks nothing; `accept` does that.
 ///
-/// Thread safety: addClient() and evict() before any core runs or from drain()'s thread, inbox() from any;
-/// drain() from one thread at a time.
+/// Thread safety: addClient() and evict() before any core runs or from drain()'s thread, inbox() from any
+/// thread; drain() from one thread at a time.
 class DescriptorIntake {
  public:
-  /// Looks a registered tensor group up by its id; nullptr if there is none.
+  /// Finds a registered tensor group by its id; nullptr if there is none.
   using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
-  /// Called with each descriptor. @returns whether it was recorded as a contribution.
+  /// Called for each descriptor. @returns whether it was recorded as a contribution.
   using Accept = std::function<bool(std::size_t client, const Descriptor& descriptor)>;
 
   DescriptorIntake(IntakeConfig config, DeviceLinks& links, FindGroup findGroup, Accept accept);
@@ -51,15 +51,15 @@ class DescriptorIntake {
   /// Starts to serve a client. @throws std::invalid_argument if its memory is unsealed or too small.
   void addClient(std::size_t client, int segmentFd);
   bool hasAllClients() const noexcept;
-  /// What this client sends from now on is thrown away.
+  /// Discards everything that this client sends from now on.
   void evict(std::size_t client) noexcept { clients_[client]->isEvicted = true; }
   /// @pre the client has been added.
   Inbox& inbox(std::size_t client) const noexcept { return clients_[client]->segment.inbox(); }
 
-  /// Hands the next descriptors of each client over. @returns whether there were any.
+  /// Passes on the next descriptors of each client. @returns whether there were any.
   bool drain();
-  /// From now on only updates by means are taken, which are whole: all workers have these, and push the rest
-  /// of a step that some have begun. From any thread.
+  /// Accepts only updates by means from now on. These are complete: all workers have the means, and push the
+  /// rest of a step that some have begun. Any thread may call it.
   void close() noexcept { isClosed_.store(true, std::memory_order_relaxed); }
 
  private:
@@ -69,7 +69,7 @@ class DescriptorIntake {
     DescriptorConsumer queue;
     bool isEvicted = false;
     std::optional<Descriptor> head;  // first-come-first-serve: popped, and waiting for its turn
-    std::deque<Descriptor> arrived;  // emulated: their contributions have come over the link
+    std::deque<Descriptor> arrived;  // emulated: their contributions have arrived over the link
   };
 
   bool take(std::size_t client, Descriptor& descriptor);

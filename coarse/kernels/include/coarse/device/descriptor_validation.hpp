@@ -9,35 +9,35 @@
 #include "coarse/device/tensor_group.hpp"
 #include "coarse/shared_memory/layout.hpp"
 
-/// What a memory device checks before it acts: tensor groups that are asked for, descriptors that clients
-/// send, and whether the contributions to a shard fit each other. Every function returns what is wrong, in
-/// words; empty if nothing is.
+/// Checks by a memory device: of requested tensor groups, of clients' descriptors, and of whether the
+/// contributions to a shard agree. Every function returns the problem in words; empty if there is none.
 namespace coarse {
 
-/// By which ways the proxies of a session can synchronise.
+/// The ways in which the proxies of a session can synchronise.
 struct SessionPaths {
   std::size_t numDevices = 1;
-  std::size_t numNodes = 1;     // whose workers take part
+  std::size_t numNodes = 1;     // the nodes whose workers take part
   bool hasRings = false;        // memory for rings over the devices
-  bool hasCollectives = false;  // a library's, between the devices
-  bool hasExchange = false;     // logs of an exchange between distinct memories
+  bool hasCollectives = false;  // of a library, between the devices
+  bool hasExchange = false;     // logs for an exchange between distinct memories
   bool isPaced = false;         // emulated links
-  bool isHostMemory = true;     // the group's tensors lie where the host itself reads and writes
+  bool isHostMemory = true;     // the host itself reads and writes the group's tensors
 };
 
-/// Why a session cannot synchronise such a group.
+/// Returns why a session cannot synchronise such a group.
 std::string unsupported(const GroupPlan& plan, const SessionPaths& paths);
 
-/// Why a descriptor of `client` cannot be. `group` is the one that it names, nullptr if there is none.
+/// Returns why a descriptor of `client` is invalid. `group` is the group that it names, nullptr if there is
+/// none.
 /// @param descriptor copied out of the client's memory.
 std::string rejection(const TensorGroup* group, std::size_t client, const Descriptor& descriptor,
                       const Prober& prober);
 
-/// In what the clients that have all contributed to `shard` do not agree.
+/// Returns how the clients' contributions to `shard` disagree. @pre all have contributed.
 /// @param ranks of the clients, for the message; their numbers if it is empty.
 std::string disagreement(const TensorGroup& group, std::uint32_t shard, const std::vector<int>& ranks);
 
-/// What two workers' settings of one tensor differ in, with both values.
+/// The first difference between two workers' settings of one tensor, with both values.
 std::string firstDifference(const UpdateSettings& one, const UpdateSettings& other);
 
 }  // namespace coarse

@@ -14,10 +14,10 @@
 
 namespace coarse {
 
-/// Shards of up to so many bytes are reduced by one device: cutting them would only add messages.
+/// Shards of at most this size are reduced by one device: cutting them would only add messages.
 inline constexpr std::size_t kSmallestExchangeBytes = 64 * 1024;
 
-/// What the exchange of one memory device shares with the others.
+/// The memory that one device's exchange shares with the others.
 struct ExchangePeers {
   std::size_t device = 0;
   std::size_t numDevices = 1;
@@ -25,47 +25,46 @@ struct ExchangePeers {
   Doorbell* doorbells = nullptr;  // of each device
 };
 
-/// All-reduce over distinct memories, for contributions that may lie at any of them.
+/// All-reduce over distinct memories, for contributions in any of them.
 ///
 /// A shard is cut into one piece per client. The device that took client i's contribution reduces piece i: it
-/// fetches that piece of the contributions which other devices hold, adds all in the order of the clients,
-/// and sends the result to every device that holds a contribution. So results have the bits of the direct
-/// algorithm whatever the routes, and with one contribution per device each link carries what a ring's does:
+/// fetches that piece of the contributions that other devices hold, adds all in the order of the clients, and
+/// sends the result to every device that holds a contribution. Results therefore have the bits of the direct
+/// algorithm for any routes, and with one contribution per device each link carries as much as in a ring:
 /// 2(p-1)/p of the shard.
 ///
-/// What fetches, adds and sends is the ShardCompute of the memory where the tensors lie, which may take its
-/// time; when that would have come over the links is up to these.
+/// The ShardCompute of the tensors' memory fetches, adds and sends, and may take any time; `links` determine
+/// when transfers would have arrived.
 ///
 /// Nothing here blocks. Thread safety: one caller at a time.
 class DeviceExchange {
  public:
-  /// Looks a registered tensor group up by its id; nullptr if there is none.
+  /// Finds a registered tensor group by its id; nullptr if there is none.
   using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
-  /// What reduces the shards of a group; tells pieces that are reduced to reduced().
+  /// The ShardCompute that reduces a group's shards; it reports reduced pieces to reduced().
   using ComputeOf = std::function<ShardCompute&(const TensorGroup& group)>;
-  /// Called once per client, in one of the devices, when the result of a shard is with the client.
+  /// Called once per client, in one of the devices, when the client has the result of a shard.
   using ClientDone = std::function<void(TensorGroup& group, const RingEntry& entry, std::size_t client)>;
 
   DeviceExchange(ExchangePeers peers, DeviceLinks& links, FindGroup findGroup, ComputeOf computeOf,
                  ClientDone clientDone);
 
-  /// Tells the devices that own pieces of a shard to start. Called where its last contribution arrived.
+  /// Notifies the devices that own pieces of a shard. Called where its last contribution arrived.
   void distribute(TensorGroup& group, const RingEntry& entry);
-  /// Starts on the next shard that another device or this one has distributed. @returns whether there was
-  /// one.
+  /// Starts on the next shard that any device has distributed. @returns whether there was one.
   bool advance();
-  /// The pieces of a shard that were given to its compute are reduced, at every client.
+  /// Reports that the pieces of a shard in its compute are reduced, at every client.
   void reduced(const RingEntry& entry);
 
  private:
-  /// What one device does for one shard.
+  /// One device's work for one shard.
   struct Task {
     RingEntry entry;
     ShardShape shape;
     std::vector<ShardPiece> pieces;
     std::size_t numBytes = 0;  // of all pieces
-    // Once contributions are there:
-    MonotonicNs resultsAt = 0;  // when links have brought the results to all devices
+    // Once contributions have arrived:
+    MonotonicNs resultsAt = 0;  // when links have carried the results to all devices
     bool isReduced = false;
     bool isSent = false;
   };

@@ -11,28 +11,28 @@
 
 namespace coarse {
 
-/// What the rings of a session go through. All descriptors stay the caller's.
+/// The memory that a session's rings use. The caller closes all descriptors.
 struct RingMemory {
   int logsFd = -1;                 // RingLogs, one for all devices
-  std::vector<int> bufferFds{};    // a RingSegment of each device; none without rings
+  std::vector<int> bufferFds{};    // a RingSegment of each device; empty without rings
   std::vector<Region> messages{};  // ringMessagesBytes() of each device
   std::size_t messageBytes = 0;    // of each message
-  std::shared_ptr<const TensorMemory> memory = hostMemory();  // where messages, and what is reduced, lie
+  std::shared_ptr<const TensorMemory> memory = hostMemory();  // memory of messages and reduced tensors
 };
 
-/// Bytes of the messages of all rings that come to one device.
+/// Bytes of all rings' messages to one device.
 constexpr std::size_t ringMessagesBytes(std::size_t messageBytes) noexcept {
   return kNumRings * kRingDepth * messageBytes;
 }
-/// Bytes of a message in the host's memory, where it is to stay in a cache, and in a GPU's, where it is to
-/// take longer than a launch.
+/// Bytes of a message in host memory, where it must fit in a cache, and in a GPU's memory, where it must take
+/// longer than a launch.
 inline constexpr std::size_t kHostMessageBytes = 64 * 1024;
 inline constexpr std::size_t kCudaMessageBytes = 1024 * 1024;
 
 /// One memory device's part in the rings over all of them.
 ///
-/// Thread safety: append() any; advance() one caller at a time for each core; everything else while nobody
-/// advances.
+/// Thread safety: append() from any thread; advance() by one caller at a time for each core; everything else
+/// while no thread advances.
 class DeviceRings {
  public:
   /// @param localClients whose contributions this device brings into the rings.
@@ -41,18 +41,17 @@ class DeviceRings {
               const std::vector<std::size_t>& localClients, const FindGroup& findGroup,
               const ShardDone& shardDone);
 
-  /// Has all devices reduce a shard to which all clients have contributed. @pre there is room in the log.
+  /// Makes all devices reduce a shard to which all clients have contributed. @pre the log has room.
   void append(const RingEntry& entry) noexcept;
-  /// Advances the rings that are sync core `core`'s, of `numCores`. @returns whether there was anything to
-  /// do.
+  /// Advances the rings of sync core `core`, of `numCores`. @returns whether there was work.
   bool advance(std::size_t core, std::size_t numCores);
-  /// Whether a step was begun that nobody will ring for.
+  /// Whether a step is in progress whose end rings no doorbell.
   bool isBusy() const noexcept;
-  /// Returns when no step is under way.
+  /// Returns when no step is in progress.
   void drain();
-  /// Whether a shard of `group` is being worked on: the group must stay until it is done.
+  /// Whether a shard of `group` is in progress: the group must stay until it is done.
   bool isWorkingOn(const TensorGroup& group) const noexcept;
-  /// Where groups that are reduced by rings must lie.
+  /// The memory in which groups reduced by rings must lie.
   const TensorMemory& memory() const noexcept { return *memory_; }
 
  private:

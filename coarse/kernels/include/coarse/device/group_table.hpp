@@ -22,16 +22,16 @@ class GroupTable {
   /// In the order in which they were added.
   const std::vector<TensorGroup*>& all() const noexcept { return inOrder_; }
 
-  /// @pre there is no group of the same id.
+  /// @pre no group has the same id.
   void add(std::shared_ptr<TensorGroup> group);
-  /// Takes a group out, if it is there; keeps it mapped as long as `isInUse` of it is true.
-  /// @returns this one and those removed before that are not in use, for the caller to drop.
+  /// Removes a group, if it exists; keeps it mapped while `isInUse` returns true for it.
+  /// @returns this group and those removed earlier that are no longer in use, for the caller to drop.
   Groups remove(std::uint32_t group, const std::function<bool(const TensorGroup&)>& isInUse);
 
  private:
   std::unordered_map<std::uint32_t, std::shared_ptr<TensorGroup>> groups_;
   std::vector<TensorGroup*> inOrder_;
-  Groups retired_;  // removed while they were in use
+  Groups retired_;  // removed while in use
 };
 
 }  // namespace coarse

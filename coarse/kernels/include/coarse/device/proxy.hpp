@@ -34,41 +34,42 @@ struct ProxyConfig {
   std::size_t numClients = 1;
   std::size_t numSyncCores = 1;
   Scheduling scheduling = Scheduling::kQueues;
-  std::vector<std::size_t> localClients;  // whose contributions this device brings into a ring
-  std::uint32_t spinMicroseconds = 50;    // how long an idle sync core looks for work before it sleeps
-  int exchangeLogsFd = -1;  // an ExchangeLog per device, where groups are exchanged; stays the caller's
-  int linkTableFd = -1;     // of Pacer, in an emulated session; stays the caller's
-  std::vector<int> ranks;   // of the clients, for messages; their numbers if there are none
+  std::vector<std::size_t> localClients;  // clients whose contributions this device brings into a ring
+  std::uint32_t spinMicroseconds = 50;    // time for which an idle sync core polls before it sleeps
+  int exchangeLogsFd = -1;  // an ExchangeLog per device, for exchanged groups; the caller closes it
+  int linkTableFd = -1;     // Pacer's table, in an emulated session; the caller closes it
+  std::vector<int> ranks;   // of the clients, for messages; empty: the clients' numbers
 
   /// @throws std::invalid_argument if a number is out of range.
   void validate() const;
 };
 
-/// In ProxyEvent: the memory device itself, which works no more.
+/// In ProxyEvent: this memory device, which has stopped working.
 inline constexpr int kThisDevice = -2;
 
-/// Something that ends a client's or everybody's synchronisation. client is -1 if it is nobody's fault in
-/// particular.
+/// An event that ends the synchronisation of one client or of all. `client` is -1 if no particular client
+/// caused it.
 struct ProxyEvent {
   int client = -1;
   std::string message;
 };
 
 struct ProxyStatistics {
-  std::uint64_t numShards = 0;  // shards that sync cores of this device completed
-  std::uint64_t numBytes = 0;   // bytes of those, of one client
+  std::uint64_t numShards = 0;  // shards that this device's sync cores completed
+  std::uint64_t numBytes = 0;   // bytes of these shards, counted for one client
 };
 
-/// The data path of one memory device: takes descriptors from one queue per client (descriptor_intake.hpp),
-/// checks them (acceptance.hpp), counts who has contributed, and has complete shards reduced or updated on
-/// its sync cores (shard_reducer.hpp), together with those of the other memory devices.
+/// The data path of one memory device. It takes descriptors from one queue per client
+/// (descriptor_intake.hpp), validates them (descriptor_validation.hpp) and counts the contributions. Its sync
+/// cores reduce or update complete shards (shard_reducer.hpp), together with those of the other memory
+/// devices.
 ///
-/// Thread safety: all public functions may be called from one control thread; sync cores run on threads of
-/// their own. Locks: eventsMutex_ and nodeTasksMutex_; whoever has the latter may take the former.
+/// Thread safety: one control thread may call all public functions; sync cores run on their own threads.
+/// Locks: eventsMutex_ and nodeTasksMutex_; a thread that holds the latter may take the former.
 class Proxy {
  public:
-  /// Maps what the devices of a session share. `doorbellsFd` comes from device 0; all descriptors stay the
-  /// caller's. `eventFd` is an eventfd that is written when takeEvents() has something.
+  /// Maps the memory that the devices of a session share. `doorbellsFd` comes from device 0; the caller
+  /// closes all descriptors. The proxy writes to the eventfd `eventFd` when takeEvents() has new events.
   /// @throws std::invalid_argument if a descriptor is unsealed or too small.
   Proxy(ProxyConfig config, int doorbellsFd, int eventFd, const RingMemory& rings = {},
         const CollectiveMemory& collectives = {});
@@ -77,57 +78,57 @@ class Proxy {
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
-  /// Makes this the device of one of several nodes; parameters as for NodeExchange. Before start().
+  /// Makes this the device of one of several nodes; parameters as for NodeExchange. Call before start().
   void joinNodes(std::size_t node, std::vector<std::vector<int>> ranks,
                  const std::vector<std::vector<int>>& fds);
-  /// Starts to serve a client. Before start().
+  /// Starts to serve a client. Call before start().
   void addClient(std::size_t client, int segmentFd);
-  /// Starts the sync cores. @pre every client has been added.
+  /// Starts the sync cores. @pre addClient() was called for every client.
   void start();
-  /// Ends the threads; other nodes get what they wait for before it returns. Idempotent.
+  /// Ends the threads, after sending other nodes the results that they wait for. Idempotent.
   void stop() noexcept;
 
-  /// Starts to synchronise a tensor group. `initialise` is set on the device that made the control memory;
-  /// `nodeSegment` is needed where there are several nodes, `optimizerFds` for a group that has an
-  /// optimizer, `updates` where parameters and states are not new, `rowsFds` where there are tables; `memory`
-  /// is where tensors lie.
-  /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group is there already;
-  /// as TensorMemory::map().
+  /// Starts to synchronise a tensor group. Set `initialise` on the device that created the control memory.
+  /// `nodeSegment` is required with several nodes, `optimizerFds` for a group with an optimizer, `updates` if
+  /// parameters and states are not new, `rowsFds` for tables. Tensors lie in `memory`.
+  /// @throws std::invalid_argument if a descriptor is unsealed or too small, or the group exists already; as
+  /// TensorMemory::map().
   void addGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots, bool initialise,
                 const Region& nodeSegment = -1, const OptimizerFds& optimizerFds = {},
                 const GroupUpdates& updates = {}, const std::vector<int>& rowsFds = {},
                 const std::shared_ptr<const TensorMemory>& memory = hostMemory());
-  /// Unmaps a tensor group, unless a sync core is still at it: then the next call unmaps it. @pre every shard
-  /// that was pushed is complete, and no client will push to it any more.
+  /// Unmaps a tensor group. If a sync core still works on it, the next call unmaps it. @pre every pushed
+  /// shard is complete, and no client will push to the group any more.
   void removeGroup(std::uint32_t group);
-  /// Snapshots of a group, through the mappings to which its updates store old versions. From then on only
-  /// their store may be used, for the group may go.
-  /// @returns nullptr if there is no such group, or it has none.
+  /// Snapshots of a group, through the mappings to which its updates store old versions. After this call use
+  /// only their store, because the group may be removed.
+  /// @returns nullptr if the group does not exist or has no snapshots.
   std::shared_ptr<GroupSnapshots> snapshotsOf(std::uint32_t group) const noexcept;
 
-  /// Brings each group that has an optimizer to one step, and tells which. @pre stop() was called, on all
-  /// devices, and no worker lives any more.
+  /// Brings each group that has an optimizer to one step, and returns these steps. @pre stop() was called on
+  /// all devices, and no worker is alive.
   /// @param lostClients, isOwnerLost as for finishUpdates() and finishReplica().
   std::vector<GroupUpdates> finishGroupUpdates(const std::vector<std::size_t>& lostClients = {});
   /// The same for the replicas that this device keeps.
   std::vector<GroupUpdates> finishReplicas(const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
-  /// Takes no more contributions, but for DescriptorIntake::close()'s, and wakes these clients for good:
-  /// nothing else will complete any more.
+  /// Accepts no more contributions, except those that DescriptorIntake::close() permits, and wakes these
+  /// clients for good: nothing else will complete.
   void abort(const std::vector<std::size_t>& clients) noexcept;
-  /// `client` will push no more. What others have pushed or will push can never complete, and is an event.
+  /// `client` will push no more. Pushes of others that can therefore never complete are reported as events.
   void clientLeft(std::size_t client);
-  /// The highest step of any shard that `client` has contributed to, at whichever device.
+  /// The highest step of any shard to which `client` has contributed, at any device.
   std::uint32_t lastStep(std::size_t client) const noexcept;
-  /// What has gone wrong since the last call.
+  /// Errors since the last call.
   std::vector<ProxyEvent> takeEvents();
-  /// What other nodes have said or suffered since the last call.
+  /// Messages and failures of other nodes since the last call.
   std::vector<NodeEvent> takeNodeEvents();
   /// A worker of another node will push no more; otherwise as clientLeft().
   void workerLeftNode(std::size_t node);
-  /// All devices of another node have ended. What still waits for them can never complete, and is an event.
+  /// All devices of another node have ended. Shards that still wait for them can never complete, and are
+  /// reported as events.
   void nodeEnded(std::size_t node);
-  /// Tells all other nodes that the session is over; does nothing where there is one.
+  /// Notifies all other nodes that the session is over; no effect with a single node.
   void abortNodes(const std::string& text);
   ProxyStatistics statistics() const noexcept;
 
@@ -176,22 +177,22 @@ class Proxy {
   Mapping doorbellMapping_;
   Doorbell* doorbells_ = nullptr;
   Mapping exchangeMapping_;
-  GroupTable groups_;                  // these two are read by sync cores, changed only while they are parked
-  std::vector<MemoryInUse> memories_;  // in the order in which groups came to lie there
+  GroupTable groups_;                  // both are read by sync cores, and changed only while these are parked
+  std::vector<MemoryInUse> memories_;  // in the order in which groups were placed there
   // Driven by core 0.
   DeviceLinks links_;
   DescriptorIntake intake_;
-  std::unique_ptr<DeviceRings> rings_;              // null where no group is reduced by rings; any core's
-  std::unique_ptr<DeviceCollectives> collectives_;  // likewise, by collectives of a library
-  std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, exchanged
+  std::unique_ptr<DeviceRings> rings_;              // null if no group is reduced by rings; used by any core
+  std::unique_ptr<DeviceCollectives> collectives_;  // likewise, for a library's collectives
+  std::unique_ptr<DeviceExchange> deviceExchange_;  // likewise, for exchanged groups
   std::unique_ptr<OwnPath> ownPath_;                // likewise
   std::unique_ptr<Prober> prober_;
 
-  std::uint32_t numPushedReady_ = 0;  // by core 0, since it last woke others
+  std::uint32_t numPushedReady_ = 0;  // counted by core 0, since it last woke others
   bool hasPushedRing_ = false;
 
-  std::mutex nodeTasksMutex_;         // guards these two
-  std::vector<ShardTask> nodeTasks_;  // for core 0, where the host does not compute itself
+  std::mutex nodeTasksMutex_;         // guards the next two
+  std::vector<ShardTask> nodeTasks_;  // for core 0, if the host does not compute itself
   bool areCoresStopped_ = false;
 
   std::atomic<int> numLeft_{0};  // clients of this node
@@ -203,9 +204,9 @@ class Proxy {
   std::atomic<std::uint64_t> numShards_{0};
   std::atomic<std::uint64_t> numBytes_{0};
 
-  // Last: their threads use the rest.
+  // Last: their threads use the members above.
   std::unique_ptr<SyncCores> syncCores_;
-  std::unique_ptr<NodeExchange> nodeExchange_;  // where there are several nodes
+  std::unique_ptr<NodeExchange> nodeExchange_;  // with several nodes only
 };
 
 }  // namespace coarse

@@ -13,19 +13,19 @@
 
 namespace coarse {
 
-/// Looks a registered tensor group up by its id; nullptr if there is none.
+/// Finds a registered tensor group by its id; nullptr if there is none.
 using FindGroup = std::function<TensorGroup*(std::uint32_t group)>;
 /// Called when a shard's result is in the slots of the device's own clients. Clients of other devices may
-/// have pushed its next step by then, so what the shard was in this step is handed over, not to be looked up
+/// have pushed its next step by then, so `shape` gives the shard's shape in this step; do not look it up
 /// again.
 using ShardDone = std::function<void(TensorGroup& group, const RingEntry& entry, const ShardShape& shape)>;
 
-/// Where one sync core stands in one ring.
+/// One sync core's place in one ring.
 struct RingLinks {
   const RingLog* log = nullptr;
   RecvBuf* own = nullptr;
   RecvBuf* next = nullptr;
-  std::byte* ownMessages = nullptr;  // kRingDepth of them, as what computes there has them mapped
+  std::byte* ownMessages = nullptr;  // kRingDepth messages, as mapped for the processor that computes there
   std::byte* nextMessages = nullptr;
   std::size_t messageBytes = 0;  // of each, at most; a multiple of 512
   Doorbell* previousDoorbell = nullptr;
@@ -36,9 +36,9 @@ struct RingLinks {
 
 /// One sync core's part in a ring over all memory devices (paper, section IV-A, Fig 11c).
 ///
-/// A shard is worked through in chunks of one entry per device. In 2(p-1) iterations per chunk the core
-/// receives an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and
-/// has the result (SendBuf) written straight into its neighbour's RecvBuf: a RingStep.
+/// A shard is processed in chunks of one entry per device. In 2(p-1) iterations per chunk the core receives
+/// an entry in its RecvBuf, combines it with the contributions of its own clients (LocalBuf), and writes the
+/// result (SendBuf) straight into its neighbour's RecvBuf: a RingStep.
 ///
 /// advance() never blocks, so one thread can drive several rings and still serve the queues of its clients.
 /// Thread safety: one caller at a time.
@@ -48,13 +48,13 @@ class RingCore {
   RingCore(RingLinks links, std::unique_ptr<RingCompute> compute, std::vector<std::size_t> localClients,
            FindGroup findGroup, ShardDone shardDone);
 
-  /// Begins or ends at most one iteration. @returns whether there was anything to do.
+  /// Begins or ends at most one iteration. @returns whether there was work.
   bool advance();
-  /// Whether an iteration was begun and is not ended.
+  /// Whether an iteration is in progress.
   bool isBusy() const noexcept { return compute_->isBusy(); }
-  /// Returns when no iteration is under way.
+  /// Returns when no iteration is in progress.
   void drain() { compute_->drain(); }
-  /// Whether a shard of `group` is being worked on: the group must stay until it is done.
+  /// Whether a shard of `group` is in progress: the group must stay until it is done.
   bool isWorkingOn(const TensorGroup& group) const noexcept { return group_ == &group; }
 
  private:
@@ -80,7 +80,7 @@ class RingCore {
   std::uint64_t numSent_ = 0;
   std::uint64_t numReceived_ = 0;
 
-  // The shard being worked on.
+  // The shard in progress.
   TensorGroup* group_ = nullptr;
   RingEntry entry_;
   ShardShape shape_;

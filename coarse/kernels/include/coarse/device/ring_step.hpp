@@ -11,10 +11,10 @@
 
 namespace coarse {
 
-/// What one memory device does to one entry on its way around: what it has received (RecvBuf) and what its
-/// own clients contribute (LocalBuf) are added; the sum goes on to the next device (SendBuf), and finished,
-/// divided by `divisor` if it is a mean, to the slots of its clients. Each of the four may be missing, but
-/// not both of the first two (paper, section IV-A, Fig 11c).
+/// One memory device's work on one entry that travels around the ring. It adds the received entry (RecvBuf)
+/// and its own clients' contributions (LocalBuf). The sum goes to the next device (SendBuf). The finished
+/// result, divided by `divisor` for a mean, goes to the slots of its clients. Each of the four may be
+/// missing, but not both of the first two (paper, section IV-A, Fig 11c).
 struct RingStep {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -29,7 +29,7 @@ struct RingStep {
 /// Bytes of one element between devices: 16-bit types travel as float32, and are rounded once.
 std::size_t accumulatorBytes(DType dtype) noexcept;
 
-/// Does steps of one ring, one after the other, where the tensors lie.
+/// Runs the steps of one ring, one after the other, where the tensors lie.
 ///
 /// Thread safety: one caller at a time.
 class RingCompute {
@@ -38,18 +38,18 @@ class RingCompute {
 
   virtual ~RingCompute() = default;
 
-  /// @param done called when `sent` and `outputs` are written: from here, or from advance() or drain().
+  /// @param done called when `sent` and `outputs` are written: from begin(), advance() or drain().
   /// @pre not isBusy().
   virtual void begin(const RingStep& step, Done done) = 0;
-  /// Goes on with what was begun, without waiting. @returns whether it is done now.
+  /// Continues the step in progress, without waiting. @returns whether it is done now.
   virtual bool advance() { return false; }
-  /// Whether a step was begun and is not done.
+  /// Whether a step is in progress.
   virtual bool isBusy() const noexcept { return false; }
-  /// Returns when no step is under way.
+  /// Returns when no step is in progress.
   virtual void drain() {}
 };
 
-/// The caller itself does each step, in the host's memory.
+/// Makes a RingCompute that runs each step in the calling thread, in host memory.
 std::unique_ptr<RingCompute> makeHostRingCompute();
 
 }  // namespace coarse

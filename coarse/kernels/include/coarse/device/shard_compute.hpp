@@ -20,14 +20,14 @@ struct ShardPiece {
   std::uint32_t end = 0;
 };
 
-/// What a shard is reduced of, and whereto, where that is not only what its own clients have in their slots:
-/// where there are several nodes.
+/// The inputs and outputs of a shard's reduction, if they are not only the slots of its own clients: with
+/// several nodes.
 struct ShardArrays {
-  std::vector<const void*> inputs{};  // in the order in which they are added; at least one
-  std::vector<void*> outputs{};       // perhaps none
+  std::vector<const void*> inputs{};  // in the order of addition; at least one
+  std::vector<void*> outputs{};       // may be empty
   ReduceOp op = ReduceOp::kSum;
   std::uint32_t divisor = 1;       // of a mean
-  bool isMeasured = false;         // whether the GradientMeasure of the result is noted; not whose NaN it has
+  bool isMeasured = false;         // record the result's GradientMeasure, without its nonFiniteOf
   std::function<void()> finish{};  // called when the result is in place, instead of ShardCompute::Finish
 };
 
@@ -35,38 +35,36 @@ struct ShardArrays {
 struct ShardTask {
   TensorGroup* group = nullptr;
   RingEntry entry;
-  std::vector<ShardPiece> pieces{};  // which alone are to be reduced; all of the shard if there are none
-  MonotonicNs notBefore = 0;         // when emulated links have brought what is read; 0 if all is there
-  std::shared_ptr<const ShardArrays> arrays{};  // of which alone it is to be reduced; null for its slots
+  std::vector<ShardPiece> pieces{};  // the only pieces to reduce; the whole shard if empty
+  MonotonicNs notBefore = 0;         // when emulated links have delivered the inputs; 0 if all have arrived
+  std::shared_ptr<const ShardArrays> arrays{};  // replace the slots in the reduction; null for slots
 };
 
-/// What the sync cores of one memory device reduce and update shards with, where their tensors lie: each core
-/// itself, or a GPU that one of them has do it meanwhile. The one place where kinds of memory differ for a
-/// memory device.
+/// Reduces and updates shards in one memory device, where the tensors lie: each core does it itself, or a GPU
+/// does it for one of them. Memory devices handle kinds of memory differently only here.
 ///
-/// Thread safety: that of the host's memory any; others one caller at a time.
+/// Thread safety: any for host memory; one caller at a time for others.
 class ShardCompute {
  public:
-  /// Called with each task whose result is in place, in the order of begin(), from any function of this
-  /// class.
+  /// Called for each task whose result is in place, in the order of begin(), from any function of this class.
   using Finish = std::function<void(const ShardTask& task)>;
 
   virtual ~ShardCompute() = default;
 
-  /// Has a shard reduced, measured or updated, as its contributions say.
-  /// @pre all contributions have arrived and agree; the group lives until the shard is finished; only what is
-  /// reduced has pieces, and these are not empty.
+  /// Starts to reduce, measure or update a shard, as its contributions request.
+  /// @pre all contributions have arrived and agree; the group lives until the shard is finished; only
+  /// reductions have pieces, and these are not empty.
   virtual void begin(const ShardTask& task) = 0;
-  /// How long before their `notBefore` tasks may be begun, which then start by themselves; not more than a
-  /// fraction of a millisecond.
+  /// How long before their `notBefore` tasks may be begun; they then start by themselves. At most a fraction
+  /// of a millisecond.
   virtual MonotonicNs lead() const noexcept { return 0; }
-  /// Goes on with what was begun, without waiting. @returns whether that has started or finished anything.
+  /// Continues tasks in progress, without waiting. @returns whether it started or finished any.
   virtual bool advance() { return false; }
-  /// Returns when all that was begun is finished.
+  /// Returns when all tasks are finished.
   virtual void drain() {}
-  /// Whether something was begun and is not finished.
+  /// Whether a task is in progress.
   virtual bool isBusy() const noexcept { return false; }
-  /// The same, of one group.
+  /// The same, for one group.
   virtual bool isWorkingOn(const TensorGroup&) const noexcept { return false; }
 };
 

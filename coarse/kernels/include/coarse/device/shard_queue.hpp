@@ -12,13 +12,13 @@ struct ReadyShard {
 };
 
 /// Appends a shard whose contributors are complete to the group's ready queue (many producers, many
-/// consumers). There is a cell for each shard, which is in it once at most.
-/// @returns false, at once, if the consumer of the last lap still holds the cell: it was interrupted between
-/// its claim and its release, or has died there.
+/// consumers). The queue has a cell for each shard, and each shard is in it at most once.
+/// @returns false, immediately, if the consumer of the last lap still holds the cell: it was interrupted, or
+/// died, between its claim and its release.
 [[nodiscard]] bool pushReady(const GroupControl& control, ReadyShard ready) noexcept;
 
-/// Takes a ready shard; each goes to exactly one sync core of all memory devices. @returns false if there is
-/// none.
+/// Takes a ready shard; each goes to exactly one sync core of all memory devices. @returns false if no shard
+/// is ready.
 bool popReady(const GroupControl& control, ReadyShard& ready) noexcept;
 
 struct RingEntry {
@@ -28,8 +28,8 @@ struct RingEntry {
   std::uint32_t completedAt = 0;  // low bits of the clock; in emulated sessions
 };
 
-/// Appends a shard to a ring's log, which every memory device works through in the same order: that order is
-/// what keeps the rings of several devices from waiting for each other.
+/// Appends a shard to a ring's log, which every memory device processes in the same order. The common order
+/// prevents the rings of several devices from waiting for each other.
 void appendToRing(RingLog& log, const RingEntry& entry) noexcept;
 
 /// Reads entry `position` of a ring's log. @returns false if it has not been appended yet.

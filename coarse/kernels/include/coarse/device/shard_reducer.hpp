@@ -7,32 +7,32 @@
 
 #include "coarse/device/tensor_group.hpp"
 
-/// What a sync core does with a shard to which every client of the node has contributed, where memory is one:
-/// all contributions are read, and all results written, in place.
+/// A sync core's work on a shard to which every client of the node has contributed, if all share one memory:
+/// reads all contributions, and writes all results, in place.
 ///
 /// Thread safety: any number of threads on distinct shards.
 namespace coarse {
 
-/// Clients that one memory device can serve.
+/// Maximum number of clients of one memory device.
 inline constexpr std::size_t kMostClients = 256;
 
 /// The present contributions to a shard, in the order of the clients, and the slots of all.
 /// @pre all contributions have arrived and agree.
 struct Contributions {
-  /// @param firstElement from which on arrays are wanted.
+  /// @param firstElement the element at which the arrays begin.
   Contributions(const TensorGroup& group, std::uint32_t shard, std::uint32_t firstElement = 0) noexcept;
 
   std::array<void*, kMostClients> slots;
   std::array<const void*, kMostClients> inputs;
-  std::array<std::size_t, kMostClients> clients;  // whose inputs they are
+  std::array<std::size_t, kMostClients> clients;  // the clients of `inputs`
   std::size_t numSlots = 0;
   std::size_t numInputs = 0;
 };
 
-/// By what a shard is updated. @pre as for Contributions, and they are an update.
+/// The inputs of a shard's update. @pre as for Contributions, and they are an update.
 struct UpdateInputs {
   UpdateInputs(const TensorGroup& group, std::uint32_t shard) noexcept;
-  /// Whether there is a gradient, and a rule for which the group keeps states.
+  /// Whether there is a gradient, and a rule whose states the group keeps.
   bool isRunnable() const noexcept { return numGradients > 0 && hasRule; }
 
   UpdateSettings settings;
@@ -42,24 +42,25 @@ struct UpdateInputs {
   std::uint32_t divisor = 1;
 };
 
-/// Writes the reduction of the contributions to every client's slot; leaves slots alone if there is none.
+/// Writes the reduction of the contributions to every client's slot; leaves slots unchanged without
+/// contributions.
 /// @pre all contributions have arrived and agree.
 void reduceShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 /// The same for some elements of the shard.
 void reducePieces(TensorGroup& group, std::uint32_t shard, const std::vector<ShardPiece>& pieces) noexcept;
 
-/// As reduceShard() for means, of which it notes the GradientMeasure. @pre as for reduceShard().
+/// As reduceShard() for means, and records their GradientMeasure. @pre as for reduceShard().
 void reduceAndMeasureShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
-/// Reduces a shard from and to other arrays than its slots, but leaves it to the caller to call `finish`.
+/// Reduces a shard from and to other arrays than its slots; the caller must call `finish`.
 void reduceArrays(TensorGroup& group, std::uint32_t shard, const ShardArrays& arrays) noexcept;
 
 /// Updates the shard's parameter and states by the mean of the contributions. @pre as for reduceShard(), and
 /// they are an update.
 void updateShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
-/// Whichever of these the contributions ask for. @pre as for reduceShard().
+/// Runs the function above that the contributions request. @pre as for reduceShard().
 void runShard(TensorGroup& group, std::uint32_t shard) noexcept;
 
 }  // namespace coarse

@@ -9,11 +9,10 @@
 
 namespace coarse {
 
-/// What becomes of the contributions to a shard.
+/// The work to do with the contributions to a shard.
 enum class ShardWork : std::uint8_t { kReduce, kMeasure, kUpdate };
 
-/// Shards of one tensor, one behind the other in memory, with which the same is to be done; or a piece of
-/// one.
+/// Shards of one tensor that are adjacent in memory and need the same work; or a piece of one shard.
 struct ShardRun {
   TensorGroup* group = nullptr;
   std::uint32_t firstShard = 0;
@@ -25,9 +24,9 @@ struct ShardRun {
   std::shared_ptr<const ShardArrays> arrays{};  // as in ShardTask
 };
 
-/// Puts the shards of a batch together to the fewest runs. Shards to be measured stay alone: each has a
-/// measure of its own; so do pieces, and what has arrays of its own. The same in each process for the same
-/// batch. @pre no shard is in the batch twice.
+/// Joins the shards of a batch into the fewest runs. Shards to be measured stay separate, because each has
+/// its own measure; so do pieces, and shards with their own arrays. Every process gets the same runs for the
+/// same batch. @pre no shard is in the batch twice.
 std::vector<ShardRun> runsOf(const ShardBatch& batch);
 
 }  // namespace coarse

@@ -19,21 +19,21 @@ namespace coarse {
 
 struct SyncCoresConfig {
   std::size_t numCores = 1;
-  std::chrono::microseconds spinBudget{50};  // how long an idle core looks for work before it sleeps
+  std::chrono::microseconds spinBudget{50};  // time for which an idle core polls before it sleeps
   bool needsExactSleeps = false;             // emulated links
 };
 
-/// The sync cores of one memory device (paper, section IV-A): threads that work while there is something to
-/// do, and else sleep on the device's doorbell.
+/// The sync cores of one memory device (paper, section IV-A): threads that work while work exists, and
+/// otherwise sleep on the device's doorbell.
 ///
-/// Thread safety: one control thread; the functions are called from the cores. Locks: mutex_ alone.
+/// Thread safety: one control thread; the cores call the functions. Locks: mutex_ alone.
 class SyncCores {
  public:
-  /// Does one piece of what `core` is there for. @returns whether there was any.
+  /// Does one piece of work of `core`. @returns whether there was any.
   using Work = std::function<bool(std::size_t core)>;
-  /// How long until there is work for `core` that nobody rings the doorbell for.
+  /// Time until `core` has work for which no one rings the doorbell.
   using UntilNext = std::function<std::optional<MonotonicNs>(std::size_t core)>;
-  /// Is told once that work has thrown, as when a GPU fails: nothing is done any more.
+  /// Called once after work has thrown, as when a GPU fails; no more work is done then.
   using Fail = std::function<void(std::string reason)>;
 
   SyncCores(SyncCoresConfig config, Doorbell& doorbell, Work work, UntilNext untilNext, Fail fail);
@@ -44,14 +44,14 @@ class SyncCores {
   void start();
   /// Joins the threads. Idempotent.
   void stop() noexcept;
-  /// Does, in the calling thread, what the cores have left undone. After stop().
+  /// Does the cores' unfinished work in the calling thread. Call after stop().
   void finish(const std::function<void()>& rest) noexcept;
-  /// Runs `change` while no core works. They go on if it throws, too.
+  /// Runs `change` while no core works. The cores continue even if it throws.
   void whilePaused(const std::function<void()>& change);
 
  private:
   void run(std::size_t core);
-  /// Does a piece of work, unless one has thrown. @returns what it returns; false if it throws.
+  /// Does a piece of work, unless an earlier one has thrown. @returns its result; false if it throws.
   template <typename Piece>
   bool attempt(const Piece& piece) noexcept;
   void parkWhilePaused();

@@ -26,28 +26,28 @@ enum class Algorithm : std::uint8_t {
       0,  // the device where the last contribution arrives reduces the whole tensor at once: lowest latency
   kDirect = 1,    // any free sync core of any device takes the shard; needs coherent shared memory
   kRing = 2,      // the sync cores of all devices pass chunks around (paper, section IV-A)
-  kExchange = 3,  // each device reduces pieces, of which it fetches the contributions that others hold
-  kProbe = 4,     // nothing is reduced: a range of memory through which links are measured
-  kNccl = 5,      // NCCL adds up what each device has added up of its own clients' contributions
+  kExchange = 3,  // each device reduces pieces, and fetches other devices' contributions to them
+  kProbe = 4,     // no reduction: a memory range through which links are measured
+  kNccl = 5,      // each device sums its own clients' contributions, and NCCL sums the results
 };
 
-/// A piece of a tensor, or a whole small one: the unit of synchronisation. The same on all workers and
+/// A piece of a tensor, or a whole small one: the unit of synchronisation. Identical on all workers and
 /// devices.
 struct Shard {
   std::uint32_t tensor = 0;
-  std::uint32_t numElements = 0;  // of a dynamic shard: bytes it can hold
-  // Bytes from the start of a client's slots, a multiple of the item size. Tables have no slots: theirs go on
-  // behind.
+  std::uint32_t numElements = 0;  // for a dynamic shard: its capacity in bytes
+  // Bytes from the start of a client's slots, a multiple of the item size. Tables have no slots: their
+  // offsets continue after the last slot.
   std::uint64_t offset = 0;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kMean;
   Algorithm algorithm = Algorithm::kDirect;
   bool isDynamic =
-      false;  // length, dtype and op come with each contribution: buffers that are not registered
+      false;  // each contribution brings its length, dtype and op; used for buffers that are not registered
 };
 
-/// Where the parameter of one tensor lies in the segment of all parameters, and the float32 arrays that an
-/// optimizer keeps for it in the segment that has those of all.
+/// The places of one tensor's parameter, in the segment of all parameters, and of the float32 arrays that an
+/// optimizer keeps for it, in the segment of all such arrays.
 struct KeptArrays {
   std::uint64_t slotOffset = 0;       // of the tensor
   std::uint64_t parameterOffset = 0;  // of the parameter
@@ -58,37 +58,37 @@ struct KeptArrays {
 };
 
 /// Piece `piece` of `numElements` cut into `count`. Pieces end at cache lines of the smallest type, so that
-/// no two who reduce one each write the same line.
+/// two threads that each reduce one never write the same line.
 ShardPiece pieceOf(std::uint32_t numElements, std::size_t piece, std::size_t count) noexcept;
 
 /// The shards of the tensors that were registered together.
 struct GroupPlan {
   std::uint32_t id = 0;
   std::size_t numClients = 0;
-  std::size_t slotBytes = 0;  // of one client; tensors may share them where there is an optimizer
+  std::size_t slotBytes = 0;  // of one client; tensors may share slots if the group has an optimizer
   std::vector<Shard> shards;
   bool hasOptimizer = false;  // parameters and states lie in device memory, and shards can update them
   std::size_t numStates = 0;  // state tensors per parameter
-  // Of each tensor: the length of its rows if it is a table, else 0. Empty where there is no table.
+  // For each tensor: the length of its rows if it is a table, else 0. Empty without tables.
   std::vector<std::uint32_t> rowElements;
 
   std::size_t numTensors() const noexcept {
     return shards.empty() ? 0 : shards.back().tensor + std::size_t{1};
   }
-  /// Length of the segment with one client's slots, which is never empty.
+  /// Length of the segment with one client's slots; never 0.
   std::size_t clientBytes() const noexcept { return std::max(slotBytes, kCacheLineBytes); }
   /// Length of one client's settings for all tensors.
   std::size_t settingsBytes() const noexcept {
     return hasOptimizer ? numTensors() * sizeof(UpdateSettings) : 0;
   }
-  /// Whether master weights are kept for a shard's parameter.
+  /// Whether the group keeps master weights for a shard's parameter.
   bool hasMaster(const Shard& shard) const noexcept { return hasOptimizer && shard.dtype != DType::kFloat32; }
-  /// Where the float32 arrays of each tensor lie: its states, then its master weights if it has some.
+  /// The places of each tensor's float32 arrays: its states, then its master weights if it has any.
   std::vector<KeptArrays> keptArrays() const;
   bool isTable(const Shard& shard) const noexcept {
     return !rowElements.empty() && rowElements[shard.tensor] > 0;
   }
-  /// Where the rows of each tensor lie that is a table; empty where there is none.
+  /// The places of the rows of each table; empty without tables.
   std::vector<RowTable> rowTables() const;
   /// Length of the sparse segment with the rows of one client; 0 without tables.
   std::size_t rowsBytes() const;
@@ -104,26 +104,26 @@ struct GroupPlan {
   void validateTable(const Shard& shard) const;
 };
 
-/// What a shard is in this very step: the plan's numbers, or those of the contributions of a dynamic shard.
+/// A shard's shape in the current step: from the plan, or from the contributions to a dynamic shard.
 struct ShardShape {
   std::uint32_t numElements = 0;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kMean;
 };
 
-/// What the devices and workers of a node share beside the slots of a group that has an optimizer.
-/// Descriptors stay the caller's.
+/// The memory, besides slots, that the devices and workers of a node share for a group with an optimizer. The
+/// caller closes the descriptors.
 struct OptimizerFds {
   std::vector<int> settings{};  // of each client, GroupPlan::settingsBytes() of host memory
-  Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots; none, and nothing
-                                // of what follows, where another device makes all updates
-  Region states = -1;           // GroupPlan::keptBytes(), likewise; none where that is 0
-  SnapshotFds snapshots{};      // of parameters and states; none without snapshots
-  ReplicaFds replica{};         // likewise; none without a replica
-  UndoFds undo{};               // likewise; none where a step that was begun can be finished
+  Region parameters = -1;       // GroupPlan::parameterBytes(), in the memory of the slots; absent, with all
+                                // that follows, if another device makes all updates
+  Region states = -1;           // GroupPlan::keptBytes(), likewise; absent if that is 0
+  SnapshotFds snapshots{};      // of parameters and states; absent without snapshots
+  ReplicaFds replica{};         // likewise; absent without a replica
+  UndoFds undo{};               // likewise; absent if no begun step can be finished
 };
 
-/// Where parameters and states of a group lie, or copies of them that are laid out alike.
+/// The places of a group's parameters and states, or of copies with the same layout.
 struct KeptMemory {
   std::byte* parameters = nullptr;
   std::byte* states = nullptr;
@@ -139,19 +139,20 @@ struct KeptPart {
   }
 };
 
-/// A tensor group as one memory device holds it: shared state and the slots of every client.
+/// A tensor group in one memory device: shared state and the slots of every client.
 class TensorGroup {
  public:
-  /// Maps `controlFd` and the slots of every client, which are of `memory`; descriptors stay the caller's.
-  /// @throws std::invalid_argument if memory is not sealed, and no device's, or too small; as
+  /// Maps `controlFd` and the slots of every client, which lie in `memory`; the caller closes the
+  /// descriptors.
+  /// @throws std::invalid_argument if memory is too small, or neither sealed nor a device's; as
   /// TensorMemory::map().
-  /// @param rowsFds one per client, of GroupPlan::rowsBytes(), sealed; none without tables.
+  /// @param rowsFds one per client, of GroupPlan::rowsBytes(), sealed; empty without tables.
   TensorGroup(GroupPlan plan, int controlFd, const std::vector<Region>& slots,
               const OptimizerFds& optimizerFds = {}, const std::vector<int>& rowsFds = {},
               std::shared_ptr<const TensorMemory> memory = hostMemory());
 
   const GroupPlan& plan() const noexcept { return plan_; }
-  /// Where slots, parameters and states lie.
+  /// The memory of slots, parameters and states.
   const TensorMemory& memory() const noexcept { return *memory_; }
   const GroupControl& control() const noexcept { return control_; }
   std::byte* parameters() const noexcept { return parameters_.get(); }
@@ -160,40 +161,41 @@ class TensorGroup {
   std::byte* slot(std::size_t client, const Shard& shard) const noexcept {
     return slots_[client].get() + shard.offset;
   }
-  /// The table that a shard is of. @pre plan().isTable().
+  /// The table to which a shard belongs. @pre plan().isTable().
   const RowTable& table(std::uint32_t shard) const noexcept { return tables_[plan_.shards[shard].tensor]; }
   RowBuffer rows(std::size_t client, const RowTable& table) const noexcept {
     return {rows_[client].data() + table.offset, table.numRows, table.rowBytes};
   }
-  /// Of the tensor that it is a piece of: where a shard begins. @pre as for table().
+  /// The first element of a shard within its tensor. @pre as for table().
   std::uint64_t firstElement(std::uint32_t shard) const noexcept { return firstElements_[shard]; }
   /// @pre all contributions to `shard` have arrived and agree.
   ShardShape shape(std::uint32_t shard) const noexcept;
   bool isPresent(std::uint32_t shard, std::size_t client) const noexcept;
   /// Whether the workers reduce the shard themselves. @pre all contributions have arrived and agree.
   bool isOnOwnPath(std::uint32_t shard) const noexcept;
-  /// On their own path, whether they do it by NCCL between their GPUs.
+  /// For a shard on the workers' own path: whether they use NCCL between their GPUs.
   bool isByNccl(std::uint32_t shard) const noexcept;
-  /// Those of kPathFlags. @pre all contributions have arrived and agree.
+  /// The shard's flags among kPathFlags. @pre all contributions have arrived and agree.
   std::uint8_t pathFlags(std::uint32_t shard) const noexcept;
   /// The memory device that took the client's contribution.
   std::size_t deviceOf(std::uint32_t shard, std::size_t client) const noexcept {
     return control_.contribution(shard, client).device;
   }
-  /// Number of clients that share in a mean: those that have not run out of inputs.
+  /// Number of clients that count in a mean: those that still have inputs.
   std::uint32_t numCounted(std::uint32_t shard) const noexcept;
-  /// The same, but 1 at least.
+  /// The same, but at least 1.
   std::uint32_t divisor(std::uint32_t shard) const noexcept;
   std::uint32_t numPresent(std::uint32_t shard) const noexcept;
   /// Whether the shard's contributions update its parameter. @pre all have arrived and agree.
   bool isUpdate(std::uint32_t shard) const noexcept;
-  /// Whether the shard's mean is to be measured. @pre as for isUpdate().
+  /// Whether the shard's mean must be measured. @pre as for isUpdate().
   bool isMeasured(std::uint32_t shard) const noexcept;
-  /// Whether the slots of an update hold the mean already. @pre as for isUpdate().
+  /// Whether the slots of an update already hold the mean. @pre as for isUpdate().
   bool isReduced(std::uint32_t shard) const noexcept;
-  /// What `client` says of the tensor that `shard` is of; copied out of memory that the client can write.
+  /// The settings that `client` gives for the tensor of `shard`, copied out of memory that the client can
+  /// write.
   UpdateSettings settings(std::uint32_t shard, std::size_t client) const noexcept;
-  /// What all say of it, if they agree.
+  /// The settings that all clients give, if they agree.
   UpdateSettings settings(std::uint32_t shard) const noexcept { return settings(shard, firstClient()); }
   std::byte* parameter(const Shard& shard) const noexcept {
     return parameters_.get() + parameterOffset(shard);
@@ -201,33 +203,35 @@ class TensorGroup {
   float* state(const Shard& shard, std::size_t number) const noexcept {
     return reinterpret_cast<float*>(states_.get() + stateOffset(shard, number));
   }
-  /// Of a shard all that the optimizer keeps. @pre there is an optimizer, and this device has its memory.
+  /// All parts that the optimizer keeps of a shard. @pre the group has an optimizer, and this device has its
+  /// memory.
   std::vector<KeptPart> partsOf(std::uint32_t shard) const;
-  /// The bytes of all of these.
+  /// The total bytes of these parts.
   std::size_t partBytes(std::uint32_t shard) const noexcept;
   /// @pre plan().hasMaster(shard).
   float* master(const Shard& shard) const noexcept { return state(shard, plan_.numStates); }
-  /// From now on slots and settings of these clients are looked at no more: they went with a memory device.
-  /// @pre no worker and no sync core of any device uses the group any more.
+  /// Stops reading slots and settings of these clients, which were lost with a memory device. @pre no worker
+  /// and no sync core of any device uses the group any more.
   void forget(const std::vector<std::size_t>& lostClients);
   bool isLost(std::size_t client) const noexcept { return isLost_[client]; }
-  /// The first one that is not lost; plan().numClients if all are.
+  /// The first client that is not lost; plan().numClients if all are.
   std::size_t firstClient() const noexcept { return firstClient_; }
-  /// From now on what the replica has is what the optimizer keeps. @pre as for forget(); there is one here.
+  /// Uses the replica's contents as the optimizer's parameters and states from now on. @pre as for forget();
+  /// this device has a replica.
   void moveToReplica();
-  /// Null without an optimizer or snapshots of what it keeps.
+  /// Null without an optimizer or without snapshots.
   GroupSnapshots* snapshots() const noexcept { return snapshots_.get(); }
   const std::shared_ptr<GroupSnapshots>& sharedSnapshots() const noexcept { return snapshots_; }
-  /// Null without one.
+  /// Null without a replica.
   Replica* replica() const noexcept { return replica_.get(); }
-  /// Null without one.
+  /// Null without an undo log.
   UndoLog* undoLog() const noexcept { return undoLog_.get(); }
-  /// To be called before the parameter and the states of a shard change.
+  /// Call before the parameter and the states of a shard change.
   void keepBefore(std::uint32_t shard) const {
     if (snapshots_ != nullptr) snapshots_->keep(shard);
     if (undoLog_ != nullptr) undoLog_->keep(*this, shard);
   }
-  /// The same for several, whose copies run together.
+  /// The same for several shards, whose copies run together.
   void keepBefore(const std::vector<std::uint32_t>& shards) const {
     if (snapshots_ != nullptr) snapshots_->keep(shards);
     if (undoLog_ != nullptr) undoLog_->keep(*this, shards.data(), shards.size());
@@ -250,7 +254,7 @@ class TensorGroup {
   Mapping controlMapping_;
   GroupControl control_;
   std::vector<TensorBytes> slots_;
-  std::vector<RowTable> tables_;              // by tensor; these three are empty without tables
+  std::vector<RowTable> tables_;              // by tensor; the next three are empty without tables
   std::vector<std::uint64_t> firstElements_;  // by shard
   std::vector<Mapping> rows_;
   std::vector<Mapping> settings_;  // of each client

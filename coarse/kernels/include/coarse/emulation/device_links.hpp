@@ -12,14 +12,15 @@
 
 namespace coarse {
 
-/// The links of one memory device: when its transfers arrive, and what happens then.
+/// The links of one memory device: the arrival times of its transfers, and the actions at arrival.
 ///
-/// Without a pacer links are the host's memory: whatever was sent is there, and at() runs its action at once.
+/// Without a pacer, links are host memory: transfers arrive immediately, and at() runs its action
+/// immediately.
 /// Thread safety: one caller at a time.
 class DeviceLinks {
  public:
-  /// What happens when a transfer arrives. Later transfers that it causes count from `due`, not from when it
-  /// runs, so that delays of this process do not add up.
+  /// The action at a transfer's arrival. Later transfers that it causes count from `due`, not from the time
+  /// when it runs, so that delays of this process do not accumulate.
   using Action = std::function<void(MonotonicNs due)>;
 
   DeviceLinks() = default;
@@ -29,15 +30,15 @@ class DeviceLinks {
   bool isPaced() const noexcept { return pacer_ != nullptr; }
   std::size_t endpointOfClient(std::size_t client) const noexcept { return client; }
   std::size_t endpointOfDevice(std::size_t device) const noexcept { return numClients_ + device; }
-  /// @param tag what it carries, for the log of transfers: a shard.
-  /// @returns when `numBytes` that were sent at `sentAt` arrive.
+  /// @param tag the transfer's content, for the log of transfers: a shard.
+  /// @returns the arrival time of `numBytes` that were sent at `sentAt`.
   MonotonicNs reserve(std::size_t source, std::size_t target, std::size_t numBytes, MonotonicNs sentAt,
                       std::uint32_t tag = 0) noexcept;
   /// Runs `action` in runDue(), not before `due`.
   void at(MonotonicNs due, Action action);
   /// Runs the next action if it is due. @returns whether it was.
   bool runDue();
-  /// How long until something is due, at least 0.
+  /// Time until the next action is due, at least 0.
   std::optional<MonotonicNs> untilNext() const noexcept;
 
  private:

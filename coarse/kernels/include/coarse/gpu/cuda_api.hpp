@@ -3,15 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 
-// CUDA's own names for what its handles point to.
+// CUDA's own names for the targets of its handles.
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
 struct CUfunc_st;
 struct CUmod_st;
 
-/// The part of the CUDA driver API that COARSE calls, declared here so that it is built where there is no
-/// CUDA. tests/native/cuda_api_test.cpp compares every declaration with cuda.h, where that is installed.
+/// The part of the CUDA driver API that COARSE calls, declared here so that COARSE builds without CUDA.
+/// tests/native/cuda_api_test.cpp compares every declaration with cuda.h, if that is installed.
 namespace coarse::cuda {
 
 using Result = int;
@@ -62,7 +62,7 @@ enum : int {
   kStreamCaptureNone = 0,
 };
 
-/// Attributes of a device that COARSE asks for.
+/// Device attributes that COARSE reads.
 enum class DeviceAttribute : int {
   kPciBusId = 33,
   kPciDeviceId = 34,
@@ -104,7 +104,7 @@ struct MemAccessDesc {
 };
 
 /// Each function by the name under which the driver exports it, with its parameters. Names without a suffix
-/// are those of the legacy default stream.
+/// belong to the legacy default stream.
 #define COARSE_CUDA_FUNCTIONS(F)                                                                          \
   F(cuInit, unsigned int)                                                                                 \
   F(cuDriverGetVersion, int*)                                                                             \

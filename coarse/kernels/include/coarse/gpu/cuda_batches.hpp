@@ -6,11 +6,11 @@
 
 namespace coarse::cuda {
 
-/// Blocks of the kernels of batches.cuh that are worth their launch: several times those that run at once, so
-/// that multiprocessors which are done early take more of them.
+/// Maximum useful number of blocks for the kernels of batches.cuh: several times those that run at once, so
+/// that multiprocessors which finish early take more of them.
 std::uint32_t mostBlocks(const Context& context);
 
-/// Has a kernel take a batch of `numTiles`. @pre the stream's context is current.
+/// Launches a kernel on a batch of `numTiles`. @pre the stream's context is current.
 void launchBatch(FunctionHandle kernel, std::uint32_t numTiles, std::uint32_t mostBlocks, StreamHandle stream,
                  void* batch);
 

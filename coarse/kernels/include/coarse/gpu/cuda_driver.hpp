@@ -11,20 +11,20 @@
 #include "coarse/gpu/cuda_api.hpp"
 #include "coarse/shared_memory/shared_memory.hpp"
 
-/// The CUDA driver, loaded when it is first asked for; nothing here needs CUDA to be built or imported.
+/// The CUDA driver, loaded at its first use; nothing here needs CUDA at build or import time.
 ///
-/// Everything belongs to the primary contexts of the devices, which are those of PyTorch and CuPy. Objects
-/// may be used and destroyed in any thread, each by one at a time. A destructor waits for nothing but where
-/// it says so, and does nothing in a fork of the process that made the object, where CUDA cannot be used.
+/// Everything belongs to the devices' primary contexts, which PyTorch and CuPy use too. Any thread may use
+/// and destroy an object, one thread at a time. A destructor waits for nothing unless its comment says so. It
+/// does nothing in a fork of the process that made the object, where CUDA cannot be used.
 namespace coarse::cuda {
 
-/// A call of the driver failed: which, CUDA's name and text of the error, what to do.
+/// A driver call failed. The message gives the call, CUDA's name and text of the error, and a remedy.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-/// The device, or the host for memory that is pinned, does not have so much memory.
+/// The device, or the host for pinned memory, does not have enough memory.
 class OutOfMemoryError : public Error {
  public:
   using Error::Error;
@@ -34,11 +34,11 @@ class OutOfMemoryError : public Error {
 class Driver {
  public:
   /// Loads and initialises the driver.
-  /// @throws Error that says what is missing: the library, one of its functions, a device.
+  /// @throws Error that names the missing part: the library, one of its functions, a device.
   explicit Driver(const char* libraryName = "libcuda.so.1");
 
   const Api& api() const noexcept { return api_; }
-  /// As 12020 for CUDA 12.2.
+  /// For example 12020 for CUDA 12.2.
   int version() const noexcept { return version_; }
 
  private:
@@ -46,30 +46,30 @@ class Driver {
   int version_ = 0;
 };
 
-/// Why CUDA cannot be used in this process; "" if it can. The first call decides.
+/// Why this process cannot use CUDA; "" if it can. The first call decides.
 const std::string& unavailableReason();
 /// The functions of this process's driver.
 /// @throws Error with unavailableReason().
 const Api& api();
 /// @throws Error unless `result` is kSuccess.
 /// @param call the function's name.
-/// @param advice what to do about it, where more is known than CUDA's text says.
+/// @param advice a remedy, if more is known than CUDA's text says.
 void check(Result result, const char* call, const std::string& advice = {});
 
-/// As 12020 for CUDA 12.2. @throws Error without CUDA.
+/// For example 12020 for CUDA 12.2. @throws Error without CUDA.
 int driverVersion();
-/// Devices that this process may see, in CUDA's order. @throws Error without CUDA.
+/// Number of devices that this process may see. @throws Error without CUDA.
 int numDevices();
 std::string deviceName(int device);
-/// As nvidia-smi writes it: "GPU-" and five groups of hexadecimal digits.
+/// In nvidia-smi's notation: "GPU-" and five groups of hexadecimal digits.
 std::string deviceUuid(int device);
-/// Of PCI, as sysfs writes it: "0000:17:00.0".
+/// The PCI address, in the notation of sysfs: "0000:17:00.0".
 std::string deviceBusId(int device);
-/// The device of that UUID; -1 if this process does not see it.
+/// The device with that UUID; -1 if this process does not see it.
 int deviceOf(const std::string& uuid);
 int deviceAttribute(int device, DeviceAttribute attribute);
-/// Whether the driver says that `device` can reach the memory of `peer`; what it copies there may be lost all
-/// the same (cuda_peers.hpp).
+/// Whether the driver reports that `device` can reach the memory of `peer`; copies there may still be lost
+/// (cuda_peers.hpp).
 bool canAccessPeer(int device, int peer);
 
 /// Bytes of device memory.
@@ -89,12 +89,13 @@ class Context {
 
   int device() const noexcept { return device_; }
   ContextHandle handle() const noexcept { return handle_; }
-  /// Waits for everything that was given to the device in this context.
+  /// Waits for all work of the device in this context.
   void synchronize() const;
-  /// The same, whatever comes of it. @returns false if nobody can wait, because a stream is being captured.
+  /// The same, without reporting errors. @returns false if waiting is impossible, because a stream is being
+  /// captured.
   bool settle() const noexcept;
   MemoryInfo memoryInfo() const;
-  /// Least and greatest priority of streams; the smaller the number, the greater.
+  /// Least and greatest priority of streams; a smaller number is a greater priority.
   std::pair<int, int> priorities() const;
   bool isUsable() const noexcept;
 
@@ -127,12 +128,12 @@ class Event {
 
   EventHandle handle() const noexcept { return handle_; }
   const SharedContext& context() const noexcept { return context_; }
-  /// Marks the work that `stream` has so far. @pre the stream is of the same device, here and below.
+  /// Marks the work given to `stream` so far. @pre the stream is of the same device, here and below.
   void record(StreamHandle stream);
-  /// Whether what was marked last is done; true before anything was.
+  /// Whether the work marked last is done; true if nothing was marked.
   bool isDone() const;
   void synchronize() const;
-  /// Time from what `start` has marked to what this one has. @pre both measure time, and are done.
+  /// Time between the points that `start` and this event have marked. @pre both measure time, and are done.
   float millisecondsSince(const Event& start) const;
 
  private:
@@ -143,40 +144,41 @@ class Event {
 /// A stream that does not wait for the legacy default stream.
 class Stream {
  public:
-  /// @param priority of Context::priorities(); 0 is what other streams have.
+  /// @param priority from Context::priorities(); other streams have 0.
   explicit Stream(SharedContext context, int priority = 0);
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
-  /// Returns at once; what the stream has is still done.
+  /// Returns immediately; the stream's work still completes.
   ~Stream();
 
   StreamHandle handle() const noexcept { return handle_; }
   const SharedContext& context() const noexcept { return context_; }
-  /// What is given to the stream from now on waits for what `event` has marked.
+  /// Makes later work of the stream wait for the work that `event` has marked.
   void wait(const Event& event);
-  /// What is given to the stream from now on waits until the word at `address` has reached `value`, as a
-  /// number that wraps around. Tell CUDA by events, too, of what it waits for, where that is of CUDA: streams
-  /// may share a queue, in which a wait stops what comes behind it.
+  /// Makes later work of the stream wait until the word at `address` has reached `value`, as a number that
+  /// wraps around. If the wait depends on CUDA work, also declare that by events: streams may share a queue,
+  /// in which a wait blocks everything behind it.
   void waitValue(DeviceAddress address, std::uint32_t value);
-  /// Writes `value` there when all before it is done and can be seen by whoever sees the value.
+  /// Writes `value` there when all earlier work is done and visible to readers of the value.
   void writeValue(DeviceAddress address, std::uint32_t value);
-  /// @pre pinned host memory, or the copy takes the calling thread's time; it stays until the copy is done.
+  /// @pre pinned host memory, or the copy takes the calling thread's time; the memory must stay valid until
+  /// the copy is done.
   void copyToDevice(DeviceAddress destination, const void* source, std::size_t numBytes);
   void copyToHost(void* destination, DeviceAddress source, std::size_t numBytes);
   /// Between memories of this device, or one that it can access.
   void copyOnDevice(DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
-  /// Between this device and any other, through the host if there is no other way.
+  /// Between this device and any other, through the host if no other way exists.
   void copyFrom(const Context& other, DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
   void copyTo(const Context& other, DeviceAddress destination, DeviceAddress source, std::size_t numBytes);
   void fill(DeviceAddress destination, unsigned char value, std::size_t numBytes);
-  /// Memory of the device for this process alone, to be used by what the stream is given from now on, and by
-  /// others once that is done.
-  /// @returns 0 if there is not so much; @throws Error if the device has no memory pools.
+  /// Device memory for this process alone. The stream's later work may use it, and other work once that is
+  /// done.
+  /// @returns 0 if there is not enough memory; @throws Error if the device has no memory pools.
   DeviceAddress allocate(std::size_t numBytes);
-  /// Gives such memory back when the stream has done what it was given. @pre nothing else uses it any more.
+  /// Frees such memory when the stream's work so far is done. @pre nothing else uses it any more.
   void free(DeviceAddress address);
-  /// Has `function(data)` called in a thread of the driver when all before it is done; it must neither call
-  /// CUDA nor throw. Work behind it waits for it.
+  /// Calls `function(data)` in a driver thread when all earlier work is done; it must neither call CUDA nor
+  /// throw. Later work waits for it.
   void callOnHost(HostFunction function, void* data);
   void synchronize() const;
   bool isIdle() const;
@@ -186,18 +188,18 @@ class Stream {
   StreamHandle handle_ = nullptr;
 };
 
-/// Has what somebody else's `stream` is given from now on wait for what `event` has marked.
+/// Makes later work of another owner's `stream` wait for the work that `event` has marked.
 void waitForEvent(StreamHandle stream, const Event& event);
 
-/// Whether what is given to `stream` is captured into a CUDA graph instead of done. @pre its context is
+/// Whether work given to `stream` is captured into a CUDA graph instead of executed. @pre its context is
 /// current.
 bool isCapturing(StreamHandle stream);
 
-/// Loads machine code for as long as somebody keeps the primary context of the device.
-/// @param code a cubin, which the driver reads to its end; may be gone afterwards.
+/// Loads machine code, which stays loaded while anyone keeps the device's primary context.
+/// @param code a cubin, which the driver reads to its end; may be freed afterwards.
 /// @throws Error if it is for another device, or for a newer driver.
 ModuleHandle loadModule(const Context& context, const void* code);
-/// A kernel of a module. @throws Error if it has none of this name.
+/// A kernel of a module. @throws Error if the module has no kernel of this name.
 FunctionHandle findKernel(const Context& context, ModuleHandle module, const std::string& name);
 
 struct LaunchShape {
@@ -205,28 +207,28 @@ struct LaunchShape {
   unsigned int block[3] = {1, 1, 1};
 };
 
-/// Launches a kernel, whoever has loaded it.
-/// @param arguments where each parameter lies, in their order; read before this returns.
+/// Launches a kernel, loaded by any component.
+/// @param arguments the addresses of the parameters, in their order; read before this returns.
 /// @pre the context in which the kernel was loaded is current.
 void launchKernel(FunctionHandle kernel, const LaunchShape& shape, StreamHandle stream,
                   const std::vector<void*>& arguments);
 
-/// Memory of the host that is pinned as long as this exists, so that devices copy at full speed and beside
-/// other work. It may be a mapping of a memfd, which several processes can each register.
+/// Host memory, pinned as long as this exists, so that devices copy at full speed and concurrently with other
+/// work. It may be a mapping of a memfd, which several processes can each register.
 class HostRegistration {
  public:
   enum class Access { kReadWrite, kReadOnly };
 
-  /// @param address, numBytes as mmap returned them; stay the caller's, and must outlive this.
-  /// @param access as the memory is mapped; few devices take memory that is mapped read-only.
-  /// @throws OutOfMemoryError, Error with CUDA's reason and what to do.
+  /// @param address, numBytes as mmap returned them; the caller's memory, which must outlive this.
+  /// @param access the protection of the mapping; few devices accept memory that is mapped read-only.
+  /// @throws OutOfMemoryError, Error with CUDA's reason and a remedy.
   HostRegistration(SharedContext context, void* address, std::size_t numBytes,
                    Access access = Access::kReadWrite);
   HostRegistration(const HostRegistration&) = delete;
   HostRegistration& operator=(const HostRegistration&) = delete;
   ~HostRegistration();
 
-  /// Where the device sees it.
+  /// The device's address of the memory.
   DeviceAddress deviceAddress() const noexcept { return deviceAddress_; }
 
  private:
@@ -235,20 +237,20 @@ class HostRegistration {
   DeviceAddress deviceAddress_ = 0;
 };
 
-/// Device memory that is a file descriptor, which travels between processes as any other. The memory lives as
-/// long as a process has it mapped or holds a descriptor of it, whoever has allocated it.
+/// Device memory behind a file descriptor, which processes can pass to each other. The memory lives as long
+/// as any process has it mapped or holds a descriptor of it.
 class DeviceMemory {
  public:
   /// Allocates at least `numBytes`, in whole pages of the device; their contents are arbitrary.
-  /// @throws OutOfMemoryError says how much there is; Error if the device cannot share memory.
+  /// @throws OutOfMemoryError that gives the available memory; Error if the device cannot share memory.
   static DeviceMemory allocate(SharedContext context, std::size_t numBytes);
-  /// The same in the memory of another device, for that of the context to use. @pre canAccessPeer()
+  /// The same in the memory of another device, for use by the context's device. @pre canAccessPeer()
   static DeviceMemory allocateOn(int device, SharedContext context, std::size_t numBytes);
-  /// Maps what another process has allocated and exported; pieces side by side, wherever each lies.
+  /// Maps memory that another process has allocated and exported; pieces are adjacent, wherever each lies.
   /// @param region whole allocations, each with its numBytes().
-  /// @param others on whose devices it is to be used too.
-  /// @throws Error if a descriptor is something else or smaller, or a device cannot reach that memory.
-  ///   Where the region says whose memory it is, and this process sees that device, CUDA is asked before.
+  /// @param others contexts whose devices will use it too.
+  /// @throws Error if a descriptor is invalid or smaller, or a device cannot reach that memory. If the region
+  /// names its GPU, and this process sees that device, CUDA is asked first.
   static DeviceMemory import(SharedContext context, const Region& region,
                              std::vector<SharedContext> others = {});
   /// Bytes that an allocation of `numBytes` takes on a device.
@@ -258,16 +260,16 @@ class DeviceMemory {
   DeviceMemory& operator=(DeviceMemory&& other) noexcept;
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
-  /// Unmaps it. @pre the device does nothing with it any more.
+  /// Unmaps it. @pre the device does not use it any more.
   ~DeviceMemory();
 
   DeviceAddress address() const noexcept { return address_; }
   std::size_t numBytes() const noexcept { return numBytes_; }
   const SharedContext& context() const noexcept { return context_; }
-  /// Waits for everything that its devices have been given, whatever comes of that: unmapping does not.
-  /// @returns false if it cannot, because a stream of theirs is being captured into a graph.
+  /// Waits for all work of its devices, without reporting errors: unmapping does not wait.
+  /// @returns false if it cannot wait, because one of their streams is being captured into a graph.
   bool settle() const noexcept;
-  /// @returns a new descriptor, close-on-exec, which the caller closes. @pre it is in one piece.
+  /// @returns a new descriptor, close-on-exec, which the caller closes. @pre the memory is in one piece.
   int exportFd() const;
 
  private:

@@ -7,8 +7,8 @@
 
 namespace coarse {
 
-/// The kernels of coarse/kernels/cuda/batches.cuh, as somebody else has loaded them in the primary context of
-/// a GPU. By dtype; null where there is none.
+/// The kernels of coarse/kernels/cuda/batches.cuh, which another component has loaded in the primary context
+/// of a GPU. By dtype; null if there is none.
 struct CudaKernels {
   using ByDType = std::array<cuda::FunctionHandle, kNumDTypes>;
   ByDType reduceSum{};
@@ -17,9 +17,9 @@ struct CudaKernels {
   ByDType ringMax{};
   ByDType measure{};
   ByDType update{};
-  cuda::FunctionHandle holdUntil = nullptr;  // of delay.cuh; without it nothing is begun before it is due
+  cuda::FunctionHandle holdUntil = nullptr;  // of delay.cuh; without it no work begins before it is due
 
-  /// @throws std::invalid_argument if there is none for a dtype that can be reduced or updated.
+  /// @throws std::invalid_argument if a dtype that can be reduced or updated has no kernel.
   void validate() const;
 };
 

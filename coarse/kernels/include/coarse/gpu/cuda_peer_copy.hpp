@@ -9,23 +9,24 @@
 
 namespace coarse {
 
-/// Memory of GPUs that one GPU cannot reach, as this process has mapped it for those GPUs, each range with
-/// its GPU. Between most GPUs there is none.
+/// GPU memory that one GPU cannot reach, as this process has mapped it for other GPUs: each range with its
+/// GPU. For most pairs of GPUs there is none.
 using DistantMemory = AddressRanges<cuda::SharedContext>;
 
-/// Copies of distant memory on the GPU of a stream, on which kernels of that stream work instead. CUDA takes
-/// them through the host where it has to.
+/// Copies of distant memory on the GPU of a stream; kernels of that stream use the copies instead. CUDA
+/// copies through the host where necessary.
 class NearCopies {
  public:
   NearCopies(cuda::Stream& stream, std::shared_ptr<const DistantMemory> distant);
 
-  /// Where the stream's next kernels find what lies at `address`: there, or in a copy that is brought first.
+  /// The address at which the stream's next kernels read the contents of `address`: the same, or a copy that
+  /// is made first.
   const void* toRead(const void* address, std::size_t numBytes);
-  /// Where they write what is to come to `address`, with sendBack() at the latest.
+  /// The address at which they write the contents of `address`; sendBack() copies them there at the latest.
   void* toWrite(void* address, std::size_t numBytes);
-  /// Has what the kernels so far have written go where it belongs, and gives the copies up.
+  /// Copies the kernels' output to its destination, and frees the copies.
   void sendBack();
-  /// What the copies take.
+  /// Bytes of all copies.
   std::size_t numBytes() const noexcept { return numBytes_; }
 
  private:
@@ -36,12 +37,12 @@ class NearCopies {
     bool isBrought = false;
     bool isWritten = false;
   };
-  /// Null where the GPU reaches it.
+  /// Null if the GPU reaches the memory.
   Copy* find(const void* address, std::size_t numBytes);
 
   cuda::Stream& stream_;
   std::shared_ptr<const DistantMemory> distant_;
-  std::unordered_map<const void*, Copy> copies_;  // by what they are of
+  std::unordered_map<const void*, Copy> copies_;  // by source address
   std::size_t numBytes_ = 0;
 };
 

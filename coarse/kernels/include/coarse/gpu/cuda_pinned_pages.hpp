@@ -8,7 +8,7 @@
 
 namespace coarse::cuda {
 
-/// What code for a device takes an address as.
+/// An address as the pointer that device code takes.
 inline void* pointerTo(DeviceAddress address) noexcept {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
 }
@@ -16,10 +16,10 @@ inline DeviceAddress addressOf(const void* pointer) noexcept {
   return static_cast<DeviceAddress>(reinterpret_cast<std::uintptr_t>(pointer));
 }
 
-/// Pages of the host that a device writes to and reads, of this process alone.
+/// Host pages that a device reads and writes; private to this process.
 class PinnedPages {
  public:
-  /// @throws std::system_error, Error if there are not so many, or they cannot be pinned.
+  /// @throws std::system_error, Error if there is not enough memory, or it cannot be pinned.
   PinnedPages(const SharedContext& context, std::size_t numBytes);
   std::byte* data() const noexcept { return pages_.get(); }
   void* onDevice() const noexcept { return pointerTo(registration_.deviceAddress()); }

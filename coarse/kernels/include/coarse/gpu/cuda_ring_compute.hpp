@@ -11,8 +11,8 @@
 
 namespace coarse {
 
-/// Does steps of one ring in the memory of GPUs: each is a kernel on a stream of this object's own, with an
-/// event behind it. So rings run beside each other, and no kernel waits for another device.
+/// Runs the steps of one ring in GPU memory: each is a kernel on this object's own stream, followed by an
+/// event. Rings therefore run concurrently, and no kernel waits for another device.
 class CudaRingCompute : public RingCompute {
  public:
   /// @param kernels must outlive this.
@@ -34,12 +34,12 @@ class CudaRingCompute : public RingCompute {
   cuda::Stream stream_;
   NearCopies near_;  // of messages to a neighbour that this GPU cannot reach
   cuda::Event launched_;
-  Done done_;  // of the step under way
+  Done done_;  // of the step in progress
 };
 
-/// Appends what a step does to a batch. @returns false, and nothing changes, if the batch has no room for it.
+/// Appends a step's work to a batch. @returns false, without any change, if the batch has no room for it.
 bool append(cuda::ReduceBatch& batch, const RingStep& step);
-/// @throws std::invalid_argument for a step that no batch has room for.
+/// @throws std::invalid_argument for a step that fits in no batch.
 [[noreturn]] void throwTooManyContributions();
 
 }  // namespace coarse

@@ -8,11 +8,11 @@
 
 namespace coarse {
 
-/// SlotCopies between pinned memory of the host and a GPU, on a stream of their own.
+/// SlotCopies between pinned host memory and a GPU, on its own stream.
 class CudaSlotCopies : public SlotCopies {
  public:
   /// @param slots of this worker.
-  /// @param view is pinned as long as this lives.
+  /// @param view pinned as long as this object lives.
   /// @throws cuda::Error if the view cannot be pinned.
   CudaSlotCopies(std::shared_ptr<const cuda::DeviceMemory> slots, std::shared_ptr<Mapping> view);
   ~CudaSlotCopies() override;

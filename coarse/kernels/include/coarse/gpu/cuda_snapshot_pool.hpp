@@ -11,9 +11,9 @@
 
 namespace coarse {
 
-/// Old versions of blocks that lie in the memory of a GPU, in memory of that GPU which one process has: that
-/// of the memory device which updates the blocks and reads the snapshots. It is taken when a version is kept
-/// and given back when it is freed. Versions come to the host through pinned buffers, two by turns.
+/// Old versions of blocks in the memory of a GPU. One process holds them, in memory of the same GPU: the
+/// memory device that updates the blocks and reads the snapshots. Keeping a version allocates memory, and
+/// freeing it returns the memory. Versions reach the host through two pinned buffers, used in turn.
 class CudaSnapshotPool : public SnapshotPool {
  public:
   /// @throws cuda::Error if the GPU has no memory pools.
@@ -43,10 +43,10 @@ class CudaSnapshotPool : public SnapshotPool {
   std::vector<std::size_t> blockBytes_;
   // Locked in this order.
   std::mutex readersMutex_;   // for stagings_, and one reader at a time
-  std::mutex versionsMutex_;  // for versions_ and what both streams are given; held for no copy
+  std::mutex versionsMutex_;  // for versions_ and the work of both streams; not held during copies
   std::vector<cuda::DeviceAddress> versions_;
   cuda::Stream keeping_;
-  // Versions are freed behind the copies of this one, so that none goes while it is read.
+  // Versions are freed behind the copies of this stream, so that no version is freed while it is read.
   cuda::Stream reading_;
   std::array<std::unique_ptr<Staging>, 2> stagings_;  // made when the first version is read
 };

@@ -11,8 +11,8 @@
 
 namespace coarse {
 
-/// Memory of GPUs behind file descriptors, where one GPU reduces and updates: its own, and that of those
-/// which it can access. Of the memory of others it takes copies.
+/// GPU memory behind file descriptors, for a GPU that reduces and updates in its own memory and in that of
+/// GPUs which it can access. It copies the memory of other GPUs.
 class CudaTensorMemory : public TensorMemory {
  public:
   /// @throws std::invalid_argument as CudaKernels::validate().
@@ -20,17 +20,17 @@ class CudaTensorMemory : public TensorMemory {
 
   const cuda::SharedContext& context() const noexcept { return context_; }
   const CudaKernels& kernels() const noexcept { return kernels_; }
-  /// What the GPU cannot reach of what is mapped.
+  /// The mapped memory that the GPU cannot reach.
   DistantMemory& distant() const noexcept { return *distant_; }
 
-  /// @param region all that one or more cuda::DeviceMemory exported, in this or other processes.
+  /// @param region everything that one or more cuda::DeviceMemory exported, in this or other processes.
   TensorBytes map(const Region& region, std::size_t numBytes, const std::string& what) const override;
   TensorBytes allocate(std::size_t numBytes) const override;
   TensorBytes reach(std::byte* memory, std::size_t numBytes) const override;
   std::unique_ptr<TensorCopies> makeCopies() const override;
   std::unique_ptr<ShardCompute> makeCompute(ShardCompute::Finish finish) const override;
   std::unique_ptr<RingCompute> makeRingCompute() const override;
-  /// What makeCompute() has run its batches. It must not outlive this.
+  /// The runner of makeCompute()'s batches. It must not outlive this.
   std::unique_ptr<BatchRunner> makeRunner() const;
   /// @throws std::invalid_argument if a region has fewer bytes.
   static void checkLength(const Region& region, std::size_t numBytes, const std::string& what);

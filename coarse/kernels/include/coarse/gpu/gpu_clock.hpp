@@ -6,31 +6,31 @@
 
 namespace coarse {
 
-/// What the global timer of a GPU shows at times of the host, of which it knows nothing.
+/// Converts host times to the global timer of a GPU, which is independent of the host's clock.
 ///
-/// A kernel notes what the timer shows when it begins. That is later than when the host launched it, by an
-/// unknown time; the smallest one of all seen is the best, with an allowance for how far the clocks may have
-/// gone apart since. So answers are never too early, and late by what launching a kernel takes at best.
+/// A kernel records the timer when it begins. That is later than the host's launch, by an unknown time. The
+/// smallest difference seen is the best, with an allowance for the drift between the clocks since then. So
+/// answers are never too early, and late by the shortest launch time.
 ///
 /// Thread safety: one caller at a time.
 class GpuClock {
  public:
   /// The timer showed `shown` at some time after `launchedAt`. @pre notes come in the order of their times.
   void note(MonotonicNs launchedAt, std::uint64_t shown) noexcept;
-  /// Whether something was noted so shortly before `now` that allowances are small.
+  /// Whether a note is so recent before `now` that allowances are small.
   bool isFresh(MonotonicNs now) const noexcept { return hasNotes_ && now - notedAt_ <= kFreshNs; }
-  /// What the timer shows at `time`, or more. @pre something was noted.
+  /// The timer's value at `time`, or more. @pre there was a note.
   std::uint64_t shownAt(MonotonicNs time) const noexcept;
 
  private:
   static constexpr MonotonicNs kFreshNs = 100'000'000;
-  static constexpr MonotonicNs kDriftDivisor = 10'000;  // clocks go apart by less than 100 us in a second
+  static constexpr MonotonicNs kDriftDivisor = 10'000;  // clocks drift by less than 100 us in a second
 
   MonotonicNs offsetAt(MonotonicNs time) const noexcept;
 
   bool hasNotes_ = false;
   MonotonicNs notedAt_ = 0;
-  MonotonicNs offset_ = 0;  // at that time: of the timer before the host's clock, or more
+  MonotonicNs offset_ = 0;  // at that time: the timer minus the host's clock, or more
 };
 
 }  // namespace coarse

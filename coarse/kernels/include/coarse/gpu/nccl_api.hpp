@@ -4,11 +4,11 @@
 
 #include "coarse/gpu/cuda_api.hpp"
 
-// NCCL's own name for what its handles point to.
+// NCCL's own name for the target of its handles.
 struct ncclComm;
 
-/// The part of NCCL that COARSE calls, declared here so that it is built where there is no NCCL.
-/// tests/native/nccl_api_test.cpp compares every declaration with nccl.h, where that is installed.
+/// The part of NCCL that COARSE calls, declared here so that COARSE builds without NCCL.
+/// tests/native/nccl_api_test.cpp compares every declaration with nccl.h, if that is installed.
 namespace coarse::nccl {
 
 using Result = int;
@@ -41,7 +41,7 @@ enum : int {
   kOpAvg = 4,
 };
 
-/// What names a communicator before it is there; NCCL passes it by value.
+/// The name of a future communicator; NCCL passes it by value.
 struct UniqueIdBytes {
   char bytes[128];
 };

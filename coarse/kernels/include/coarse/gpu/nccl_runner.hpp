@@ -16,39 +16,39 @@
 namespace coarse {
 
 struct NcclLimits {
-  // Of sums that NCCL adds up in one operation, and in one launch.
+  // Bytes of sums in one operation of NCCL, and in one launch.
   std::size_t pieceBytes = 16 << 20;
   std::size_t roundBytes = 64 << 20;
-  // Who waits longer for the others at the end of a session waits for somebody who is gone.
+  // Longest wait for the other devices at the end of a session; after it they count as gone.
   std::chrono::milliseconds patience{3000};
 
-  /// @throws std::invalid_argument unless a round has room for a piece, and that for a number.
+  /// @throws std::invalid_argument unless a round has room for a piece, and a piece for a number.
   void validate() const;
 };
 
-/// Adds up shards over memory devices on different GPUs by NCCL (paper, section IV-B): a kernel adds the
-/// contributions of the device's own clients, NCCL these sums, and a kernel finishes the result in the slots
-/// of the clients. Where a device has one client, and sums have the type of its elements, NCCL works in its
-/// slot.
+/// Sums shards over memory devices on different GPUs by NCCL (paper, section IV-B): a kernel sums the
+/// contributions of the device's own clients, NCCL sums these sums, and a kernel writes the final result to
+/// the slots of the clients. If a device has one client, and sums have the type of its elements, NCCL works
+/// in its slot.
 ///
 /// All devices must start the same batches in the same order.
 class NcclRunner : public BatchRunner {
  public:
-  /// @param localClients whose contributions this device brings.
-  /// @param limits on all devices the same.
+  /// @param localClients the clients whose contributions this device brings.
+  /// @param limits the same on all devices.
   /// @throws std::invalid_argument as NcclLimits; cuda::Error as streams and memory do.
   NcclRunner(std::shared_ptr<nccl::Communicator> communicator, std::shared_ptr<const CudaTensorMemory> memory,
              std::vector<std::size_t> localClients, const NcclLimits& limits = {});
   ~NcclRunner() override;
 
-  /// Has NCCL connect the devices, which takes a second, before there is anything to reduce. Blocks until all
-  /// devices do it. @throws nccl::Error, cuda::Error if that fails.
+  /// Makes NCCL connect the devices in advance, which takes a second. Blocks until all devices do it. @throws
+  /// nccl::Error, cuda::Error if that fails.
   void connect();
 
   void start(const ShardBatch& batch, MonotonicNs notBefore) override;
   bool conclude() override;
-  /// @throws nccl::Error if it failed, or the others do not come to it within some seconds: then it was
-  /// ended, its results are arbitrary, and nothing more can be started.
+  /// @throws nccl::Error if the batch failed, or the other devices do not reach it within some seconds: then
+  /// it was ended, its results are arbitrary, and nothing more can be started.
   void wait() override;
 
  private:

@@ -13,30 +13,30 @@
 
 namespace coarse {
 
-/// Keeps the scratch memory of a group alike on several nodes (docs/design/torch-backend.md): what ranks of
-/// this node publish is sent to the others, and what comes from there is written where those ranks would have
-/// written it. So collectives and messages are the same on one node and on many, to the last bit.
+/// Keeps the scratch memory of a group identical on several nodes (docs/design/torch-backend.md). It sends
+/// the data that ranks of this node publish to the other nodes, and writes received data where the ranks of
+/// other nodes would have written it. So collectives and messages are the same on one node and on many, to
+/// the last bit.
 ///
-/// What is sent cannot be lost for want of room: a rank overwrites its buffer of a round only after all ranks
-/// have published the one before, and a channel only after its bytes were taken, on whatever node. So the
-/// receiving thread never waits for anybody, and no two nodes can wait for each other's sending.
+/// Received data always has room: a rank overwrites its buffer of a round only after all ranks have published
+/// the round before, and a channel only after its bytes were taken, on any node. So the receiving thread
+/// never waits, and no two nodes can wait for each other's sending.
 ///
 /// Belongs to the leader of a node, and has a thread for each direction.
 ///
-/// Thread safety: one thread; the object's own are ended by stop().
+/// Thread safety: one thread; stop() ends the object's own threads.
 class NodeBridge {
  public:
   /// @param scratch of the group; outlives this.
-  /// @param fds connected stream sockets by node, -1 to the own one. Closed by this object, also where this
-  /// throws.
-  /// @throws std::invalid_argument if there are not as many as nodes.
+  /// @param fds connected stream sockets by node, -1 for its own. This object closes them, even if it throws.
+  /// @throws std::invalid_argument unless there is one per node.
   NodeBridge(const GroupScratch& scratch, std::vector<int> fds);
   /// As stop().
   ~NodeBridge();
   NodeBridge(const NodeBridge&) = delete;
   NodeBridge& operator=(const NodeBridge&) = delete;
 
-  /// Sends what was published, says goodbye, and waits until the others have it, but not for ever.
+  /// Sends the published data, says goodbye, and waits for a limited time until the others have received it.
   /// Idempotent.
   void stop() noexcept;
 
@@ -73,7 +73,7 @@ class NodeBridge {
   const GroupScratch& scratch_;
   const MessageArea& area_;
   const std::size_t numRanks_;
-  std::vector<std::unique_ptr<Connection>> connections_;  // by node; none to the own one
+  std::vector<std::unique_ptr<Connection>> connections_;  // by node; null for the own one
   std::vector<std::size_t> here_;                         // ranks of this node
   std::vector<std::size_t> elsewhere_;
 
@@ -84,7 +84,7 @@ class NodeBridge {
   std::vector<std::uint64_t> toldTaken_;   // by channel
 
   std::atomic<bool> isStopping_{false};
-  std::atomic<std::int64_t> giveUpAt_{0};  // when the receiving thread ends in any case; 0: not yet
+  std::atomic<std::int64_t> giveUpAt_{0};  // when the receiving thread ends in any case; 0: not set
   std::thread sender_;
   std::thread receiver_;
 };

@@ -19,51 +19,51 @@ namespace coarse {
 
 inline constexpr std::size_t kMostNodes = 256;
 
-/// Synchronises the shards of one node with those of the other nodes of the job (docs/design/nodes.md): each
-/// shard is owned by a node, to which the others send the reduction of their own workers' contributions, and
-/// from which they get the result. What a result is depends on contributions alone, never on when they come.
+/// Synchronises the shards of one node with those of the other nodes of the job (docs/design/nodes.md). Each
+/// shard has an owner node. The other nodes send it the reduction of their own workers' contributions, and
+/// receive the result. A result depends only on the contributions, never on their time of arrival.
 ///
-/// Thread safety: contribute() and noteUpdate() may be called from any sync core; addGroup() and the rest
-/// from one control thread. The functions it is given are called from sync cores and from the links' thread.
-/// Locks: groupsMutex_ alone, and those of NodeLinks, never both.
+/// Thread safety: any sync core may call contribute() and noteUpdate(); one control thread calls addGroup()
+/// and the rest. The functions passed to it are called from sync cores and from the links' thread. Locks:
+/// groupsMutex_ alone, and those of NodeLinks, never both.
 class NodeExchange {
  public:
   /// Called when the result of a shard lies in the slots of all clients of this node.
   using FinishShard = std::function<void(TensorGroup&, const RingEntry&)>;
-  /// Has a shard reduced from and to these arrays, where the group's tensors lie, and `finish` called then.
+  /// Reduces a shard from and to these arrays, where the group's tensors lie, and then calls `finish`.
   using Reduce = std::function<void(TensorGroup&, const RingEntry&, ShardArrays)>;
-  /// Called when something cannot come to its end: `message` says why, or is empty if workers have left.
+  /// Called when a shard cannot complete: `message` gives the reason, or is empty if workers have left.
   using Report = std::function<void(std::string message)>;
 
   /// `ranks[n]` are the workers of node n; `fds` as for NodeLinks. `onEvent` is called from the links'
   /// thread.
-  /// @throws std::invalid_argument if they do not fit each other.
+  /// @throws std::invalid_argument if they do not match.
   NodeExchange(std::size_t node, std::vector<std::vector<int>> ranks,
                const std::vector<std::vector<int>>& fds, Reduce reduce, FinishShard finishShard,
                Report report, std::function<void(NodeEvent)> onEvent);
 
   std::size_t numNodes() const noexcept { return index_.numNodes; }
   void start() { links_.start(); }
-  /// Ends the exchange once the other nodes have what they wait for. Idempotent.
+  /// Ends the exchange once the other nodes have the results that they wait for. Idempotent.
   void stop() noexcept { links_.stop(); }
 
   /// @throws std::invalid_argument if the segment is unsealed or too small.
   void addGroup(std::shared_ptr<TensorGroup> group, const Region& memory);
-  /// Frames that are under way keep the group's memory mapped until they have gone.
+  /// Frames in transit keep the group's memory mapped until they are sent.
   void removeGroup(std::uint32_t group);
 
   /// Takes a shard to which all clients of this node have contributed.
   void contribute(const TensorGroup& group, const RingEntry& entry);
-  /// A shard's parameter is about to be updated by what nodes have averaged before.
+  /// Must be called before a shard's parameter is updated by a mean that nodes have computed before.
   void noteUpdate(const TensorGroup& group, std::uint32_t shard);
 
   /// A worker of this node, whose rank is `rank`, will push no more.
   void workerLeft(std::uint32_t rank);
-  /// The same of another node; what it has not contributed to by now will never complete.
+  /// The same for another node; shards that lack its contribution will never complete.
   void workerLeftNode(std::size_t node);
-  /// All devices of `node` have ended, so that nothing it still owes will come.
+  /// All devices of `node` have ended, so its missing results will not arrive.
   void nodeEnded(std::size_t node);
-  /// Tells all other nodes that the session is over.
+  /// Notifies all other nodes that the session is over.
   void abort(const std::string& text) { links_.abort(text); }
 
  private:
@@ -103,8 +103,8 @@ class NodeExchange {
   Report report_;
   std::mutex groupsMutex_;  // guards groups_
   std::unordered_map<std::uint32_t, GroupPointer> groups_;
-  std::unique_ptr<std::atomic<bool>[]> hasLeft_;  // by node: a worker of it has
-  NodeLinks links_;                               // last: its thread ends before the rest goes
+  std::unique_ptr<std::atomic<bool>[]> hasLeft_;  // by node: whether a worker of it has left
+  NodeLinks links_;                               // last: its thread ends before the other members
 };
 
 }  // namespace coarse

@@ -12,22 +12,22 @@
 
 namespace coarse {
 
-/// Which of the nodes of a job this one is.
+/// This node's number among the nodes of a job.
 struct NodeIndex {
   std::size_t node = 0;
   std::size_t numNodes = 1;
 
-  /// The node that reduces what all nodes have contributed to `shard`.
+  /// The node that reduces all nodes' contributions to `shard`.
   std::size_t ownerOf(std::size_t shard) const noexcept { return shard % numNodes; }
   bool owns(std::size_t shard) const noexcept { return ownerOf(shard) == node; }
 };
 
-/// What one node brought into a shard, kept at the node that owns the shard.
+/// One node's contribution to a shard, kept at the node that owns the shard.
 struct NodeContribution {
-  std::atomic<std::uint32_t> step;  // stored last: the rest belongs to this step
+  std::atomic<std::uint32_t> step;  // stored last: the other fields belong to this step
   std::uint32_t numElements;
   std::uint32_t numPresent;  // workers that contributed
-  std::uint32_t numCounted;  // workers that share in a mean
+  std::uint32_t numCounted;  // workers that count in a mean
   std::uint32_t settings;    // as in FrameHeader
   std::uint8_t dtype;
   std::uint8_t op;
@@ -35,29 +35,30 @@ struct NodeContribution {
 };
 static_assert(sizeof(NodeContribution) == 24);
 
-/// The memory through which the devices of one node take the contributions of other nodes to one tensor group
-/// (docs/design/nodes.md). Every owned shard has a place for each other node's contribution, which is also
-/// where the result for that node waits to be sent: a node contributes to the next step only after it has had
-/// the result of the last, so a place is never needed twice at once.
+/// The memory through which the devices of one node receive the contributions of other nodes to one tensor
+/// group (docs/design/nodes.md). Every owned shard has a place for each other node's contribution. The result
+/// for that node also waits there to be sent: a node contributes to the next step only after it has received
+/// the last result, so the two uses of a place never overlap.
 ///
-/// Where tensors lie in memory that the host does not read, every other shard has a place too, from which
-/// this node's contribution is sent, and which takes the result.
+/// If tensors lie in memory that the host does not read, every other shard has a place too. This node's
+/// contribution is sent from it, and the result is received into it.
 class NodeSegment {
  public:
-  /// Maps `memory`, whose descriptor stays the caller's.
-  /// @param tensors where the group's tensors lie.
+  /// Maps `memory`; the caller closes its descriptor.
+  /// @param tensors the memory of the group's tensors.
   /// @throws std::invalid_argument as mapShared(); std::runtime_error as TensorMemory::reach().
   NodeSegment(const GroupPlan& plan, NodeIndex index, const Region& memory, const TensorMemory& tensors);
-  /// @param isStaged whether the host does not read the memory of the tensors.
+  /// @param isStaged true if the host does not read the memory of the tensors.
   static std::size_t numBytes(const GroupPlan& plan, NodeIndex index, bool isStaged);
 
-  /// Of an owned shard: its last completed step. Of another one: the last step that this node contributed to.
+  /// For an owned shard: its last completed step. For another shard: the last step to which this node
+  /// contributed.
   std::atomic<std::uint32_t>& round(std::size_t shard) const noexcept { return rounds_[shard]; }
-  /// Of a shard that another node owns: the last step of which the result has come.
+  /// For a shard that another node owns: the last step whose result has arrived.
   std::atomic<std::uint32_t>& result(std::size_t shard) const noexcept { return results_[shard]; }
-  /// What the settings come to by which this node last updated the shard's parameter, as in FrameHeader.
+  /// Digest of the settings by which this node last updated the shard's parameter, as in FrameHeader.
   std::atomic<std::uint32_t>& settings(std::size_t shard) const noexcept { return settings_[shard]; }
-  /// Nodes that have contributed to the step under way. @pre the shard is owned, as for all that follow.
+  /// Nodes that have contributed to the current step. @pre the shard is owned, as for all functions below.
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept {
     return arrivals_[shard / index_.numNodes];
   }
@@ -66,9 +67,9 @@ class NodeSegment {
   }
   /// @pre `node` is another node.
   std::byte* place(std::size_t shard, std::size_t node) const noexcept;
-  /// The one place of a shard that another node owns; null where its slots are read by the host.
+  /// The one place of a shard that another node owns; null if the host reads its slots.
   std::byte* stage(std::size_t shard) const noexcept;
-  /// By which a place is named to what computes where the tensors lie.
+  /// The address of a place for the processor that computes where the tensors lie.
   std::byte* reached(std::byte* place) const noexcept { return reached_.get() + (place - mapping_.data()); }
 
  private:

@@ -10,20 +10,20 @@
 
 namespace coarse {
 
-/// Notices memory devices that are alive for the operating system but have stopped working, by the turns that
-/// their sync cores count.
+/// Detects memory devices that are alive for the operating system but have stopped working, by the loop
+/// iterations that their sync cores count.
 ///
-/// Only time in which somebody looks is counted: whoever was stopped itself, or had other things to do, does
-/// not blame a device for that. A device that has not started yet is not missed.
+/// Only time during which the caller polls is counted: a caller that was itself stopped or busy does not
+/// blame a device. A device that has not started yet does not count as silent.
 ///
 /// Thread safety: one caller at a time.
 class HeartbeatWatch {
  public:
-  /// @param limit how long a device may give no sign of life; 0 lets it do so for ever.
+  /// @param limit longest time without progress of a device; 0: no limit.
   HeartbeatWatch(const Doorbell* doorbells, std::size_t numDevices, std::chrono::milliseconds limit);
 
-  /// Looks at all devices; to be called a few times a second while something is waited for.
-  /// @returns one that has been silent for the limit.
+  /// Checks all devices; call it a few times a second during a wait.
+  /// @returns a device that was silent for the limit.
   std::optional<std::size_t> look(Clock::time_point now = Clock::now());
 
  private:

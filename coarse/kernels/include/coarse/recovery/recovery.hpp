@@ -10,35 +10,34 @@
 /// (docs/design/recovery.md).
 namespace coarse {
 
-/// What the parameters and states of a group hold.
+/// The contents of a group's parameters and states.
 struct GroupUpdates {
   std::uint32_t group = 0;
-  std::uint32_t step = 0;  // optimizer steps that every shard has seen, from 1
+  std::uint32_t step = 0;  // optimizer steps applied to every shard, from 1
   std::vector<std::uint32_t>
-      updateNumbers;    // of the last update of each tensor, as its workers count; 0 for none
-  std::string problem;  // why they are of no step at all; empty if they are not
+      updateNumbers;    // of the last update of each tensor, by its workers' count; 0 for none
+  std::string problem;  // why they belong to no single step; empty if they do
 };
 
-/// Notes that a shard's parameter and states have seen one more step. @pre its update is complete.
+/// Records one more step for a shard's parameter and states. @pre its update is complete.
 void noteUpdate(TensorGroup& group, std::uint32_t shard) noexcept;
-/// Notes of a copy of them that it has seen what `from` has. @pre the copy is complete.
+/// Records for a copy of them the steps of `from`. @pre the copy is complete.
 void copyRecord(UpdateRecord& to, const UpdateRecord& from) noexcept;
 
-/// Notes in a group control that is new what parameters and states hold that are not.
+/// Records in a new group control the contents of parameters and states that are not new.
 /// @throws std::invalid_argument unless there is a number for each tensor.
 void noteUpdates(TensorGroup& group, std::uint32_t step, const std::vector<std::uint32_t>& updateNumbers);
 
-/// Brings all shards to one step: if any of them has seen a step that others have not, these see it now, by
-/// the slots and settings that every worker had written before it pushed the first update; or, of a group
-/// with an UndoLog, these see it no more.
-/// @param lostClients those whose slots and settings went with a memory device: others' are taken, which hold
-/// the same mean. Of groups with a replica only. These functions leave a group that nobody can use further.
+/// Brings all shards to one step. If some shards have seen a step that others have not, the others take it
+/// now, by the slots and settings that every worker had written before it pushed the first update; or, in a
+/// group with an UndoLog, the first are reset to the step before.
+/// @param lostClients those whose slots and settings went with a memory device: others' are used, which hold
+/// the same mean. Only for groups with a replica. After these functions the group cannot be used further.
 /// @pre the group has an optimizer; no worker and no sync core of any device uses it any more.
 GroupUpdates finishUpdates(TensorGroup& group, const std::vector<std::size_t>& lostClients = {});
 
-/// The same for the group's replica. Where the owner is there, the replica becomes what finishUpdates() has
-/// made of the owner's memory; where it is lost, shards are updated in the replica. @pre as for
-/// finishUpdates().
+/// The same for the group's replica. If the owner is alive, the replica becomes a copy of the owner's memory
+/// after finishUpdates(); if it is lost, shards are updated in the replica. @pre as for finishUpdates().
 GroupUpdates finishReplica(TensorGroup& group, const std::vector<std::size_t>& lostClients, bool isOwnerLost);
 
 }  // namespace coarse

@@ -8,8 +8,8 @@
 #include "coarse/shared_memory/layout.hpp"
 #include "coarse/shared_memory/tensor_memory.hpp"
 
-/// The second copy of what an optimizer keeps, in the memory of another memory device: what a device has lost
-/// comes back from it (docs/design/recovery.md).
+/// The second copy of parameters and states, in the memory of another memory device: it restores the contents
+/// of a lost device (docs/design/recovery.md).
 namespace coarse {
 
 struct GroupPlan;
@@ -18,7 +18,7 @@ struct KeptMemory;
 class TensorGroup;
 
 /// A set of shards in memory that processes share, a bit for each. Any number of threads and processes add
-/// and take; none of them holds the others up by dying.
+/// and take; none blocks the others by dying.
 class ShardSet {
  public:
   ShardSet() = default;
@@ -26,9 +26,9 @@ class ShardSet {
       : words_(words), numWords_(numWords(numShards)) {}
   static constexpr std::size_t numWords(std::size_t numShards) noexcept { return (numShards + 63) / 64; }
 
-  /// What the caller has written before is seen by whoever takes the shard.
+  /// Earlier writes of the caller are visible to the taker of the shard.
   void add(std::uint32_t shard) const noexcept;
-  /// Takes the first shard; each goes to one caller. @returns false if there is none.
+  /// Takes the first shard; each goes to one caller. @returns false if the set is empty.
   bool take(std::uint32_t& shard) const noexcept;
 
  private:
@@ -36,18 +36,18 @@ class ShardSet {
   std::size_t numWords_ = 0;
 };
 
-/// What owner and keeper of a replica tell each other, in the keeper's memory. All zero is its first state.
+/// Notices between owner and keeper of a replica, in the keeper's memory. Its first state is all zero.
 class ReplicaControl {
  public:
   ReplicaControl() = default;
   ReplicaControl(std::byte* base, std::size_t numShards) noexcept;
   static std::size_t numBytes(std::size_t numShards) noexcept;
 
-  /// Shards whose update every client has pushed: for the sync cores of the owner.
+  /// Shards whose update every client has pushed: for the owner's sync cores.
   const ShardSet& updates() const noexcept { return updates_; }
-  /// Shards that were updated and are to be copied: for those of the keeper.
+  /// Updated shards to copy: for the keeper's sync cores.
   const ShardSet& copies() const noexcept { return copies_; }
-  /// What the replica holds of a shard; step 0 for nothing.
+  /// The replica's version of a shard; step 0 for none.
   UpdateRecord& record(std::size_t shard) const noexcept { return records_[shard]; }
 
  private:
@@ -55,23 +55,23 @@ class ReplicaControl {
   UpdateRecord* records_ = nullptr;
 };
 
-/// Descriptors stay the caller's.
+/// The caller closes the descriptors.
 struct ReplicaFds {
-  int control = -1;        // ReplicaControl::numBytes() of host memory; none without a replica
-  Region parameters = -1;  // as long as those of the group, and alike; none where another device keeps them
+  int control = -1;        // ReplicaControl::numBytes() of host memory; -1 without a replica
+  Region parameters = -1;  // same length and layout as the group's; -1 if another device keeps them
   Region states = -1;      // likewise
-  std::size_t owner = 0;   // the memory device in whose memory parameters and states lie, and
-  std::size_t keeper = 1;  // that of the replica
-  bool isFilled = false;   // whether the replica is what the owner has, at the start
+  std::size_t owner = 0;   // the memory device in whose memory parameters and states lie
+  std::size_t keeper = 1;  // the memory device that keeps the replica
+  bool isFilled = false;   // whether the replica equals the owner's memory at the start
 };
 
-/// Memory through which copies go to replicas: of a replica nothing is overwritten before what is to come
-/// there was read whole. It grows to what is the most at once.
+/// Memory through which copies go to replicas: nothing of a replica is overwritten before its new contents
+/// were read completely. It grows to the largest single copy.
 ///
 /// Thread safety: one caller at a time.
 class ReplicaStaging {
  public:
-  /// @param memory of what is copied; must outlive this.
+  /// @param memory the memory of the copied data; must outlive this.
   explicit ReplicaStaging(const TensorMemory& memory) : memory_(&memory) {}
   std::byte* reserve(std::size_t numBytes);
   TensorCopies& copies();
@@ -83,30 +83,31 @@ class ReplicaStaging {
   std::size_t numBytes_ = 0;
 };
 
-/// Parameters and states of a group once more.
+/// A copy of a group's parameters and states.
 ///
-/// The owner's sync cores alone write to parameters and states, the keeper's alone to the replica, so that
-/// whoever dies leaves at most its own memory torn. A shard is complete when the replica has it too.
+/// Only the owner's sync cores write to parameters and states, and only the keeper's write to the replica, so
+/// that a device that dies leaves at most its own memory torn. A shard is complete when the replica has it
+/// too.
 ///
 /// Thread safety: any number of threads on distinct shards.
 class Replica {
  public:
-  /// @throws std::invalid_argument as TensorMemory::map(), or if owner and keeper are one.
+  /// @throws std::invalid_argument as TensorMemory::map(), or if owner and keeper are the same.
 
   Replica(const GroupPlan& plan, const TensorMemory& memory, const ReplicaFds& fds);
 
   std::size_t owner() const noexcept { return owner_; }
   std::size_t keeper() const noexcept { return keeper_; }
   const ReplicaControl& control() const noexcept { return control_; }
-  /// Null at devices that do not keep it, as what follows.
+  /// Null at devices that do not keep it, as the next member.
   const TensorBytes& parameters() const noexcept { return parameters_; }
   const TensorBytes& states() const noexcept { return states_; }
 
-  /// Copies shards that were updated, and notes their steps; of those that had no gradient, only the steps.
-  /// All is read before anything of the replica is overwritten, so that an owner who is lost meanwhile leaves
-  /// the version before.
+  /// Copies updated shards and records their steps; for shards without a gradient, only the steps. Reads
+  /// everything before it overwrites anything in the replica, so that an owner who is lost meanwhile leaves
+  /// the previous version.
   void copy(const TensorGroup& group, const std::vector<std::uint32_t>& shards, ReplicaStaging& staging);
-  /// Notes what all shards hold, and copies them unless the replica was filled before.
+  /// Records the versions of all shards, and copies them unless the replica was filled before.
   void begin(const TensorGroup& group, const GroupUpdates& updates);
 
  private:

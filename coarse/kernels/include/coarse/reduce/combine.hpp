@@ -15,10 +15,10 @@ namespace coarse {
 void combine(ElementType element, Combine op, const void* const* inputs, std::size_t numInputs, void* out,
              std::size_t numElements);
 
-/// Whether combine() takes them.
+/// Whether combine() supports this combination.
 bool canCombine(ElementType element, Combine op) noexcept;
 
-/// In words, as errors have them.
+/// The operation's name, as used in errors.
 const char* nameOf(Combine op) noexcept;
 
 }  // namespace coarse

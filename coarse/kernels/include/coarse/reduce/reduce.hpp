@@ -8,9 +8,8 @@
 /// Elementwise reductions, the arithmetic of the sync cores.
 ///
 /// Guarantees, for every function here:
-/// - Results are bitwise the same whatever the instruction set, the outputs, the alignment and the place of
-/// an element
-///   in its array; only the payload and sign of a NaN are unspecified.
+/// - Results are bitwise the same for any instruction set, outputs, alignment and position of an element in
+/// its array; only the payload and sign of a NaN are unspecified.
 /// - Functions keep no state: any number of threads may call them at once on disjoint outputs.
 /// - Nothing is checked at run time: the dtype and op are valid enumerators, arrays are aligned to their
 /// elements.
@@ -56,11 +55,12 @@ void narrow(DType dtype, const float* in, void* out, std::size_t numElements, st
 /// finite if all elements are. `dtype` is as for widen(); for any other the result is 0.
 double sumOfSquares(DType dtype, const void* in, std::size_t numElements) noexcept;
 
-/// What run-time dispatch took: "avx512", "avx2" or "baseline" on x86-64, "neon" on aarch64, else "baseline".
+/// The result of run-time dispatch: "avx512", "avx2" or "baseline" on x86-64, "neon" on aarch64, else
+/// "baseline".
 const char* instructionSet() noexcept;
 
 /// Test hook: makes the whole process use `name` from now on.
-/// @return false, and nothing changes, if this processor or binary does not have it.
+/// @return false, without any change, if this processor or binary does not have it.
 bool forceInstructionSet(const char* name) noexcept;
 
 }  // namespace coarse

@@ -6,28 +6,28 @@
 
 #include "coarse/shared_memory/layout.hpp"
 
-/// Gradients of tables, of which most rows are zero: only the others travel, with their numbers
+/// Gradients of tables, where most rows are zero: only the other rows are sent, with their numbers
 /// (docs/design/rows.md).
 namespace coarse {
 
 /// A tensor whose contributions are rows.
 struct RowTable {
-  std::uint32_t rowElements = 0;  // 0 for a tensor that is whole
+  std::uint32_t rowElements = 0;  // 0 for a tensor that is not a table
   std::uint64_t numRows = 0;
   std::size_t rowBytes = 0;
   std::size_t offset = 0;  // of its RowBuffer in a client's segment of rows
 };
 
-/// Rows by ascending number, none twice: of a worker's contribution, or of a mean.
+/// Rows by ascending number, without duplicates: of a worker's contribution, or of a mean.
 ///
-/// The worker that shares the memory can write anything to it at any time. Numbers are copied out before they
-/// are looked at, and whoever reads them stops at the first one that is out of order.
+/// The worker that shares the memory can write anything to it at any time. Readers copy numbers out before
+/// they check them, and stop at the first one that is out of order.
 struct RowList {
   std::atomic<std::uint64_t>* count = nullptr;
   std::uint64_t* numbers = nullptr;
   std::byte* values = nullptr;
 
-  /// How many rows there are; never more than fit.
+  /// Number of rows; never more than fit.
   std::uint64_t size(std::uint64_t capacity) const noexcept {
     const std::uint64_t claimed = count->load(std::memory_order_relaxed);
     return claimed < capacity ? claimed : capacity;
@@ -37,8 +37,8 @@ struct RowList {
   }
 };
 
-/// Where one client's rows of one table lie, and the mean of all clients' rows. Each array has room for every
-/// row of the table, in sparse memory: the client takes pages before it needs them.
+/// The places of one client's rows of one table, and of the mean of all clients' rows. Each array has room
+/// for every row of the table, in sparse memory: the client allocates pages before it needs them.
 class RowBuffer {
  public:
   RowBuffer(std::byte* base, std::uint64_t numRows, std::size_t rowBytes) noexcept
@@ -47,7 +47,7 @@ class RowBuffer {
   RowList given() const noexcept { return {header_, given_, givenValues_}; }
   RowList mean() const noexcept { return {header_ + 1, mean_, meanValues_}; }
 
-  /// Offsets of the arrays behind the two counts, each on pages of its own.
+  /// Offsets of the arrays behind the two counts, each on its own pages.
   struct ArrayPlaces {
     ArrayPlaces(std::uint64_t numRows, std::size_t rowBytes) noexcept;
     std::size_t given, givenValues, mean, meanValues, end;

@@ -6,16 +6,16 @@
 
 #include "coarse/reduce/dtype.hpp"
 
-/// Optimizer updates, elementwise like reductions (reduce.hpp), and with the same guarantees: bitwise the
-/// same whatever the instruction set, the alignment and the place of an element; no state; nothing checked.
+/// Optimizer updates, elementwise like reductions (reduce.hpp), with the same guarantees: bitwise the same
+/// for any instruction set, alignment and position of an element; no state; no checks.
 namespace coarse {
 
-/// State tensors that an update rule keeps beside a parameter, at most.
+/// Maximum number of state tensors that an update rule keeps for a parameter.
 inline constexpr std::size_t kMostStates = 3;
 
 /// The values are part of the wire format: add at the end, never renumber.
 enum class UpdateRule : std::uint32_t {
-  kNone = 0,         // an optimizer that was never told its settings
+  kNone = 0,         // an optimizer that never received settings
   kSgd = 1,          // no state
   kSgdMomentum = 2,  // state: momentum buffer
   kSgdNesterov = 3,  // state: momentum buffer
@@ -46,8 +46,8 @@ constexpr std::size_t numStates(UpdateRule rule) noexcept {
   return kMostStates;
 }
 
-/// How one tensor is updated in one step: the coefficients of its rule, rounded to float32 from what torch's
-/// optimizers compute in double. With g the gradient and p the parameter, states in the order of UpdateRule,
+/// The settings of one tensor's update in one step: the coefficients of its rule, rounded to float32 from the
+/// doubles of torch's optimizers. With g the gradient and p the parameter, states in the order of UpdateRule,
 ///
 ///   g = gradientScale * g + gradientDecay * p
 ///   kSgd:          d = g
@@ -61,7 +61,7 @@ constexpr std::size_t numStates(UpdateRule rule) noexcept {
 ///   p = parameterScale * p - stepSize * d
 ///
 /// Every operation rounds once, in this order, multiplications and divisions from the left: stepSize times
-/// the numerator of d is what is divided.
+/// the numerator of d is divided.
 ///
 /// Source: torch.optim's single-tensor SGD, Adam and Adagrad; Kingma and Ba, "Adam", algorithm 1; Loshchilov
 /// and Hutter, "Decoupled Weight Decay Regularization", algorithms 1 and 2; Reddi et al., "On the Convergence
@@ -69,7 +69,7 @@ constexpr std::size_t numStates(UpdateRule rule) noexcept {
 /// Discovery of Optimization Algorithms", program 1.
 struct alignas(64) UpdateSettings {
   UpdateRule rule = UpdateRule::kNone;
-  float gradientScale = 1;  // sign, and what undoes a scaled loss and clips a norm
+  float gradientScale = 1;  // includes the sign, loss unscaling and norm clipping
   float gradientDecay = 0;
   float parameterScale = 1;
   float stepSize = 0;
@@ -82,13 +82,13 @@ struct alignas(64) UpdateSettings {
   float epsilon = 0;
   std::uint32_t updateNumber = 0;  // of its next update, from 1 on; workers that skipped a step disagree
   std::uint32_t written =
-      0;  // digest of what this worker itself has written to the parameter since the last update
-  std::uint32_t hasGradient = 0;  // of this worker, by whom it need not be the same; for finishUpdates()
+      0;  // digest of the values that this worker itself has written to the parameter since the last update
+  std::uint32_t hasGradient = 0;  // whether this worker has one; workers may differ; for finishUpdates()
   std::uint32_t reserved = 0;
 };
 static_assert(sizeof(UpdateSettings) == 64 && std::is_trivially_copyable_v<UpdateSettings>);
 
-/// Whether settings name a rule, and one that needs no more than `availableStates`.
+/// Whether settings name a rule that needs no more than `availableStates`.
 constexpr bool isRunnable(const UpdateSettings& settings, std::size_t availableStates) noexcept {
   const auto rule = static_cast<std::uint32_t>(settings.rule);
   return rule != 0 && rule < kNumUpdateRules && numStates(settings.rule) <= availableStates;
@@ -110,12 +110,12 @@ struct UpdateArrays {
 };
 
 /// Updates a parameter and its states in place by the mean of gradients, in one pass over memory: the mean,
-/// as reduce() gives it (sum over `numGradients` divided by `divisor`, rounded to `dtype`), stays in the
+/// as reduce() computes it (sum over `numGradients` divided by `divisor`, rounded to `dtype`), stays in the
 /// cache.
 ///
-/// A 16-bit parameter is the rounding of its master weights, which are what is updated. Where it is not,
-/// because somebody wrote to the parameter or because the master weights are new, the parameter becomes the
-/// master weight first.
+/// The update changes the master weights of a 16-bit parameter; the parameter is their rounding. If it is
+/// not, because another writer changed the parameter or because the master weights are new, the parameter
+/// first becomes the master weight.
 ///
 /// @pre gradients overlap neither the parameter nor states.
 void update(const UpdateSettings& settings, DType dtype, const UpdateArrays& arrays,

@@ -10,7 +10,7 @@
 
 namespace coarse {
 
-/// What is known of ranges of addresses that do not overlap.
+/// Maps ranges of addresses, which must not overlap, to values.
 ///
 /// Thread safety: any.
 template <class Value>
@@ -27,11 +27,11 @@ class AddressRanges {
     isEmpty_.store(ranges_.empty(), std::memory_order_release);
   }
   bool isEmpty() const noexcept { return isEmpty_.load(std::memory_order_acquire); }
-  /// Of the range that has `address`, if there is one.
+  /// The value of the range that contains `address`, if any.
   std::optional<Value> find(const void* address) const {
     const auto* const wanted = static_cast<const std::byte*>(address);
     const std::lock_guard lock(mutex_);
-    // In descending order: the first range that does not begin behind the address.
+    // In descending order: the first range that does not begin after the address.
     const auto range = ranges_.lower_bound(wanted);
     if (range == ranges_.end() || wanted >= range->first + range->second.numBytes) return std::nullopt;
     return range->second.value;

@@ -12,7 +12,7 @@ class DescriptorProducer {
   DescriptorProducer() = default;
   explicit DescriptorProducer(DescriptorQueue& queue) noexcept : queue_(&queue) {}
 
-  /// Publishes `descriptor`. @returns false if the queue is full; nothing was written then.
+  /// Publishes `descriptor`. @returns false, without writing, if the queue is full.
   bool push(const Descriptor& descriptor) noexcept;
 
  private:
@@ -27,7 +27,7 @@ class DescriptorConsumer {
   DescriptorConsumer() = default;
   explicit DescriptorConsumer(DescriptorQueue& queue) noexcept : queue_(&queue) {}
 
-  /// Copies the next descriptor out. @returns false if there is none.
+  /// Copies the next descriptor out. @returns false if the queue is empty.
   bool pop(Descriptor& descriptor) noexcept;
 
  private:

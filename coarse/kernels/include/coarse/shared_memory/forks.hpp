@@ -4,7 +4,7 @@
 
 namespace coarse {
 
-/// The process in which an object was made; a fork of it has a copy of the object, and none of its threads.
+/// The process that made an object; a fork of it has a copy of the object, and none of its threads.
 class Owner {
  public:
   bool isThisProcess() const noexcept { return ::getpid() == pid_; }
@@ -13,8 +13,8 @@ class Owner {
   pid_t pid_ = ::getpid();
 };
 
-/// Deletes an object that has threads, and in a fork leaves it where it is: even the destructor of a
-/// condition variable waits there, for the thread that waited for it and does not exist.
+/// Deletes an object that has threads, but leaks it in a fork: there even the destructor of a condition
+/// variable blocks, for a thread that waited for it and does not exist in the fork.
 class LeakInForks {
  public:
   template <typename T>

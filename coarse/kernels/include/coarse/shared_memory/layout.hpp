@@ -7,8 +7,7 @@
 
 /// Everything that processes share, as it lies in memory: a wire format (docs/design/queue-protocol.md).
 ///
-/// Values in memory that a client can write are untrusted: a memory device copies them out before it checks
-/// them.
+/// Values in memory that a client can write are untrusted: a memory device copies them before it checks them.
 namespace coarse {
 
 inline constexpr std::size_t kCacheLineBytes = 64;
@@ -20,7 +19,7 @@ constexpr std::size_t roundUp(std::size_t value, std::size_t multiple) noexcept 
   return (value + multiple - 1) / multiple * multiple;
 }
 
-/// Hands out consecutive, cache-line aligned arrays; without a base it only adds up their sizes.
+/// Hands out consecutive, cache-line aligned arrays; without a base it only sums their sizes.
 class ArrayCursor {
  public:
   explicit ArrayCursor(std::byte* base) noexcept : base_(base) {}
@@ -37,12 +36,13 @@ class ArrayCursor {
   std::size_t offset_ = 0;
 };
 
-/// Where the sync cores of one memory device sleep, and its sign of life. Rung by whoever has work for them.
+/// The word on which the sync cores of one memory device sleep, and the device's heartbeat. Any thread or
+/// process with work for them rings it.
 struct alignas(kCacheLineBytes) Doorbell {
   std::atomic<std::uint32_t> rings;     // futex word: counts rings
-  std::atomic<std::uint32_t> sleepers;  // sync cores asleep, or about to be
-  // Turns of sync core 0, which takes some each second whatever it does (heartbeat.hpp); 0 before it starts.
-  // On a line of its own, which others only look at.
+  std::atomic<std::uint32_t> sleepers;  // sync cores that sleep or are about to
+  // Loop iterations of sync core 0, which makes several each second under any load (heartbeat.hpp); 0 before
+  // it starts. On its own cache line, which others only read.
   alignas(kCacheLineBytes) std::atomic<std::uint32_t> beats;
 
   /// Wakes the sleeping sync cores; costs one atomic addition when none sleeps.
@@ -50,14 +50,15 @@ struct alignas(kCacheLineBytes) Doorbell {
 };
 static_assert(sizeof(Doorbell) == 2 * kCacheLineBytes);
 
-/// Where one client waits for completed shards. The client writes `wakeAt` and `sleeping`, devices the rest.
+/// The word on which one client waits for completed shards. The client writes `wakeAt` and `sleeping`,
+/// devices the rest.
 struct alignas(kCacheLineBytes) Inbox {
   std::atomic<std::uint32_t> completed;  // futex word: shards completed for this client, wraps around
-  std::atomic<std::uint32_t> wakeAt;     // a sleeping client wants to be woken at this count
+  std::atomic<std::uint32_t> wakeAt;     // a sleeping client asks to be woken at this count
   std::atomic<std::uint32_t> sleeping;
-  std::atomic<std::uint32_t> aborted;  // set once, when a process was lost: nothing will complete any more
+  std::atomic<std::uint32_t> aborted;  // set once, when a process was lost: nothing more will complete
 
-  /// Counts one completed shard, and wakes the client if that is what it sleeps for.
+  /// Counts one completed shard, and wakes the client if it waits for this count.
   void completeOne() noexcept;
   /// Marks the session as lost and wakes the client.
   void abort() noexcept;
@@ -66,23 +67,23 @@ static_assert(sizeof(Inbox) == kCacheLineBytes);
 
 /// Flags of a contribution.
 enum : std::uint8_t {
-  kPresent = 1,    // the slot holds a contribution; without it the client contributes nothing
-  kJoined = 2,     // the client has run out of inputs and doesn't count in a mean
-  kOwnPath = 4,    // the workers reduce this shard themselves: the contribution stays with its worker
-  kAllGather = 8,  // on their own path they do it by all-gather,
-  kAllToAll = 16,  // or by all-to-all; without either in a ring,
-  kByNccl = 24,    // with both by NCCL, which takes zeros of a client that contributes nothing
-  kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay as they are
-  kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step, and the first stands for all
-  kMeasure = 128,  // the mean is measured (GradientMeasure); of a group that has an optimizer
+  kPresent = 1,    // the slot holds a contribution; without this flag the client contributes nothing
+  kJoined = 2,     // the client has run out of inputs and does not count in a mean
+  kOwnPath = 4,    // the workers reduce this shard themselves; the contribution stays with its worker
+  kAllGather = 8,  // on their own path: by all-gather
+  kAllToAll = 16,  // on their own path: by all-to-all; with neither flag, by a ring
+  kByNccl = 24,    // both flags: by NCCL, with zeros for a client without a contribution
+  kUpdate = 32,    // the mean updates the parameter (update.hpp); slots stay unchanged
+  kReduced = 64,   // with kUpdate: slots hold the mean of an earlier step; the first slot is used
+  kMeasure = 128,  // the mean is measured (GradientMeasure); for groups with an optimizer
 };
 
-/// Whether a parameter is updated by a mean that every slot holds.
+/// Whether the update uses a mean that every slot already holds.
 constexpr bool isUpdateByMean(std::uint8_t flags) noexcept {
   return (flags & kUpdate) != 0 && (flags & kReduced) != 0;
 }
 
-/// What all contributions to a shard must agree on.
+/// The path flags, on which all contributions to a shard must agree.
 inline constexpr std::uint8_t kPathFlags = kOwnPath | kAllGather | kAllToAll;
 
 /// One client's notice that its contribution to a shard lies in its slot.
@@ -90,21 +91,21 @@ struct Descriptor {
   std::uint32_t group = 0;
   std::uint32_t shard = 0;
   std::uint32_t step = 0;         // 1 for the first synchronisation of this shard
-  std::uint32_t numElements = 0;  // of a dynamic shard only, as are dtype and op
+  std::uint32_t numElements = 0;  // only for a dynamic shard, as are dtype and op
   std::uint8_t flags = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t slotOwner = 0;  // of a probe only
+  std::uint8_t slotOwner = 0;  // only for a probe
   std::uint32_t sentAt = 0;    // low bits of the clock; in emulated sessions
 };
 static_assert(sizeof(Descriptor) == 24);
 
-/// Number of descriptors that one client can have under way to one memory device.
+/// Number of descriptors that one client can have in flight to one memory device.
 inline constexpr std::uint64_t kDescriptorCapacity = 4096;
 
 struct DescriptorCell {
   Descriptor descriptor;
-  std::atomic<std::uint64_t> commit;  // position + 1, stored last: the descriptor is whole
+  std::atomic<std::uint64_t> commit;  // position + 1, stored last: the descriptor is complete
 };
 static_assert(sizeof(DescriptorCell) == 32);
 
@@ -115,7 +116,7 @@ struct DescriptorQueue {
 };
 static_assert(sizeof(DescriptorQueue) == kCacheLineBytes + kDescriptorCapacity * sizeof(DescriptorCell));
 
-/// The memory through which one client talks to all memory devices: its inbox, then a queue per device.
+/// The memory by which one client communicates with all memory devices: its inbox, then a queue per device.
 class ClientSegment {
  public:
   ClientSegment() = default;
@@ -132,25 +133,25 @@ class ClientSegment {
   std::byte* base_ = nullptr;
 };
 
-/// What one client said of one shard, kept by the memory devices.
+/// One client's contribution to one shard, recorded by the memory devices.
 struct Contribution {
-  std::atomic<std::uint32_t> step;  // stored last: the rest belongs to this step
+  std::atomic<std::uint32_t> step;  // stored last: the other fields belong to this step
   std::uint32_t numElements;
   std::uint8_t flags;
   std::uint8_t dtype;
   std::uint8_t op;
-  std::uint8_t device;                 // the memory device that took it, in whose memory it lies
-  std::atomic<std::uint32_t> claimed;  // the step that a memory device takes, or has taken
+  std::uint8_t device;                 // the memory device that took it, whose memory holds it
+  std::atomic<std::uint32_t> claimed;  // the step that a memory device is taking or has taken
 };
 static_assert(sizeof(Contribution) == 16);
 
-/// Who brought NaN or Inf into a mean, where it is no client's number.
+/// GradientMeasure::nonFiniteOf if it is no client's number.
 inline constexpr std::int32_t kNobody = -1;     // the mean is finite
-inline constexpr std::int32_t kEverybody = -2;  // only the mean is not: finite gradients overflowed in it
+inline constexpr std::int32_t kEverybody = -2;  // only the mean is not finite: finite gradients overflowed
 
-/// What a memory device saw of the last mean of a shard that was measured.
+/// A memory device's measurement of the last measured mean of a shard.
 struct GradientMeasure {
-  double sumOfSquares;       // of its elements, in their order: the same bits whoever reduces the shard
+  double sumOfSquares;       // of its elements, in order: the same bits for any device that reduces the shard
   std::int32_t nonFiniteOf;  // the first client with NaN or Inf in its contribution
   std::uint32_t padding;
 };
@@ -168,14 +169,14 @@ struct alignas(kCacheLineBytes) Counter {
   std::atomic<std::uint64_t> value;
 };
 
-/// How far the optimizer has come with one shard of a group that has one. Written by memory devices.
+/// The optimizer's progress for one shard of a group with an optimizer. Written by memory devices.
 struct UpdateRecord {
-  std::atomic<std::uint32_t> step;          // optimizer steps that the shard has seen; stored last
-  std::atomic<std::uint32_t> updateNumber;  // of its last update, as its workers count
+  std::atomic<std::uint32_t> step;          // optimizer steps applied to the shard; stored last
+  std::atomic<std::uint32_t> updateNumber;  // of its last update, by the workers' count
 };
 static_assert(sizeof(UpdateRecord) == 8);
 
-/// State that all memory devices share about the shards of one tensor group. Clients see it read-only.
+/// State that all memory devices share about the shards of one tensor group. Read-only for clients.
 class GroupControl {
  public:
   GroupControl() = default;
@@ -183,17 +184,18 @@ class GroupControl {
   static std::size_t numBytes(std::size_t numShards, std::size_t numClients) noexcept;
 
   std::atomic<std::uint32_t>& arrivals(std::size_t shard) const noexcept { return arrivals_[shard]; }
-  /// How many clients had something to contribute to the last completed step.
+  /// Number of clients that contributed to the last completed step.
   std::atomic<std::uint32_t>& contributors(std::size_t shard) const noexcept { return contributors_[shard]; }
   Contribution& contribution(std::size_t shard, std::size_t client) const noexcept {
     return contributions_[shard * numClients_ + client];
   }
-  /// Gives a client's contribution to `step` to one memory device alone, whichever it was told to.
-  /// @returns false if another one has it, or the step before was never taken.
+  /// Assigns a client's contribution to `step` to one memory device, whichever devices received its
+  /// descriptor.
+  /// @returns false if another device has it, or the previous step was never taken.
   bool claim(std::size_t shard, std::size_t client, std::uint32_t step) const noexcept;
-  /// Of a shard whose last mean was measured.
+  /// The measure of a shard whose last mean was measured.
   GradientMeasure& measure(std::size_t shard) const noexcept { return measures_[shard]; }
-  /// Of a shard that is exchanged: memory devices whose pieces are not done.
+  /// For an exchanged shard: memory devices whose pieces are not complete.
   std::atomic<std::uint32_t>& devicesLeft(std::size_t shard) const noexcept { return devicesLeft_[shard]; }
   /// Last step whose result is in the client's slot.
   std::atomic<std::uint32_t>& done(std::size_t client, std::size_t shard) const noexcept {
@@ -203,10 +205,10 @@ class GroupControl {
   Counter& readyTail() const noexcept { return counters_[0]; }
   Counter& readyHead() const noexcept { return counters_[1]; }
   ReadyCell& readyCell(std::uint64_t position) const noexcept { return ready_[position & mask_]; }
-  /// Cells of the ready queue: a power of two, at least the number of shards, each of which is in it once at
-  /// most.
+  /// Cells of the ready queue: a power of two, at least the number of shards. Each shard is in the queue at
+  /// most once.
   std::uint64_t capacity() const noexcept { return mask_ + 1; }
-  /// Puts memory that is all zero into its first state. Called once, by the memory device that made it.
+  /// Initialises memory that is all zero. The memory device that created it calls this once.
   void initialise() const noexcept;
 
  private:
@@ -225,15 +227,15 @@ class GroupControl {
 };
 
 /// Number of rings over the memory devices; adjacent ones run in opposite directions (paper, section IV-A).
-/// Each works on a shard of its own, so that sync cores have something to do while an entry is on its way:
-/// with two rings a reduction over two devices took four times as long.
+/// Each works on its own shard, so that sync cores have work while an entry is in transit: with two rings a
+/// reduction over two devices took four times as long.
 inline constexpr std::size_t kNumRings = 8;
 
-/// Shards that can be under way on one ring; registration refuses more.
+/// Shards that can be in progress on one ring; registration refuses more.
 inline constexpr std::uint64_t kRingLogCapacity = 16384;
 
 struct RingLogCell {
-  std::atomic<std::uint64_t> sequence;  // position + 1, stored last: the entry is whole
+  std::atomic<std::uint64_t> sequence;  // position + 1, stored last: the entry is complete
   std::uint32_t group;
   std::uint32_t shard;
   std::uint32_t step;
@@ -249,22 +251,22 @@ struct RingLog {
 
 using RingLogs = std::array<RingLog, kNumRings>;
 
-/// The shards of which one memory device reduces pieces, where memories are distinct (device_exchange.hpp).
+/// The shards of which one memory device reduces pieces, if memories are distinct (device_exchange.hpp).
 using ExchangeLog = RingLog;
 
-/// Messages that a neighbour may send ahead.
+/// Messages that a neighbour may send ahead of the receiver.
 inline constexpr std::size_t kRingDepth = 4;
 
-/// RecvBuf of one sync core: written by its neighbour, read by itself. What its messages carry lies in memory
-/// of the device's own kind (device_rings.hpp).
+/// RecvBuf of one sync core: its neighbour writes it, the core reads it. The messages' payload lies in memory
+/// of the device's kind (device_rings.hpp).
 struct RecvBuf {
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> sent;      // messages written, by the neighbour
   alignas(kCacheLineBytes) std::atomic<std::uint64_t> consumed;  // messages read, by the owner
-  // Of each message: the sender, and all before it, had nothing to contribute.
+  // For each message: the sender, and all devices before it, had nothing to contribute.
   alignas(kCacheLineBytes) std::array<std::uint8_t, kRingDepth> isEmpty;
 };
 
-/// What neighbours of one device write into: a RecvBuf per ring.
+/// The memory of one device into which its neighbours write: a RecvBuf per ring.
 using RingSegment = std::array<RecvBuf, kNumRings>;
 
 }  // namespace coarse

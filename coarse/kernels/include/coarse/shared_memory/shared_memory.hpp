@@ -7,14 +7,14 @@
 
 namespace coarse {
 
-/// Where memory lies that other processes can map: all of what a descriptor opens, or a range of a device
-/// file; or several of these, one behind the other. Descriptors stay whoever's they are.
+/// Memory that other processes can map: all of a descriptor's memory, or a range of a device file; or several
+/// of these, in sequence. A Region does not own its descriptors.
 struct Region {
   int fd = -1;
   std::size_t offset = 0;
-  std::size_t numBytes = 0;  // what has to be mapped of a device file; 0 stands for sealed memory, all of it
-  std::vector<Region> rest{};  // what is mapped behind it; of GPUs' memory
-  std::string gpu{};           // the UUID of the GPU whose memory it is; empty where processors map it
+  std::size_t numBytes = 0;  // length to map of a device file; 0: sealed memory, mapped completely
+  std::vector<Region> rest{};  // regions mapped after it; for GPU memory
+  std::string gpu{};           // the UUID of the GPU that has the memory; empty if processors map it
 
   // Implicit: most memory is sealed.
   Region(int sealedFd) : fd(sealedFd) {}  // NOLINT(google-explicit-constructor)
@@ -22,7 +22,7 @@ struct Region {
   Region(int deviceFd, std::size_t rangeOffset, std::size_t rangeBytes, std::string ofGpu = {});
 
   bool isSealed() const noexcept { return numBytes == 0; }
-  /// What has to be mapped of all pieces.
+  /// Total length to map of all pieces.
   std::size_t totalBytes() const noexcept;
 };
 
@@ -32,7 +32,7 @@ class Mapping {
   enum class Access { kReadOnly, kReadWrite };
 
   Mapping() = default;
-  /// Maps `numBytes` from the start of `region`. Its descriptor may be closed at once.
+  /// Maps `numBytes` from the start of `region`. Its descriptor may be closed immediately.
   /// @throws std::system_error if mmap fails.
   Mapping(const Region& region, std::size_t numBytes, Access access);
   Mapping(Mapping&& other) noexcept;
@@ -41,7 +41,7 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
-  /// Has every page mapped now. @throws std::system_error if one can't be.
+  /// Maps every page now. @throws std::system_error if a page can't be mapped.
   void populate() const;
 
   std::byte* data() const noexcept { return data_; }
@@ -59,17 +59,16 @@ class Mapping {
 /// close-on-exec, and sealed against shrinking, growing and further seals (so that no peer can truncate it).
 ///
 /// @returns a file descriptor that the caller closes.
-/// @throws std::system_error with ENOSPC or ENOMEM if the memory can't be had; nothing is left allocated.
+/// @throws std::system_error with ENOSPC or ENOMEM if there is not enough memory; nothing stays allocated.
 int createSealedMemory(const std::string& label, std::size_t numBytes);
 
-/// The same without allocating anything: for memory that is written by pwrite(), which fails where there is
-/// none.
+/// The same without allocation: for memory that is written by pwrite(), which fails if there is no memory.
 int createSparseSealedMemory(const std::string& label, std::size_t numBytes);
 
-/// The same as both above with all pages on one NUMA node, or by turns on several, whoever touches them
-/// first.
+/// The same as both functions above, with all pages on one NUMA node, or interleaved over several, whichever
+/// process touches them first.
 /// @throws std::system_error as above; with EINVAL if this process can't have memory of that node, with EPERM
-/// or ENOSYS if it may not say where its memory lies.
+/// or ENOSYS if it may not set the placement of its memory.
 int createBoundMemory(const std::string& label, std::size_t numBytes, const std::vector<unsigned>& nodes,
                       bool isAllocated);
 
@@ -77,17 +76,17 @@ int createBoundMemory(const std::string& label, std::size_t numBytes, const std:
 /// @throws std::system_error if that fails.
 int reopenReadOnly(int fd);
 
-/// Size of the memory behind `fd`, and that it carries the seals of createSealedMemory().
+/// Size of the memory behind `fd`, after checking that it has the seals of createSealedMemory().
 /// @throws std::invalid_argument if it is not sealed, so that its size could change under a mapping.
 std::size_t sealedBytes(int fd);
 
-/// Maps the first `numBytes` of a region after checking that they are there: a device file has no seals, but
-/// a size.
-/// @throws std::invalid_argument if they are not; the message begins with `what`.
+/// Maps the first `numBytes` of a region after checking that they exist: a device file has no seals, but a
+/// size.
+/// @throws std::invalid_argument if they do not; the message begins with `what`.
 Mapping mapShared(const Region& region, std::size_t numBytes, Mapping::Access access,
                   const std::string& what);
 
-/// The same of memory that must be sealed.
+/// The same for memory that must be sealed.
 inline Mapping mapSealed(int fd, std::size_t numBytes, Mapping::Access access, const std::string& what) {
   return mapShared(fd, numBytes, access, what);
 }

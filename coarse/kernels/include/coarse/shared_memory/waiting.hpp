@@ -9,23 +9,23 @@ namespace coarse {
 using Clock = std::chrono::steady_clock;
 
 /// Sleeps while `word` holds `expected`, at most `timeout`. Returns early on a wake, a signal or a spurious
-/// wake-up: the caller looks again at what it waits for.
+/// wake-up: the caller must check its condition again.
 void futexWait(const std::atomic<std::uint32_t>& word, std::uint32_t expected,
                std::chrono::nanoseconds timeout) noexcept;
 
-/// Wakes up to `count` sleepers on `word`, in whatever process they are.
+/// Wakes up to `count` sleepers on `word`, in any process.
 void futexWake(std::atomic<std::uint32_t>& word, int count) noexcept;
 
-/// Between two looks at what is waited for, no more than this counts as waited. A process that looks later
-/// was stopped, or had other things to do, and those that it waits for may have been stopped with it.
+/// The most time between two polls that counts as waited. A process that polls later was stopped or busy, and
+/// the processes that it waits for may have been stopped with it.
 constexpr std::chrono::seconds kLongestGap{1};
 
-/// A clock that goes on while somebody looks at it a few times a second, and stands still otherwise: for time
-/// limits of waits. For one thread at a time.
+/// A clock for time limits of waits: it runs while a thread polls it a few times a second, and stands still
+/// otherwise. For one thread at a time.
 class AttendedClock {
  public:
   Clock::time_point now(Clock::time_point look = Clock::now()) noexcept;
-  /// When a wait that begins now is at its end; after centuries at most.
+  /// The end of a wait that begins now; after centuries at most.
   Clock::time_point in(std::chrono::milliseconds limit) noexcept;
 
  private:
@@ -33,12 +33,12 @@ class AttendedClock {
   Clock::duration missed_{};
 };
 
-/// How long a wait may still take, by a clock of its own.
+/// The time limit of a wait, with its own clock.
 class Patience {
  public:
   explicit Patience(double seconds) noexcept : limit_(seconds) {}
 
-  /// To be asked a few times a second. @returns whether it is at its end.
+  /// Call it a few times a second. @returns whether the time limit is reached.
   bool isOver(Clock::time_point look = Clock::now()) noexcept { return clock_.now(look) - began_ >= limit_; }
 
  private:
@@ -51,15 +51,15 @@ class Patience {
 /// slack).
 void makeSleepsExact() noexcept;
 
-/// A bounded wait that gives the processor away at every look. With more processes than cores, whoever is
-/// waited for needs this very core, so a busy spin would delay what it waits for.
+/// A bounded wait that yields the processor at every poll. With more processes than cores, the awaited
+/// process needs this very core, so a busy spin would delay it.
 class YieldingSpin {
  public:
   explicit YieldingSpin(std::chrono::microseconds budget) noexcept : budget_(budget) {}
 
-  /// Gives the processor away once. @returns false when the budget is spent and it is time to sleep.
+  /// Yields the processor once. @returns false when the budget is spent and the caller should sleep.
   bool yield() noexcept;
-  /// Starts the budget anew.
+  /// Restarts the budget.
   void reset() noexcept { started_ = false; }
 
  private:

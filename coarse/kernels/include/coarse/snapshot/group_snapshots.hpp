@@ -16,7 +16,7 @@ struct GroupPlan;
 /// Thread safety: as SnapshotStore.
 class GroupSnapshots {
  public:
-  /// @param parameters, states where they are mapped, for as long as this lives.
+  /// @param parameters, states their mappings, which must outlive this.
   /// @throws std::invalid_argument as SnapshotStore.
   GroupSnapshots(const GroupPlan& plan, const std::byte* parameters, const std::byte* states,
                  const SnapshotFds& fds, std::chrono::milliseconds patience = SnapshotStore::kPatience);
@@ -31,9 +31,9 @@ class GroupSnapshots {
 
   /// SnapshotStore::warm() of one array's part of a shard.
   bool warm(std::uint32_t shard, std::size_t array) noexcept { return store_.warm(block(shard, array)); }
-  /// To be called before a shard is updated.
+  /// Call before a shard is updated.
   void keep(std::uint32_t shard);
-  /// The same for several, whose copies run together.
+  /// The same for several shards, whose copies run together.
   void keep(const std::vector<std::uint32_t>& shards);
   /// SnapshotStore::read() of one array's part of a shard.
   bool read(std::uint32_t snapshot, std::uint32_t shard, std::size_t array, std::byte* destination);
@@ -49,7 +49,7 @@ class GroupSnapshots {
 
   std::size_t numShards_;
   std::size_t numArrays_;
-  std::vector<const std::byte*> blocks_;  // where each lies
+  std::vector<const std::byte*> blocks_;  // address of each
   SnapshotStore store_;
 };
 

@@ -15,42 +15,41 @@
 /// Copy-on-write snapshots of memory that is updated in place (docs/design/storage.md; paper, section III-D).
 namespace coarse {
 
-/// Snapshots that can be held at a time.
+/// Maximum number of snapshots held at a time.
 inline constexpr std::size_t kMostSnapshots = 4;
-/// Behind those of the snapshots: a place in the pool for whichever comes first, of memory that was taken
-/// ahead.
+/// The place after those of the snapshots: memory allocated in advance, for the first snapshot that needs it.
 inline constexpr std::size_t kCommonPlace = kMostSnapshots;
 
-/// What workers write to begin a snapshot. Untrusted: a number that cannot be begins nothing (SnapshotStore).
+/// Written by workers to begin a snapshot. Untrusted: an impossible number begins nothing (SnapshotStore).
 struct alignas(kCacheLineBytes) SnapshotRequest {
   std::atomic<std::uint32_t> begun;  // snapshots begun so far, and the number of the newest one
-  std::atomic<std::uint32_t> beganBy[kMostSnapshots];  // by place: the client and 1, by its own word
+  std::atomic<std::uint32_t> beganBy[kMostSnapshots];  // by place: the client + 1, by its own claim
 };
 static_assert(sizeof(SnapshotRequest) == kCacheLineBytes);
 
-/// What becomes of a block in a snapshot. A block is pending until one of these is recorded.
+/// A block's state in a snapshot. A block is pending until another state is recorded.
 enum class BlockState : std::uint8_t {
   kPending = 0,  // the snapshot's version is the one in place
   kKept = 1,     // it was copied to the pool before an update
-  kDone = 2,     // the snapshot has let go of the block
-  kCommon = 3,   // it was copied to the place of the pool that all snapshots share
+  kDone = 2,     // the snapshot needs the block no more
+  kCommon = 3,   // it was copied to the place in the pool that all snapshots share
 };
 
-/// How much a pool holds, and what it has cost.
+/// A pool's limit, use and cost.
 struct SnapshotStatistics {
   std::uint64_t limitBytes = 0;
-  std::uint64_t takenBytes = 0;  // now
+  std::uint64_t takenBytes = 0;  // current use
   std::uint64_t peakBytes = 0;
-  std::uint64_t keptBytes = 0;  // of all copies ever made
+  std::uint64_t keptBytes = 0;  // total of all copies made so far
   std::uint64_t numWaits = 0;   // updates that waited because the pool was full
   double waitedSeconds = 0;
-  std::uint32_t numLost = 0;  // snapshots that were given up for it
-  std::uint32_t lostOf = 0;   // the client of the last one and 1, by its own word; 0 if none says so
+  std::uint32_t numLost = 0;  // snapshots given up because the pool was full
+  std::uint32_t lostOf = 0;   // the client of the last one + 1, by its own claim; 0 if unknown
   std::uint32_t impossible =
-      0;  // what SnapshotRequest::begun said that cannot be, at least 1; 0 if it never did
+      0;  // an impossible value that SnapshotRequest::begun had, at least 1; 0 if it never had one
 };
 
-/// The same in shared memory.
+/// SnapshotStatistics in shared memory.
 struct alignas(kCacheLineBytes) SnapshotMeters {
   std::atomic<std::uint64_t> limitBytes;
   std::atomic<std::uint64_t> takenBytes;
@@ -59,14 +58,14 @@ struct alignas(kCacheLineBytes) SnapshotMeters {
   std::atomic<std::uint64_t> numWaits;
   std::atomic<std::uint64_t> waitedNs;
   std::atomic<std::uint32_t> numLost;
-  std::atomic<std::uint32_t> frees;  // futex word: counts what is given back to the pool
+  std::atomic<std::uint32_t> frees;  // futex word: counts returns of memory to the pool
   std::atomic<std::uint32_t> lostOf;
   std::atomic<std::uint32_t> impossible;
 };
 static_assert(sizeof(SnapshotMeters) == kCacheLineBytes);
 
-/// State that memory devices share about the snapshots of one set of blocks. Workers see it read-only. Memory
-/// that is all zero is its first state, but for the limit of the pool.
+/// State that memory devices share about the snapshots of one set of blocks. Read-only for workers. Its first
+/// state is all zero, except for the pool's limit.
 class SnapshotControl {
  public:
   SnapshotControl() = default;
@@ -74,22 +73,22 @@ class SnapshotControl {
   static std::size_t numBytes(std::size_t numBlocks) noexcept;
 
   SnapshotMeters& meters() const noexcept { return *meters_; }
-  /// The last snapshot of this place that was released.
+  /// The last released snapshot of this place.
   std::atomic<std::uint32_t>& released(std::size_t place) const noexcept { return ended_[place]; }
   /// The last snapshot of this place that was given up.
   std::atomic<std::uint32_t>& lost(std::size_t place) const noexcept {
     return ended_[kMostSnapshots + place];
   }
-  /// Snapshots begun so far, as devices last found that it can be.
+  /// Snapshots begun so far, by the devices' last valid reading.
   std::atomic<std::uint32_t>& believed() const noexcept { return ended_[2 * kMostSnapshots]; }
-  /// Reads how many snapshots workers say were begun. @returns whether that can be: places have one snapshot
-  /// at a time, and are taken in turn.
+  /// Reads the number of begun snapshots that workers claim. @returns whether it is possible: each place has
+  /// one snapshot at a time, and places are taken in turn.
   bool readBegun(const SnapshotRequest& request, std::uint32_t& begun) const noexcept;
-  /// What was last recorded of a block in a snapshot of this place: its number and a BlockState.
+  /// The last record of a block in a snapshot of this place: its number and a BlockState.
   std::atomic<std::uint64_t>& record(std::size_t block, std::size_t place) const noexcept {
     return records_[block * kMostSnapshots + place];
   }
-  /// Whether memory was taken ahead for a block at kCommonPlace.
+  /// Whether memory was allocated in advance for a block at kCommonPlace.
   std::atomic<std::uint32_t>& isWarm(std::size_t block) const noexcept { return warm_[block]; }
 
  private:
@@ -99,20 +98,20 @@ class SnapshotControl {
   std::atomic<std::uint32_t>* warm_ = nullptr;
 };
 
-/// A worker's end: begins snapshots by adding one to a counter.
+/// A worker's end: begins snapshots by incrementing a counter.
 class SnapshotTrigger {
  public:
-  /// Maps `requestFd`, and `controlFd` read-only; both stay the caller's. @param client whose snapshots it
+  /// Maps `requestFd`, and `controlFd` read-only; the caller closes both. @param client whose snapshots it
   /// begins.
   /// @throws std::invalid_argument if a descriptor is not sealed or too small.
   SnapshotTrigger(int requestFd, int controlFd, std::uint32_t client);
 
-  /// Begins a snapshot of everything as it is now. @pre no update is under way, as between two steps of the
+  /// Begins a snapshot of the current contents. @pre no update is in progress, as between two steps of the
   /// caller, whose next push is needed for the next update.
-  /// @returns its number, from 1 on; 0 if as many as there can be are held.
+  /// @returns its number, from 1 on; 0 if the maximum number of snapshots is held.
   std::uint32_t begin() noexcept;
-  /// What the counter of snapshots says, at least 1, if a worker has overwritten it with what cannot be; else
-  /// 0. No snapshot begins then.
+  /// The value of the snapshot counter, at least 1, if a worker has overwritten it with an impossible value;
+  /// else 0. No snapshot begins while it is impossible.
   std::uint32_t impossible() const noexcept;
 
  private:
@@ -125,7 +124,7 @@ struct SnapshotFds {
   int request = -1;                          // SnapshotRequest
   int control = -1;                          // SnapshotControl::numBytes()
   int pool = -1;                             // SparsePool::numBytes(), sparse
-  std::shared_ptr<SnapshotPool> versions{};  // where they lie instead, if they do
+  std::shared_ptr<SnapshotPool> versions{};  // the place of versions instead of `pool`, if any
 
   /// Whether this process can keep and read versions.
   bool hasPool() const noexcept { return pool >= 0 || versions != nullptr; }
@@ -134,50 +133,51 @@ struct SnapshotFds {
 /// A block that is updated in place.
 struct BlockInPlace {
   std::size_t block = 0;
-  const std::byte* current = nullptr;  // where it lies
+  const std::byte* current = nullptr;  // the block's address
 };
 
-/// The memory devices' end: keeps the versions that snapshots refer to, of blocks which stay at their place.
+/// The memory devices' end: keeps the versions to which snapshots refer, of blocks that stay in place.
 ///
-/// Whoever is about to overwrite a block calls keep() first, which copies the block to the pool if a snapshot
-/// still refers to it. One atomic word per block and snapshot decides between this and a reader that takes
-/// the block where it lies: a reader never holds up an update.
+/// A writer calls keep() before it overwrites a block. keep() copies the block to the pool if a snapshot
+/// still refers to it. One atomic word per block and snapshot decides between keep() and a reader that copies
+/// the block in place: a reader never delays an update.
 ///
 /// Thread safety: keep() by one thread at a time for each block, in any process; everything else by one
-/// thread at a time for each snapshot, beside any keep().
+/// thread at a time for each snapshot, concurrently with any keep().
 class SnapshotStore {
  public:
-  /// How long keep() waits while nothing is freed, before it gives up the oldest snapshot.
+  /// Time that keep() waits without any freed memory before it gives up the oldest snapshot.
   static constexpr std::chrono::milliseconds kPatience{5000};
 
-  /// Maps memory that stays the caller's. @param blockBytes length of each block.
+  /// Maps the memory; the caller closes the descriptors. @param blockBytes length of each block.
   /// @throws std::invalid_argument if a descriptor is not sealed or too small.
   SnapshotStore(const std::vector<std::size_t>& blockBytes, const SnapshotFds& fds,
                 std::chrono::milliseconds patience = kPatience);
   SnapshotStore(const SnapshotStore&) = delete;
   SnapshotStore& operator=(const SnapshotStore&) = delete;
 
-  /// Sets how much of the pool may be taken at a time, at least what the largest block needs. Called once, by
-  /// who made the memory, before anything else.
+  /// Sets how much of the pool may be used at a time, at least enough for the largest block. The process that
+  /// created the memory calls it once, before anything else.
   void setLimit(std::size_t numBytes) noexcept;
 
-  /// Takes memory for a version of a block ahead and for good, if a whole snapshot may be held. By one thread
-  /// at a time, beside anything else. @returns whether it is there.
+  /// Allocates memory for a version of a block in advance and permanently, if a whole snapshot may be held.
+  /// One thread at a time, concurrently with anything else. @returns whether the memory is available.
   bool warm(std::size_t block) noexcept;
   /// Copies the block at `current` to the pool for every snapshot that refers to it. Waits for room while
-  /// blocks are freed; if none is for as long as patience lasts, gives up the oldest snapshot.
+  /// blocks are freed; if none is freed for the whole patience, gives up the oldest snapshot.
   void keep(std::size_t block, const std::byte* current);
   /// The same for several blocks, whose copies run together.
   void keep(const BlockInPlace* blocks, std::size_t count);
-  /// Has keep() add to `beats` while it waits: the device is at work. Before the first keep().
+  /// Makes keep() increment `beats` while it waits, to show that the device works. Call before the first
+  /// keep().
   void beatWhileWaiting(std::atomic<std::uint32_t>& beats) noexcept { beats_ = &beats; }
-  /// Ends and forbids waits for room: snapshots are given up instead. Idempotent.
+  /// Ends and forbids waits for room: keep() gives up snapshots instead. Idempotent.
   void stopWaiting() noexcept;
 
-  /// Copies a block as it was when `snapshot` began to `destination`. @param current where the block lies.
-  /// @returns false if the snapshot was given up or released, or has let go of the block.
+  /// Copies a block, as it was when `snapshot` began, to `destination`. @param current the block's address.
+  /// @returns false if the snapshot was given up or released, or needs the block no more.
   bool read(std::uint32_t snapshot, std::size_t block, const std::byte* current, std::byte* destination);
-  /// The snapshot needs this block no more: its version is freed. Idempotent.
+  /// Frees the version of this block; the snapshot needs it no more. Idempotent.
   void letGo(std::uint32_t snapshot, std::size_t block) noexcept;
   /// The same for all blocks; makes room for another snapshot. Idempotent.
   void release(std::uint32_t snapshot) noexcept;
@@ -191,12 +191,12 @@ class SnapshotStore {
   SnapshotStatistics statistics() const noexcept;
 
  private:
-  /// Of a block to the pool, that is not recorded yet.
+  /// A copy of a block to the pool, not recorded yet.
   struct Copy {
     std::uint32_t snapshot;
     std::size_t block;
-    std::uint64_t seen;  // the record before
-    BlockState kept;     // kKept or kCommon: where it lies
+    std::uint64_t seen;  // the previous record
+    BlockState kept;     // kKept or kCommon: its place
   };
 
   std::uint32_t begun() const noexcept;

@@ -7,41 +7,41 @@
 
 namespace coarse {
 
-/// Where old versions of blocks lie to which snapshots refer. Each block has a place of its own for each
+/// The place of old versions of blocks to which snapshots refer. Each block has its own place for each
 /// snapshot that can be held (docs/design/storage.md).
 ///
-/// Thread safety: store() and settle() by any number of threads, each settling what it has stored; everything
-/// else likewise, with at most one of store() and free() for a block and a place at a time.
+/// Thread safety: store() and settle() by any number of threads, where each settles its own stores;
+/// everything else likewise. At most one store() or free() at a time for a block and a place.
 class SnapshotPool {
  public:
   virtual ~SnapshotPool() = default;
 
-  /// Takes memory for a version of a block ahead, at kCommonPlace, which all snapshots share and which is
-  /// kept until the pool goes: what is stored there costs a copy and nothing else. @returns false if there is
-  /// none.
+  /// Allocates memory for a version of a block in advance, at kCommonPlace, which all snapshots share. The
+  /// memory stays allocated as long as the pool, so storing there costs only a copy. @returns false if no
+  /// memory is available.
   virtual bool warm(std::size_t /*block*/) noexcept { return false; }
-  /// Begins to copy a block to its place. @returns false if there is no room; then nothing was taken.
-  /// @throws cuda::Error where that is memory of a GPU.
+  /// Begins to copy a block to its place. @returns false if there is no room; then nothing was allocated.
+  /// @throws cuda::Error for memory of a GPU.
   virtual bool store(std::size_t block, std::size_t place, const std::byte* current) = 0;
-  /// Returns when what this thread has stored is there.
+  /// Returns when this thread's stores are complete.
   /// @throws cuda::Error likewise.
   virtual void settle() {}
-  /// Gives the memory of one version back. Its copy may be under way elsewhere, and is then worth nothing.
+  /// Frees the memory of one version. Another thread may be copying it; that copy is then invalid.
   virtual void free(std::size_t block, std::size_t place) noexcept = 0;
-  /// Returns when others can have what was given back so far: for threads that may wait.
+  /// Returns when others can use the memory freed so far: for threads that may wait.
   virtual void trim() noexcept {}
-  /// Copies a version to memory of the host. @returns false if there is none.
+  /// Copies a version to host memory. @returns false if there is none.
   virtual bool load(std::size_t block, std::size_t place, std::byte* destination) = 0;
-  /// Copies a block from where it lies to memory of the host. It may be overwritten meanwhile; the caller
-  /// then finds out, and throws the copy away.
+  /// Copies a block in place to host memory. A concurrent update may overwrite it; the caller then detects
+  /// that and discards the copy.
   virtual void loadCurrent(std::size_t block, const std::byte* current, std::byte* destination) = 0;
 };
 
-/// Room for blocks in a sparse file, which all memory devices share: pages are taken when a version is kept,
-/// and given back when it is freed; but for those that were taken ahead.
+/// Room for blocks in a sparse file, which all memory devices share. Keeping a version allocates pages, and
+/// freeing it returns them, except those allocated in advance.
 class SparsePool : public SnapshotPool {
  public:
-  /// @param fd stays the caller's. @throws std::invalid_argument if it is not sealed or too small.
+  /// @param fd the caller closes it. @throws std::invalid_argument if it is not sealed or too small.
   SparsePool(const std::vector<std::size_t>& blockBytes, int fd);
   ~SparsePool() override;
   SparsePool(const SparsePool&) = delete;
@@ -66,10 +66,10 @@ class SparsePool : public SnapshotPool {
   std::size_t placeBytes_ = 0;
   std::vector<std::atomic<bool>> isMapped_;  // whether mapPages() has been called
   int fd_ = -1;
-  std::byte* common_ = nullptr;  // kCommonPlace where it is mapped; nothing is stored there that has no pages
+  std::byte* common_ = nullptr;  // mapping of kCommonPlace; stores need pages there
 };
 
-/// What a version takes: whole pages.
+/// Bytes of a version: whole pages.
 std::size_t versionBytes(std::size_t blockBytes) noexcept;
 
 }  // namespace coarse
